@@ -151,7 +151,7 @@ def measure(action: Callable[[], object]) -> Measured:
 def traced(sizes: dict[str, int]) -> Measured:
     """Capture a model and lower it for rank 0 of each degree."""
     from hydragraph.frontend.capture import capture
-    from hydragraph.runtime.variants import Variants
+    from hydragraph.passes.variants import Variants
 
     model = _llama(sizes)
     return measure(lambda: _variants(Variants(capture(model), added=True)))
@@ -159,13 +159,13 @@ def traced(sizes: dict[str, int]) -> Measured:
 
 def loaded(sizes: dict[str, int]) -> Measured:
     """Start from a folder that has the graphs of rank 0 of each degree."""
-    from hydragraph.ahead.load import load
-    from hydragraph.ahead.manifest import own_code
-    from hydragraph.ahead.model_record import model_record
-    from hydragraph.ahead.save import NamedVariant, save
     from hydragraph.frontend.capture import capture
-    from hydragraph.runtime import variants as kept
-    from hydragraph.runtime.variants import Variants
+    from hydragraph.frontend.compiled_folder.load import load
+    from hydragraph.frontend.compiled_folder.manifest import own_code
+    from hydragraph.frontend.compiled_folder.model_record import model_record
+    from hydragraph.frontend.compiled_folder.save import NamedVariant, save
+    from hydragraph.passes import variants as kept
+    from hydragraph.passes.variants import Variants
 
     model = _llama(sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -206,10 +206,10 @@ def example_from_folder() -> Measured:
 
 def write_example(folder: str) -> None:
     """Write the compiled folder of README's example."""
-    from hydragraph.ahead.model_record import model_record
-    from hydragraph.ahead.save import named_variants, save
     from hydragraph.frontend.capture import capture
-    from hydragraph.runtime.variants import Variants
+    from hydragraph.frontend.compiled_folder.model_record import model_record
+    from hydragraph.frontend.compiled_folder.save import named_variants, save
+    from hydragraph.passes.variants import Variants
 
     model = _small(EXAMPLE)
     variants = Variants(capture(model), added=True)

@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
 from hydragraph.cost.link_bytes import DIRECTIONS, Direction
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.program import Program
-from hydragraph.passes.layouts import BucketLayouts, layouts
+from hydragraph.passes.weight_layouts import BucketLayouts, layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import Exchange, pull_exchange, push_exchange, start_pull, start_push
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
 
 RANKS = 6
 LIMIT = timedelta(minutes=20)

@@ -96,8 +96,8 @@ def compile_all(sizes: Sizes) -> Measured:
 
 def check_once(sizes: Sizes) -> Measured:
     """Check a captured model by numbers: what `hg.compile` does besides the first time that it meets a model."""
-    from hydragraph.check.check import CheckedModel, check
     from hydragraph.frontend.capture import capture
+    from hydragraph.frontend.check.numeric_check import CheckedModel, check
 
     model = _llama(sizes)
     program = capture(model)
@@ -106,11 +106,11 @@ def check_once(sizes: Sizes) -> Measured:
 
 def one_rank(sizes: Sizes) -> Measured:
     """Build one rank's program and link tables for a strategy that it has not seen, on 64 ranks."""
-    from hydragraph.ir.home import HomeLayouts
+    from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, propagation
     from hydragraph.ir.link import copy, reduce
-    from hydragraph.ir.outline import Outline
     from hydragraph.ir.parameter import Bucket
+    from hydragraph.ir.program_outline import Outline
     from hydragraph.passes.pipeline import rank_program
     from hydragraph.passes.place import place
     from hydragraph.spec.home import EQUAL

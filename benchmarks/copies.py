@@ -25,12 +25,12 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
 from hydragraph.ir.layout import GradientKind, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
 
 LIMIT = timedelta(minutes=9)
 

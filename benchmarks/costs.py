@@ -38,14 +38,14 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 import hydragraph as hg
+from hydragraph.cost.block_pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.curves import Constants, Table
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Piece, PricedDevice
-from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.cost.stack import DEEPSPEED, Stack
-from hydragraph.cost.stages import Hop, StageCost
-from hydragraph.planner.assigning import assign_pipelines, bounded_pipelines, enveloped
-from hydragraph.planner.exact import exact_assignment
+from hydragraph.cost.deepspeed_stack import DEEPSPEED, Stack
+from hydragraph.cost.measured_profile import PipelineCost, Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.stage_costs import Hop, StageCost
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines, bounded_pipelines, enveloped
+from hydragraph.planner.exact.exact_assignment import exact_assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node, Pair
 from hydragraph.spec.stage_kind import StageKind
 

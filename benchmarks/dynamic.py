@@ -40,14 +40,14 @@ from torch import Tensor
 
 import hydragraph as hg
 from benchmarks.memory import LiveBytes, adamw
-from hydragraph.candidates import request_of
-from hydragraph.cost.profile import Profile
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.stage_kind import StageKind
 
 RANKS = 2

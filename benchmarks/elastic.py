@@ -43,23 +43,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
 from benchmarks import plans
-from hydragraph.candidates import request_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.elastic.controller import Controller
-from hydragraph.elastic.monitor import Monitor
-from hydragraph.elastic.replanning import Question, Replanned, Replanner
-from hydragraph.handover import Handover
-from hydragraph.planner.iteration import IterationPlanner
+from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.engine.live_reshard import Handover
+from hydragraph.engine.step_planner import IterationPlanner
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
-from hydragraph.planner.workload import Workload
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.record import from_record
-from hydragraph.train import chaos
+from hydragraph.spec.training_workload import Workload
+from hydragraph.train.chaos import disturbed_run
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.metrics import read_metrics
+from hydragraph.train.step_metrics import read_metrics
+from hydragraph.train.stragglers.background_replanning import Question, Replanned, Replanner
+from hydragraph.train.stragglers.controller import Controller
+from hydragraph.train.stragglers.monitor import Monitor
 from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 8
@@ -114,8 +114,8 @@ def pause(table: Table) -> None:
             def stepped(step: int, struck: int, seen: dict[int, float] = seen) -> None:
                 seen.setdefault(step, time.monotonic())
 
-            strikes = [chaos.Strike("kill", 17, 0.7, 0.0)]
-            done = chaos.run(config, strikes, stepped, until=config.steps)
+            strikes = [disturbed_run.Strike("kill", 17, 0.7, 0.0)]
+            done = disturbed_run.run(config, strikes, stepped, until=config.steps)
             took = [event.seconds for event in done.events if event.event == "resumed"]
             times = sorted(seen.values())
             gaps = [after - before for before, after in pairwise(times)]
@@ -136,19 +136,19 @@ def kills(table: Table, count: int) -> None:
         elastic = {"copies": 2, "spares": SPARES}
         config = config_in(folder, ranks=4, strategies=["2*<tp1,pp2>"], elastic=elastic, checkpoint_every=20)
         config = replace(config, deterministic=True, backend="eager")
-        peaceful, stormy = chaos.prepared(config, folder, count)
+        peaceful, stormy = disturbed_run.prepared(config, folder, count)
 
         def stepped(step: int, struck: int) -> None:
             if step % 20 == 0:
                 print(f"step {step}: {struck} of {count} kills", file=sys.stderr)
 
-        disturbed = chaos.run(stormy, chaos.draw({"kill": count}, seed=7), stepped)
+        disturbed = disturbed_run.run(stormy, disturbed_run.draw({"kill": count}, seed=7), stepped)
         last = max(m.step for m in disturbed.metrics)
-        undisturbed = chaos.run(peaceful, until=last).until(last)
-        departed = chaos.departure(disturbed, undisturbed, None)
+        undisturbed = disturbed_run.run(peaceful, until=last).until(last)
+        departed = disturbed_run.departure(disturbed, undisturbed, None)
         equal = "every bit of every loss" if departed is None else f"other losses from step {departed} on"
         table.add_row(f"{count} kills: equal to the undisturbed run", equal, "curve equal")
-        for name, value in chaos.rows(disturbed, undisturbed):
+        for name, value in disturbed_run.rows(disturbed, undisturbed):
             table.add_row(f"{count} kills: {name}", value, "")
         said = f": {disturbed.ending}" if disturbed.code else ""
         table.add_row(f"{count} kills: exit code", f"{disturbed.code}{said}", "0")
@@ -504,7 +504,7 @@ def nodes(table: Table) -> None:
         codes = [process.wait(120) for process in started]
         struck = [m.loss for m in read_metrics(run / "metrics.jsonl")]
         # As many steps of the same schedule: a run of fewer would lower its learning rate sooner.
-        calm = chaos.run(replace(config, output=str(folder / "calm")), until=len(struck)).until(len(struck))
+        calm = disturbed_run.run(replace(config, output=str(folder / "calm")), until=len(struck)).until(len(struck))
         undisturbed = [m.loss for m in calm.metrics]
         apart = max(abs(a - b) for a, b in zip(struck, undisturbed, strict=True))
         table.add_row("a node is killed", f"{lost:.1f} s until a step is done; processes the same: {same}", "15 s")

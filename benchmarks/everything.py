@@ -53,10 +53,10 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
+from hydragraph.cost.block_pieces import Piece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.pieces import Piece
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.data.mini_batches import length_of
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.record import from_record

@@ -5,11 +5,11 @@
 
 Expected is what `hydragraph check` says: the home state (16 bytes per parameter over the ranks: weight, gradient,
 AdamW's moments; 4 where it is frozen) plus the weights, gradients, activations and messages of the strategy
-(`hydragraph.cost.memory`), with messages that end when a simulation ends them. Measured is every storage that a tensor
-operator made, for as long as it lives. Printed is the rank with the largest difference, beside the bounds of it without
-any messages, and with all of them for as long as they may take. What is pulled and pushed is the bytes of weights and
-of gradients that all ranks together send to others in one step. The exit code is 1 where a rank is off by more than
-10 %.
+(`hydragraph.cost.rank_memory`), with messages that end when a simulation ends them. Measured is every storage that a
+tensor operator made, for as long as it lives. Printed is the rank with the largest difference, beside the bounds of it
+without any messages, and with all of them for as long as they may take. What is pulled and pushed is the bytes of
+weights and of gradients that all ranks together send to others in one step. The exit code is 1 where a rank is off by
+more than 10 %.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from torch.utils._pytree import tree_leaves
 
 import hydragraph as hg
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.fit import MemoryFit, fit
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import Compiled, CompiledBlocks, Memory, rank_memory
-from hydragraph.mini_batch import token_multiple
-from hydragraph.planner.quick import assign
-from hydragraph.runtime.batch import padding
+from hydragraph.cost.rank_memory import Compiled, CompiledBlocks, Memory, rank_memory
+from hydragraph.frontend.mini_batch import token_multiple
+from hydragraph.frontend.packed_batch import padding
+from hydragraph.planner.quick_plan import assign
+from hydragraph.report.memory_fit import MemoryFit, fit
 from hydragraph.runtime.exchange import Exchange
 from hydragraph.spec.default_cluster import default_cluster
 

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic import config_in
-from hydragraph.train import chaos
+from hydragraph.train.chaos import disturbed_run
+from hydragraph.train.chaos.fault_injection import Victim, parent, send
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.metrics import read_metrics
-from hydragraph.train.strikes import Victim, parent, send
+from hydragraph.train.step_metrics import read_metrics
 from tests.nodes import TwoNodes, refusal, torchrun
 
 RANKS = 4
@@ -347,7 +347,7 @@ def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list
     config.save(file)
     problems: list[str] = []
     with TwoNodes(folder / "nodes") as two:
-        run = Machines(chaos.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
+        run = Machines(disturbed_run.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
         run.started = [run.start(number, "--overwrite", restarts=RESTARTS.get(storm.__name__, 0)) for number in (0, 1)]
         run.launcher = run.started[0]
         try:
@@ -402,7 +402,7 @@ def main() -> None:
             print(f"{storm.__name__}: {'; '.join(problems) or 'goes on'}", file=sys.stderr, flush=True)
         last = max((max(losses, default=1) for _, losses, _ in found.values()), default=1)
         peaceful = replace(config, elastic=replace(config.elastic, copies=1), output=str(kept / "calm"))
-        calm = {m.step: m.loss for m in chaos.run(peaceful, until=last).metrics}
+        calm = {m.step: m.loss for m in disturbed_run.run(peaceful, until=last).metrics}
     bad = 0
     for name, (problems, losses, seconds) in found.items():
         problems += _others(losses, calm)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic import config_in
-from hydragraph.train import chaos
+from hydragraph.train.chaos import disturbed_run
 
 STEPS = 40
 AFTER = 12  # the step after which a rank is killed
@@ -44,14 +44,14 @@ def main() -> None:
             steps=STEPS,
             elastic={"copies": 2},
         )
-        peaceful, stormy = chaos.prepared(config, Path(temporary), 0)
-        strikes = [chaos.Strike("kill", AFTER, 0.5, 0.05)]
-        disturbed = chaos.run(replace(stormy, steps=STEPS), strikes, until=STEPS)
-        undisturbed = chaos.run(replace(peaceful, steps=STEPS))
+        peaceful, stormy = disturbed_run.prepared(config, Path(temporary), 0)
+        strikes = [disturbed_run.Strike("kill", AFTER, 0.5, 0.05)]
+        disturbed = disturbed_run.run(replace(stormy, steps=STEPS), strikes, until=STEPS)
+        undisturbed = disturbed_run.run(replace(peaceful, steps=STEPS))
     table = Table(title=f"{chosen.ranks} ranks on one {chosen.device}, one killed")
     for column in ("what", "measured"):
         table.add_column(column)
-    told = dict(chaos.rows(disturbed, undisturbed))
+    told = dict(disturbed_run.rows(disturbed, undisturbed))
     for name, value in told.items():
         table.add_row(name, value)
     Console(width=120).print(table)

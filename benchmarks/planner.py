@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hydragraph import planner
-from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner import local_search
-from hydragraph.planner.dispatch_search import longest_first, value
-from hydragraph.planner.packing import pack_pipeline
-from hydragraph.planner.problem import Bubble, problem_of
-from hydragraph.planner.proposing import PIPELINE_STEPS, Histogram, histogram, least
+from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.planner.assignment import local_search
+from hydragraph.planner.assignment.problem import Bubble, problem_of
+from hydragraph.planner.assignment.spread_search import longest_first, value
+from hydragraph.planner.exact.packing import pack_pipeline
+from hydragraph.planner.generators.hydraulis import PIPELINE_STEPS, Histogram, histogram, least
 
 T = TypeVar("T")
 Lengths = list[int]
@@ -211,7 +211,7 @@ def is_exact(share: Lengths) -> bool:
 def reference(pipeline: Any, share: Lengths) -> float:
     """Return the best packing that much more time finds."""
     if is_exact(share):
-        from hydragraph.planner.exact import exact_packing
+        from hydragraph.planner.exact.exact_assignment import exact_packing
 
         return exact_packing(pipeline, share)[1]
     return min(pack_pipeline(pipeline, share, kicks=kicks).seconds for kicks in (LONG_SEARCH, LONG_SEARCH // 4))

@@ -48,24 +48,24 @@ from rich.table import Table
 
 import hydragraph as hg
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.memory import CompiledBlocks
+from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
-from hydragraph.planner.uneven.groups import nodes_of
-from hydragraph.planner.uneven.layers import spread
-from hydragraph.planner.uneven.planning import Plan
-from hydragraph.planner.uneven.power import Grouping, Kind, most_power, most_power_by_scip
-from hydragraph.planner.uneven.prices import Option, Prices, site_of
-from hydragraph.planner.uneven.settle import Shortage, settle, share_out, simulated
-from hydragraph.planner.uneven.varying import settle_varying
-from hydragraph.planner.uneven.whole_bound import whole_bound
-from hydragraph.planner.workload import Workload
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
+from hydragraph.planner.exact.autohet_grouping import Grouping, Kind, most_power, most_power_by_scip
+from hydragraph.planner.generators.device_groups import nodes_of
+from hydragraph.planner.generators.group_prices import Option, Prices, site_of
+from hydragraph.planner.generators.pipeline_layers import spread
+from hydragraph.planner.plan import Plan
+from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
+from hydragraph.planner.price_mini_batches import settle_varying
+from hydragraph.planner.whole_bound import whole_bound
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.training_workload import Workload
 
 TYPES = {
     "A100": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),  # type: ignore[arg-type]

@@ -28,16 +28,16 @@ from rich.console import Console
 
 import hydragraph as hg
 from benchmarks.memory import Sizes, adamw
-from hydragraph.bench.report import Report, Target, to_table
-from hydragraph.cost.compare import ComparedStep, Comparison, compared_step
-from hydragraph.cost.profile import Profile
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
+from hydragraph.commands.bench.bench_table import Report, Target, to_table
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.trace_file import Event, TracedStep
-from hydragraph.frontend.initialise import initial_buffers
-from hydragraph.planner.quick import assign
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
-from hydragraph.runtime.trace import events_of
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.planner.quick_plan import assign
+from hydragraph.report.measured_beside_predicted import ComparedStep, Comparison, compared_step
+from hydragraph.runtime.instruction_trace import events_of
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 
 SMALL = Sizes(hidden=256, layers=4, lengths=(500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40))
 LARGE = Sizes(hidden=2048, layers=4, vocabulary=32_000, lengths=(2000, 2000, 1500, 1000, 1000, 500, 500, 200))

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
-from hydragraph.cost.fitting import Lengths, fit_work, micro_batches, token_counts
-from hydragraph.cost.powers import Powers, powers_to
-from hydragraph.frontend.initialise import initial_buffers
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import CHAIN, MeasuredModel, stage_timer
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.planner.exact.powers_of_two import Powers, powers_to
+from hydragraph.runtime.profile_fitting import Lengths, fit_work, micro_batches, token_counts
+from hydragraph.runtime.profile_measurement import CHAIN, MeasuredModel, stage_timer
 from hydragraph.spec.stage_kind import StageKind
 
 ROUNDS = 5

@@ -36,17 +36,17 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
-from hydragraph.ir.fetching import Tier
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.checkpoint.extra_entry import encoded
+from hydragraph.checkpoint.piece_recovery import recover
+from hydragraph.checkpoint.piece_sources import Tier
+from hydragraph.checkpoint.state_pieces import DiskShelf, Pieces, Shelf
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
-from hydragraph.runtime.checkpoint.entry import encoded
-from hydragraph.runtime.checkpoint.pieces import DiskShelf, Pieces, Shelf
-from hydragraph.runtime.checkpoint.recovering import recover
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.moving import OwnedState, named
-from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.state_movement import OwnedState, named
 
 CLOUD, DISK = 1.2e9, 3.5e9  # bytes per second, of all nodes together, and of each
 COLUMNS = {"": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}

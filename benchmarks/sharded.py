@@ -38,7 +38,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from benchmarks.step import packed_batch
 from hydragraph.data.mini_batches import Drawn, length_of
 from hydragraph.frontend import huggingface
-from hydragraph.frontend.packed import token_cross_entropy
+from hydragraph.frontend.packed_inputs import token_cross_entropy
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import mini_batches, open_tokens, prepare
 from hydragraph.train.model import build_model

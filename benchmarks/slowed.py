@@ -39,13 +39,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.cost.profile import Profile
-from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.planner.plan import Plan
 from hydragraph.planner.policy import Policy
-from hydragraph.planner.uneven.planning import Plan
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 
 RANKS = 4
 PERIOD_S = 0.1  # of the brake

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
-from hydragraph.bench.report import Report
+from hydragraph.commands.bench.bench_table import Report
 
 SIZES = {
     "hidden_size": 256,

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.frontend import huggingface
-from hydragraph.frontend.packed import token_cross_entropy
-from hydragraph.runtime.batch import pack
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_inputs import token_cross_entropy
 from hydragraph.spec.workload import sequence_of
 
 VOCABULARY = 4096
@@ -185,7 +185,7 @@ def rivals(sizes: Sizes) -> dict[str, Step]:
 
     def share(turn: int) -> tuple[dict[str, Tensor], float]:
         """Return this rank's part, as balanced as longest-first makes it, and the targets per rank."""
-        from hydragraph.planner.quick import assign as assign_longest_first
+        from hydragraph.planner.quick_plan import assign as assign_longest_first
 
         sequences = sizes.sequences(turn)
         strategy = hg.Strategy.parse(f"{ranks}*<tp1,pp1>", sizes.layers)

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic import config_in
-from hydragraph.train.folder import RunFolder
-from hydragraph.train.metrics import read_metrics
-from hydragraph.train.strikes import Victim, lives, send
+from hydragraph.train.chaos.fault_injection import Victim, lives, send
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.step_metrics import read_metrics
 
 STEPS = 30
 RANKS = 3

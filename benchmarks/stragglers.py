@@ -46,12 +46,12 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.elastic.controller import Controller, Replanning
-from hydragraph.elastic.monitor import Monitor
-from hydragraph.elastic.replanning import Replanned, Replanner
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner
+from hydragraph.train.stragglers.controller import Controller, Replanning
+from hydragraph.train.stragglers.monitor import Monitor
 
 RANKS = 4
 LAYERS = 4

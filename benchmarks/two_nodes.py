@@ -37,7 +37,7 @@ from rich.table import Table
 
 import hydragraph as hg
 from benchmarks.step import Sizes, Step, adamw, rivals
-from hydragraph.runtime.trace import Exposed
+from hydragraph.runtime.instruction_trace import Exposed
 from tests.nodes import TwoNodes, limited, shaping_refusal, torchrun
 
 SIZES = Sizes(512, 4, 1024)

@@ -1,7 +1,36 @@
 """Train one PyTorch model on many uneven devices: a compiler, a runtime and a planner."""
 
-from hydragraph.lazy import attributes
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
 from hydragraph.version import __version__ as __version__
+
+
+def attributes(
+    package: str, where: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), so that all names can be completed.
+
+    Args:
+        where: name -> the module that it comes from.
+    """
+
+    def find(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(where[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*where, *(n for n in vars(sys.modules[package]) if n.startswith("__"))})
+
+    return sorted(where), find, names
+
 
 # Imported when first used, so that `import hydragraph.spec` costs no torch; type checkers read __init__.pyi.
 __all__, __getattr__, __dir__ = attributes(
@@ -13,36 +42,36 @@ __all__, __getattr__, __dir__ = attributes(
         "Corrections": "hydragraph.cost.corrections",
         "Costs": "hydragraph.cost.costs",
         "Elastic": "hydragraph.spec.elastic",
-        "Executable": "hydragraph.executable",
+        "Executable": "hydragraph.engine.executable",
         "Health": "hydragraph.spec.health",
         "Home": "hydragraph.spec.home",
-        "Moved": "hydragraph.migration",
-        "Pieces": "hydragraph.runtime.checkpoint.pieces",
+        "Moved": "hydragraph.engine.state_transfer",
+        "Pieces": "hydragraph.checkpoint.state_pieces",
         "Pipeline": "hydragraph.spec.strategy",
-        "Plan": "hydragraph.planner.uneven.planning",
+        "Plan": "hydragraph.planner.plan",
         "Policy": "hydragraph.planner.policy",
-        "Profile": "hydragraph.cost.profile",
+        "Profile": "hydragraph.cost.measured_profile",
         "Program": "hydragraph.ir.program",
         "RankFailure": "hydragraph.errors",
-        "RankPrograms": "hydragraph.api",
+        "RankPrograms": "hydragraph.engine.api",
         "Stage": "hydragraph.spec.strategy",
         "Stopped": "hydragraph.errors",
-        "StepReport": "hydragraph.executable",
+        "StepReport": "hydragraph.engine.executable",
         "Strategy": "hydragraph.spec.strategy",
-        "Survived": "hydragraph.survival",
+        "Survived": "hydragraph.engine.recovery",
         "TooFewRanks": "hydragraph.errors",
         "Unsupported": "hydragraph.errors",
-        "Workload": "hydragraph.planner.workload",
+        "Workload": "hydragraph.spec.training_workload",
         "attention_backend": "hydragraph.kernels.attention_backends",
-        "capture": "hydragraph.api",
-        "compare": "hydragraph.cost.compare",
-        "compile": "hydragraph.api",
-        "launch": "hydragraph.runtime.launch",
-        "lower": "hydragraph.api",
-        "plan": "hydragraph.planner.uneven.planning",
-        "precompile": "hydragraph.api",
-        "simulate": "hydragraph.api",
-        "survive": "hydragraph.survival",
+        "capture": "hydragraph.engine.api",
+        "compare": "hydragraph.report.measured_beside_predicted",
+        "compile": "hydragraph.engine.api",
+        "launch": "hydragraph.cluster.launch",
+        "lower": "hydragraph.engine.api",
+        "plan": "hydragraph.planner.plan",
+        "precompile": "hydragraph.engine.api",
+        "simulate": "hydragraph.engine.api",
+        "survive": "hydragraph.engine.recovery",
         "varlen_attention": "hydragraph.kernels.varlen_attention",
     },
 )

@@ -1,7 +1,7 @@
 """The command line: its verbs, and how a mistake becomes one sentence and an exit code.
 
-The verbs are in `hydragraph.commands` and `hydragraph.bench.command`, which import what they need when they run, so
-that help is quick. Nothing else prints, or looks at how this process was started.
+The verbs are in `hydragraph.commands` and `hydragraph.commands.bench.command`, which import what they need when they
+run, so that help is quick. Nothing else prints, or looks at how this process was started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from hydragraph import log
-from hydragraph.bench.command import bench_app
+from hydragraph.cluster.processes.compute_threads import spinning
 from hydragraph.commands import (
     chaos,
     check,
@@ -36,10 +36,10 @@ from hydragraph.commands import (
     train,
     verify,
 )
+from hydragraph.commands.bench.command import bench_app
+from hydragraph.commands.launch_process import launched
 from hydragraph.commands.options import check_written
-from hydragraph.commands.process import launched
 from hydragraph.errors import EndedElsewhere, RankFailure
-from hydragraph.runtime.threads import spinning
 from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
@@ -122,7 +122,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     """Turn errors into one sentence and an exit code, keeping tracebacks for --debug; show what goes on meanwhile."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     # Also where nothing was asked for, one line says what was checked.
-    logging.getLogger("hydragraph.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
+    logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
         if log_level is not None:
             log.show(log_level)

@@ -1,6 +1,6 @@
 """What a run says while it works: one line for each event, through Python's logging.
 
-    [rank 1/4 step 12] hydragraph.runtime.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
+    [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
 Lines come from loggers that are named after their modules, below "hydragraph". INFO has what happens a few times in a
 run, DEBUG what may happen in every step. Nobody hears either unless somebody asks: by `--log-level` on the command

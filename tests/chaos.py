@@ -43,8 +43,9 @@ from rich.progress import track
 from rich.table import Table
 
 from hydragraph import cli
+from hydragraph.cluster import launch
+from hydragraph.cluster.processes import fork_server
 from hydragraph.commands import train
-from hydragraph.runtime import fork_server, launch
 from tests import struck
 from tests.commands.tiny import computed
 from tests.faults import END_S, FAULTS, GRACE_S, Fault, Moment, Outcome, Target, patience, small_disk
@@ -180,7 +181,7 @@ class Laboratory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes our child, to be seen
-        shared = ["transformers.models.llama.modeling_llama", "hydragraph.train.loop", "hydragraph.train.screen"]
+        shared = ["transformers.models.llama.modeling_llama", "hydragraph.train.loop", "hydragraph.train.terminal"]
         multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *shared, "tests.struck"])
         terminal = os.dup(2)
         with (folder / "ranks").open("ab") as file:

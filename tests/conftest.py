@@ -19,11 +19,13 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 from typer import main, testing
 
-from hydragraph.check import run
-from hydragraph.runtime import launch
+from hydragraph.cluster import launch
+from hydragraph.frontend.check import check_once
 from tests.spent import Spent
 
-run.AUTO = "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
+check_once.AUTO = (
+    "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
+)
 
 # A shell's background job ignores these, and so would all that the tests start; some of them send these signals.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -61,4 +63,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of the whole system first: they take longest, and none should be left alone at the end."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    items.sort(key=lambda item: item.path.parent not in (Path(__file__).parent, Path(__file__).with_name("engine")))

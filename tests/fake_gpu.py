@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes import compiled
-from hydragraph.passes.compiled import GraphPiece
+from hydragraph.passes import compile_with_inductor
+from hydragraph.passes.compile_with_inductor import GraphPiece
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names
 from hydragraph.passes.graph_passes import VariantSpec, shard_strides
 from hydragraph.private.inductor import fake_like, mode_of
@@ -102,7 +102,7 @@ def compile_for_gpu(variant: Variant, spec: VariantSpec) -> tuple[Variant, int]:
 
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
     with mock.patch("torch._inductor.compile_fx.compile_fx_inner", generate), mock.patch.object(Tensor, "copy_", _copy):
-        return compiled.compile_variant(variant, strides, GPU, where=spec.where), given
+        return compile_with_inductor.compile_variant(variant, strides, GPU, where=spec.where), given
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

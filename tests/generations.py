@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.meeting.member import meet
-from hydragraph.runtime.rank_process import HOST
+from hydragraph.cluster.launch import World, join
+from hydragraph.cluster.processes.rank_process import HOST
+from hydragraph.cluster.rendezvous.member import meet
 
 
 def regroup(number: int, members: Sequence[int]) -> World | None:

@@ -28,11 +28,15 @@ FOLDER = ROOT / "build" / "matrix"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 
 # What depends on PyTorch's version: capture, passes, processes, parity; the demo comes after them.
-_PASSES = ("sizes", "annotate", "shard", "differentiate", "accumulate", "clean", "fuse_head", "written_in_place")
+_PASSES = ("prove_sizes", "annotate", "shard", "differentiate", "accumulate", "clean", "fuse_head", "written_in_place")
 CORE = (
     *("tests/private", "tests/ir/test_graph_data.py", *(f"tests/passes/test_{name}.py" for name in _PASSES)),
-    *("tests/frontend/test_capture.py", "tests/frontend/test_templates.py", "tests/frontend/test_masks.py"),
-    *("tests/runtime/test_executor.py", "tests/runtime/test_launch.py", "tests/runtime/test_preparation.py"),
+    *("tests/frontend/test_capture.py", "tests/frontend/test_templates.py", "tests/frontend/test_mask_patterns.py"),
+    *(
+        "tests/runtime/test_executor.py",
+        "tests/cluster/test_launch.py",
+        "tests/cluster/processes/test_shared_preparation.py",
+    ),
     "tests/test_parity.py",
 )
 DEMO = ("train", "examples/demo.yaml", "--overwrite", "--set", "steps=3", "--set", "evaluate_every=3")

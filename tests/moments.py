@@ -35,8 +35,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.runtime.meeting.member import here
-from hydragraph.runtime.moving import carry
+from hydragraph.cluster.rendezvous.member import here
+from hydragraph.runtime.state_movement import carry
 from tests.models import llama, sequences
 from tests.ready import Ready
 
@@ -189,8 +189,8 @@ def train(prepared: Ready, plan: Plan) -> int:
     member = here()
     comes = member is not None and member.late
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hydragraph.migration.carry", partial(carry, chunk=16_384))  # many messages
-        patch.setattr("hydragraph.handover.CHUNK", 16_384)
+        patch.setattr("hydragraph.engine.state_transfer.carry", partial(carry, chunk=16_384))  # many messages
+        patch.setattr("hydragraph.engine.live_reshard.CHUNK", 16_384)
         with window(plan, "join", None, 1) if comes else nullcontext():
             exe = prepared.executable(
                 list(TEXTS), adamw, home=hg.Home(copies=plan.copies), deterministic=True, progress_s=PROGRESS_S

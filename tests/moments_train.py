@@ -29,11 +29,12 @@ from rich.table import Table
 from hydragraph import cli
 from hydragraph.commands import train
 from hydragraph.spec.record import from_record
-from hydragraph.train import chaos, going_on, loop, saving, telling
+from hydragraph.train import loop, run_recovery, run_saving, step_reporting
+from hydragraph.train.chaos import disturbed_run
+from hydragraph.train.chaos.fault_injection import Victim, ended, lives, send
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.folder import RunFolder
-from hydragraph.train.metrics import read_metrics
-from hydragraph.train.strikes import Victim, ended, lives, send
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.step_metrics import read_metrics
 from tests.moments import LIMIT_S, PROGRESS_S, RANKS, How, Plan, Strike, window
 from tests.train.plain import settings
 
@@ -56,13 +57,13 @@ _genuine = train.train_rank  # what ranks run; in the launcher's process this mo
 
 def train_rank(*arguments: Any) -> Any:
     """Train on this rank, which strikes itself when it is its turn."""
-    saving.matplotlib_installed = telling.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
-    telling.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
+    run_saving.matplotlib_installed = step_reporting.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
+    step_reporting.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
     record = json.loads(os.environ[PLAN])
     strikes = tuple(Strike(**each) for each in record["strikes"])
     plan = Plan(strikes, Path(record["folder"]), opened=OPENED)
     for name in CALLS:
-        callers = [module for module in (loop, going_on, saving, telling) if hasattr(module, name)]
+        callers = [module for module in (loop, run_recovery, run_saving, step_reporting) if hasattr(module, name)]
         watched = _watched(plan, name, getattr(callers[0], name))
         for module in callers:  # each has the function under a name of its own
             setattr(module, name, watched)
@@ -176,7 +177,7 @@ def struck(plan: Plan, config: TrainConfig, folder: Path, about: dict[str, Any])
     mine = {m.step: m.loss for m in read_metrics(victim.folder.metrics)}
     last = max(mine, default=0)
     calm = replace(config, elastic=replace(config.elastic, copies=1, spares=0, min_ranks=None))
-    losses = {m.step: m.loss for m in chaos.run(replace(calm, output=str(folder / "calm")), until=last).metrics}
+    losses = {m.step: m.loss for m in disturbed_run.run(replace(calm, output=str(folder / "calm")), until=last).metrics}
     far = [step for step in range(1, last + 1) if step not in mine or mine[step] != losses.get(step)]
     if far or len(mine) != last:
         problems.append(f"losses are others, or missing, at {len(far)} of {last} steps, first at {far[:1]}")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hydragraph as hg
-from hydragraph.candidates import Choices
+from hydragraph.engine.candidate_strategies import Choices
+from hydragraph.passes.variants import Variants
 from hydragraph.runtime.elementwise import OptimizerFactory
-from hydragraph.runtime.variants import Variants
 from tests.models import llama
 
 

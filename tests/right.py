@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.check.check import REMEDY, CheckedModel, check
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.check.numeric_check import REMEDY, CheckedModel, check
 from tests.frontend.families import build
 from tests.module_cases import CHANGES, HABITS, WIDTH, Model, ModuleCase
 

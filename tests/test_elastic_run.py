@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from hydragraph.commands.chaos import chaos_command
-from hydragraph.cost.profile import Profile
-from hydragraph.elastic.events import read_events
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.metrics import read_metrics
 from hydragraph.train.ranks_file import RankPlace
+from hydragraph.train.step_metrics import read_metrics
+from hydragraph.train.stragglers.run_events import read_events
 from tests.cost import priced
 from tests.thorough import thorough
 from tests.train.plain import settings

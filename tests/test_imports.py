@@ -38,7 +38,7 @@ def imports() -> dict[str, set[str]]:
 
 def rows() -> list[list[str]]:
     """Return what each row of the table names: folders ("ir/") and files ("errors")."""
-    table = MAP.partition("## The houses")[2].partition("\n## ")[0]
+    table = MAP.partition("## The folders")[2].partition("\n## ")[0]
     return [re.findall(r"`([\w/]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
 
 
@@ -79,12 +79,12 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_no_folders_import_each_other() -> None:
-    """Also folders of folders: `runtime/checkpoint` and its like."""
+    """Also folders of folders: `checkpoint/weights` and its like."""
     graph: dict[str, set[str]] = {}
     for module, others in imports().items():
         here = str(Path(*module.split(".")).parent)
         graph.setdefault(here, set())
-        for other in others:
+        for other in others - {"hydragraph"}:  # whose `__init__` imports no folder
             there = str(Path(*other.split(".")).parent)
             # A folder and those below it are one house.
             if not (there.startswith(here) or here.startswith(there)):

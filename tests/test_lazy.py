@@ -45,7 +45,7 @@ def test_what_reads_a_compiled_folder_imports_no_compiler() -> None:
     """Not even where a graph's sizes become symbols again, for which PyTorch would look up who asked."""
     code = """
 import sys
-import hydragraph.ahead.load, hydragraph.executable
+import hydragraph.frontend.compiled_folder.load, hydragraph.engine.executable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hydragraph.private.tracing import new_symbol

@@ -16,13 +16,13 @@ from torch import nn
 
 import hydragraph as hg
 from hydragraph import log
+from hydragraph.checkpoint.folder import prune
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.launch import join
 from hydragraph.errors import Stopped
+from hydragraph.passes.recently_used import LRU
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.checkpoint.folder import prune
-from hydragraph.runtime.failure.watch import Watch
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.lru import LRU
 from tests.commands.tiny import run, write
 from tests.models import llama, sequences
 from tests.thorough import thorough
@@ -68,15 +68,15 @@ def test_a_run_tells_its_events_in_order(
     events = shown_lines(capsys.readouterr().err)
     patterns = [
         ("0", "frontend.capture", r"captured LlamaForCausalLM, 1 layers, 4 templates, in \d+\.\d\d s"),
-        ("0", "runtime.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1 in \d+\.\d\d s"),
+        ("0", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1 in \d+\.\d\d s"),
         ("0", "check", r"checked LlamaForCausalLM: .*worst gradient error .* s"),
         ("1", "executable", r"prepared strategy <tp1,pp1>@\w+ \(train\) for the first time, on all ranks"),
-        ("1", "runtime.checkpoint.store", r"began checkpoint .*step-1"),
-        ("1", "runtime.checkpoint.store", r"wrote checkpoint .*step-1 in \d+\.\d\d s"),
-        ("2", "runtime.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
+        ("1", "checkpoint.save_and_load", r"began checkpoint .*step-1"),
+        ("1", "checkpoint.save_and_load", r"wrote checkpoint .*step-1 in \d+\.\d\d s"),
+        ("2", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
         ("2", "check", r"checked what ranks run under <tp1r>: .*"),
         ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
-        ("3", "runtime.checkpoint.folder", r"pruned checkpoint .*step-1: the newest 2 stay"),
+        ("3", "checkpoint.folder", r"pruned checkpoint .*step-1: the newest 2 stay"),
         ("4", "executable", r"a rank is asked to stop \(15\): the step is not begun"),
     ]
     at = -1
@@ -145,7 +145,7 @@ def test_ranks_show_what_their_launcher_shows_and_say_who_they_are() -> None:
     log.show("info")
     for rank, (lines, level) in enumerate(hg.launch(make_groups, 3)):
         assert level == logging.INFO
-        here, name = f"[rank {rank}/3 step", "hydragraph.runtime.groups"
+        here, name = f"[rank {rank}/3 step", "hydragraph.cluster.communicators"
         pattern = rf"{re.escape(here)} 0\] {name}: made the communicators of 3 ranks over gloo in \d+\.\d\d s"
         assert re.fullmatch(pattern, lines[0])
         assert lines[1:] == [
@@ -175,7 +175,7 @@ def test_a_failure_is_told_by_the_ranks_that_notice_it(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
         hg.launch(fail, 2, tmp_path)
     pattern = (
-        r"\[rank 0/2 step 0\] hydragraph\.runtime\.failure\.watch: communication is ended: rank 1 .*no such luck.*"
+        r"\[rank 0/2 step 0\] hydragraph\.cluster\.failure\.rank_watch: communication is ended: rank 1 .*no such luck.*"
     )
     assert re.search(pattern, (tmp_path / "lines").read_text())
 
@@ -209,7 +209,7 @@ def test_lines_are_shown_once_and_no_more_once_they_are_not_asked_for(capsys: py
 def test_the_library_is_quiet_and_configures_nothing() -> None:
     code = """
 import logging, hydragraph, hydragraph.cli, hydragraph.log
-logging.getLogger("hydragraph.runtime.groups").info("nobody asked")
+logging.getLogger("hydragraph.cluster.communicators").info("nobody asked")
 for name in (None, "hydragraph"):
     logger = logging.getLogger(name)
     assert not logger.handlers and logger.propagate and not logger.isEnabledFor(logging.INFO), name
@@ -223,7 +223,7 @@ def test_only_what_owns_a_process_configures_logging() -> None:
     words = re.compile(r"\b(basicConfig|addHandler|setLevel|setLogRecordFactory|dictConfig)\(")
     found = {str(p.relative_to(package)) for p in package.rglob("*.py") if words.search(p.read_text())}
     # A fork that stands in for a new interpreter undoes what its launcher has configured.
-    assert found == {"cli.py", "log.py", "runtime/forked_server.py"}
+    assert found == {"cli.py", "log.py", "cluster/processes/launcher_fork.py"}
 
 
 def test_the_command_line_shows_what_it_is_asked_for(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_command_line_shows_what_it_is_asked_for(tmp_path: Path) -> None:
     shown = run("train", config, "--log-level", "info")
     assert shown.exit_code == 0, shown.output
     names = {m[4] for line in shown.stderr.splitlines() if (m := LINE.fullmatch(line)) is not None}
-    assert {f"hydragraph.{n}" for n in ("frontend.capture", "executable", "runtime.checkpoint.store")} <= names
+    assert {f"hydragraph.{n}" for n in ("frontend.capture", "engine.executable", "checkpoint.save_and_load")} <= names
     assert log.shown() is None
     wrong = run("train", config, "--log-level", "loud")
     assert wrong.exit_code == 2

@@ -10,7 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from hydragraph.train.metrics import read_metrics
+from hydragraph.train.step_metrics import read_metrics
 from tests.documented import ROOT, Block, blocks, follow
 from tests.thorough import thorough
 

@@ -36,7 +36,11 @@ WAYS: dict[str, tuple[str, Place]] = {
     ),
     "ids and labels outside the tables": (
         "refused",
-        ("test_mini_batch.py", "test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut", "-1 at"),
+        (
+            "tests/frontend/test_mini_batch.py",
+            "test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut",
+            "-1 at",
+        ),
     ),
     "a hidden state of another dtype between stages": (
         "right",
@@ -44,54 +48,65 @@ WAYS: dict[str, tuple[str, Place]] = {
     ),
     "chunked attention that the mask alone says": (
         "refused",
-        ("frontend/test_masks.py", "test_what_only_the_mask_says_is_refused", "chunks of 8"),
+        ("frontend/test_mask_patterns.py", "test_what_only_the_mask_says_is_refused", "chunks of 8"),
     ),
     "sliding windows that the mask alone says": (
         "refused",
-        ("frontend/test_masks.py", "test_what_only_the_mask_says_is_refused", "a sliding window of 8"),
+        ("frontend/test_mask_patterns.py", "test_what_only_the_mask_says_is_refused", "a sliding window of 8"),
     ),
     "a block's forward that was set on the instance": (
         "right",
-        ("frontend/test_unseen.py", "test_forwards_of_instances_and_parametrizations_are_honoured", "types.MethodType"),
+        (
+            "frontend/test_untraceable.py",
+            "test_forwards_of_instances_and_parametrizations_are_honoured",
+            "types.MethodType",
+        ),
     ),
     # Layers that were taken for equal.
     "private attributes": (
         "right",
-        ("frontend/test_alike.py", "test_layers_that_differ_are_never_taken_for_equal", "b._h"),
+        ("frontend/test_block_equivalence.py", "test_layers_that_differ_are_never_taken_for_equal", "b._h"),
     ),
     "hooks on submodules": (
         "refused",
-        ("frontend/test_unseen.py", "test_hooks_are_refused_by_name", "stack[1].down.reg"),
+        ("frontend/test_untraceable.py", "test_hooks_are_refused_by_name", "stack[1].down.reg"),
     ),
     "closures and bound methods": (
         "right",
-        ("frontend/test_alike.py", "test_layers_that_differ_are_never_taken_for_equal", "b.bound(1.0)"),
+        ("frontend/test_block_equivalence.py", "test_layers_that_differ_are_never_taken_for_equal", "b.bound(1.0)"),
     ),
     "classes made in a function": (
         "right",
-        ("frontend/test_alike.py", "test_layers_that_differ_are_never_taken_for_equal", "b.made(1.0)"),
+        ("frontend/test_block_equivalence.py", "test_layers_that_differ_are_never_taken_for_equal", "b.made(1.0)"),
     ),
     "uses of a layer's index": (
         "right",
-        ("frontend/test_alike.py", "test_layers_that_differ_are_never_taken_for_equal", "2**b.layer_idx"),
+        ("frontend/test_block_equivalence.py", "test_layers_that_differ_are_never_taken_for_equal", "2**b.layer_idx"),
     ),
     "objects of equal text": (
         "right",
-        ("frontend/test_alike.py", "test_layers_that_differ_are_never_taken_for_equal", "b.setting.value"),
+        ("frontend/test_block_equivalence.py", "test_layers_that_differ_are_never_taken_for_equal", "b.setting.value"),
     ),
     "a program of a model that differs out of sight": (
         "refused",
-        ("frontend/test_alike.py", "test_a_program_of_a_model_that_differs_out_of_sight_is_refused", "program="),
+        (
+            "frontend/test_block_equivalence.py",
+            "test_a_program_of_a_model_that_differs_out_of_sight_is_refused",
+            "program=",
+        ),
     ),
     # What a trace loses.
     "backwards of autograd.Function": (
         "refused",
-        ("frontend/test_unseen.py", "test_what_a_block_does_unseen_is_refused_by_name", "Reversed.apply"),
+        ("frontend/test_untraceable.py", "test_what_a_block_does_unseen_is_refused_by_name", "Reversed.apply"),
     ),
-    "gradient hooks": ("refused", ("frontend/test_unseen.py", "test_hooks_are_refused_by_name", "a gradient hook")),
+    "gradient hooks": (
+        "refused",
+        ("frontend/test_untraceable.py", "test_hooks_are_refused_by_name", "a gradient hook"),
+    ),
     "buffers assigned in forward": (
         "refused",
-        ("frontend/test_unseen.py", "test_what_a_block_does_unseen_is_refused_by_name", "(assigned, r"),
+        ("frontend/test_untraceable.py", "test_what_a_block_does_unseen_is_refused_by_name", "(assigned, r"),
     ),
     "parameters that the loss does not reach": (
         "right",
@@ -100,7 +115,7 @@ WAYS: dict[str, tuple[str, Place]] = {
     "scale_grad_by_freq": (
         "refused",
         (
-            "frontend/test_unseen.py",
+            "frontend/test_untraceable.py",
             "test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused",
             "scale_grad_by_freq=True",
         ),
@@ -108,7 +123,7 @@ WAYS: dict[str, tuple[str, Place]] = {
     "tokens that meet": (
         "refused",
         (
-            "frontend/test_modules.py",
+            "frontend/test_custom_modules.py",
             "test_whatever_is_not_known_to_keep_tokens_apart_is_refused",
             "F.normalize(x, dim=1)",
         ),
@@ -116,16 +131,16 @@ WAYS: dict[str, tuple[str, Place]] = {
     "positions counted through a row": (
         "refused",
         (
-            "frontend/test_modules.py",
+            "frontend/test_custom_modules.py",
             "test_positions_that_count_through_the_packed_row_are_refused",
             "torch.arange(input_ids",
         ),
     ),
     "state of Python's": (
         "refused",
-        ("frontend/test_alike.py", "test_state_outside_of_a_block_is_refused", "CALLS[0] += 1"),
+        ("frontend/test_block_equivalence.py", "test_state_outside_of_a_block_is_refused", "CALLS[0] += 1"),
     ),
-    "a loss that is a mean": ("refused", ("frontend/test_summed.py", "test_a_mean_is_refused", "mean")),
+    "a loss that is a mean": ("refused", ("frontend/test_loss_reduction.py", "test_a_mean_is_refused", "mean")),
     "padding ids inside sequences": (
         "right",
         ("frontend/test_unplaced.py", "test_padding_ids_inside_sequences_are_right", "Roberta"),
@@ -141,12 +156,12 @@ WAYS: dict[str, tuple[str, Place]] = {
     ),
     "buffers written in place, batch norm, max_norm": (
         "refused",
-        ("frontend/test_unseen.py", "test_what_a_block_does_unseen_is_refused_by_name", "(added, r"),
+        ("frontend/test_untraceable.py", "test_what_a_block_does_unseen_is_refused_by_name", "(added, r"),
     ),
     "ids that are not contiguous, and of 32 bits": (
         "right",
         (
-            "test_mini_batch.py",
+            "tests/frontend/test_mini_batch.py",
             "test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut",
             "plain[1].int()",
         ),
@@ -157,25 +172,29 @@ WAYS: dict[str, tuple[str, Place]] = {
     ),
     "an integer parameter": (
         "refused",
-        ("frontend/test_learning.py", "test_parameters_that_are_no_floats_are_refused", "int"),
+        ("frontend/test_trainable_parameters.py", "test_parameters_that_are_no_floats_are_refused", "int"),
     ),
     "autocast, reentrant checkpointing": (
         "refused",
-        ("frontend/test_unseen.py", "test_what_a_block_does_unseen_is_refused_by_name", "use_reentrant=True"),
+        ("frontend/test_untraceable.py", "test_what_a_block_does_unseen_is_refused_by_name", "use_reentrant=True"),
     ),
     "a loss of shape [1]": (
         "right",
-        ("frontend/test_unseen.py", "test_a_loss_of_shape_one_is_a_number", "reshape(1, 1)"),
+        ("frontend/test_untraceable.py", "test_a_loss_of_shape_one_is_a_number", "reshape(1, 1)"),
     ),
     # What was refused, or crashed, though users expect it.
     "dynamic NTK and longrope": (
         "either",
-        ("frontend/test_rotary.py", "test_each_sequence_has_the_frequencies_of_its_own_length", '"longrope"'),
+        (
+            "frontend/test_length_dependent_rotary.py",
+            "test_each_sequence_has_the_frequencies_of_its_own_length",
+            '"longrope"',
+        ),
     ),
     "directories in original formats": (
         "either",
         (
-            "runtime/weights/test_original_formats.py",
+            "checkpoint/weights/test_original_formats.py",
             "test_an_original_directory_gives_the_models_tensors_or_is_refused",
             '"qwen2_moe"',
         ),

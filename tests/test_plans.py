@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.candidates import candidates_of
+from hydragraph.engine.candidate_strategies import candidates_of
 from hydragraph.planner.policy import Policy
 from tests import reference
 from tests.cost import priced

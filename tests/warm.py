@@ -11,10 +11,10 @@ import threading
 from tqdm import tqdm
 
 import hydragraph as hg
-from hydragraph.check import run
+from hydragraph.frontend.check import check_once
 from tests.models import llama
 
-run.AUTO = "off"  # as in tests/conftest.py
+check_once.AUTO = "off"  # as in tests/conftest.py
 tqdm.monitor_interval = 0  # `torch.fx.Interpreter` makes a bar that nobody sees, and that would start a thread
 
 hg.capture(llama(layers=2))

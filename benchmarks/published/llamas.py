@@ -19,19 +19,19 @@ from functools import cache
 from pathlib import Path
 
 import hydragraph as hg
-from hydragraph.candidates import strategy_of
 from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.block_pieces import Piece, PricedDevice
 from hydragraph.cost.costs import CostedWork, Costs
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.memory_model import MemoryModel
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Piece, PricedDevice
-from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.cost.simulate import Timeline, run
+from hydragraph.cost.instruction_work import Part, Without
+from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.one_f_one_b import FORWARD
+from hydragraph.cost.published_memory import MemoryModel
+from hydragraph.cost.timeline import Timeline, run
 from hydragraph.cost.traffic import Transfers
-from hydragraph.cost.work import Part, Without
+from hydragraph.engine.candidate_strategies import strategy_of
 from hydragraph.ir.instruction import Op
-from hydragraph.planner.one_f_one_b import FORWARD
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind

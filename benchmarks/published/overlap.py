@@ -21,9 +21,9 @@ from rich.table import Table
 from benchmarks.published.llamas import known, simulated, strategy
 from benchmarks.published.paper_grid import CASE, prepared
 from benchmarks.published.plans import Candidate
-from hydragraph.cost.profile import Profile
-from hydragraph.cost.work import Part
-from hydragraph.planner.assigning import assign_pipelines
+from hydragraph.cost.instruction_work import Part
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.spec.assignment import Assignment
 
 EVERYTHING: tuple[Part, ...] = ("computing", "pull", "push", "messages", "ending")

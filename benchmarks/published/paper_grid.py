@@ -41,8 +41,8 @@ from benchmarks.published.rivals import (
     best_megatron,
 )
 from benchmarks.published.workload import Lengths, draw, mini_batch
-from hydragraph.cost.profile import Profile
-from hydragraph.planner.assigning import bound_devices
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.planner.assignment.assign_mini_batch import bound_devices
 
 TUNING = 6  # mini-batches on which static strategies are chosen; others than those measured
 SAMPLE = 20_000  # sequences that strategies are proposed from

@@ -42,7 +42,7 @@ from benchmarks.published.llamas import (
     strategy,
 )
 from benchmarks.published.workload import Lengths, fixed_length, in_turn
-from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.traffic import Roads, Transfers
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import GradientKind, propagation

@@ -38,8 +38,8 @@ from rich.table import Table
 
 from benchmarks.published.workload import Lengths, draw, fixed_length, in_turn, mini_batch
 from hydragraph import planner
-from hydragraph.cost.profile import Profile, Scheme
-from hydragraph.planner.assigning import bound_devices
+from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.planner.assignment.assign_mini_batch import bound_devices
 
 TOKENS = 100_000
 TUNING = 10  # iterations on which static strategies are chosen; others than those measured

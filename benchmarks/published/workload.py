@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hydragraph.cost.profile import PipelineCost
-from hydragraph.planner.one_f_one_b import pipeline_seconds
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.one_f_one_b import pipeline_seconds
 
 Lengths = list[int]
 

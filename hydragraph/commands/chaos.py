@@ -15,7 +15,7 @@ from hydragraph.commands.options import Config, Debug, LogLevel, Set
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.train.strikes import Kind
+    from hydragraph.train.chaos.fault_injection import Kind
 
 
 def chaos_command(
@@ -42,10 +42,10 @@ def chaos_command(
     With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
     alone takes the losses apart.
     """
-    from hydragraph.train import chaos
+    from hydragraph.train.chaos import disturbed_run
 
     settings = TrainConfig.load(config, overrides or ())
-    named = chaos.read_kinds(kinds or "", settings)
+    named = disturbed_run.read_kinds(kinds or "", settings)
     some = 10 if kills is None and not named else kills or 0
     counts: Counter[Kind] = Counter({"kill": some, "slow": slow, "join": joins})
     counts.update(dict.fromkeys(named, each))
@@ -55,26 +55,26 @@ def chaos_command(
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = Path(temporary) if keep is None else keep
         folder.mkdir(parents=True, exist_ok=True)
-        strikes = chaos.draw(counts, seed)
-        peaceful, stormy = chaos.prepared(settings, folder, len(strikes))
+        strikes = disturbed_run.draw(counts, seed)
+        peaceful, stormy = disturbed_run.prepared(settings, folder, len(strikes))
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
                 status.update(f"training disturbed: step {step}, {struck} of {len(strikes)} strikes")
 
-            disturbed = chaos.run(stormy, strikes, stepped)
+            disturbed = disturbed_run.run(stormy, strikes, stepped)
         last = max((m.step for m in disturbed.metrics), default=1)
         with console.status("training undisturbed"):
-            undisturbed = chaos.run(peaceful, until=last).until(last)
+            undisturbed = disturbed_run.run(peaceful, until=last).until(last)
         if undisturbed.code:
             raise ValueError(f"the run fails even without injected faults: {undisturbed.ending}")
         control = None
         if not settings.deterministic:
             with console.status("training undisturbed on one rank, to see what rounding comes to"):
-                control = chaos.run(chaos.alone(peaceful, folder), until=last).until(last)
-    departed = chaos.departure(disturbed, undisturbed, control)
+                control = disturbed_run.run(disturbed_run.alone(peaceful, folder), until=last).until(last)
+    departed = disturbed_run.departure(disturbed, undisturbed, control)
     table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {seed}", show_header=False)
-    for name, value in chaos.rows(disturbed, undisturbed):
+    for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
         table.add_row("the same on one rank, undisturbed", f"{control.difference(undisturbed):.1e} of it")

@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from hydragraph.commands.options import Config, CorrectionsFile, Debug, LogLevel, Set, Strategies, chosen_strategies
-from hydragraph.commands.text import bytes_text, console, seconds_text
+from hydragraph.report.number_text import bytes_text, console, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.fit import MemoryFit
+    from hydragraph.report.memory_fit import MemoryFit
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.strategy import Strategy
 
@@ -59,10 +59,10 @@ def check_command(
     what is advised was walked, too. Of a run on GPUs say so where there is none: --set device=cuda. The exit code is 1
     where a strategy does not fit.
     """
-    from hydragraph.cost.fit import advice, fit
+    from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home_text import owners_text
-    from hydragraph.train.checks import check_settings
+    from hydragraph.train.config_checks import check_settings
 
     if cluster is not None and memory is not None:
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
@@ -115,13 +115,13 @@ def _costs(
     """Return the strategies, and what prices them by the compiled graphs."""
     import torch
 
-    from hydragraph.commands.captured import captured
+    from hydragraph.commands.captured_model import captured
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
-    from hydragraph.cost.memory import CompiledBlocks
+    from hydragraph.cost.rank_memory import CompiledBlocks
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_corrections, read_profile
 
@@ -149,13 +149,13 @@ def _costs(
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
     """Return a step as a run without a profile assigns it."""
-    from hydragraph.planner.quick import assign
+    from hydragraph.planner.quick_plan import assign
 
     longest = config.data.max_length
     tokens = config.data.tokens_per_step
     if lengths is None:
         return assign(strategy, [longest] * -(-tokens // longest))
-    from hydragraph.planner.explain import mini_batches
+    from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.train.plan_input import read_lengths
 
     data = [min(n, longest) for n in read_lengths(lengths) if n]
@@ -166,8 +166,8 @@ def _parts(fitting: MemoryFit) -> Table:
     """Return what every rank holds when it holds most; neighbours that hold the same stand together."""
     from dataclasses import fields
 
-    from hydragraph.cost.fit import WORDS
-    from hydragraph.cost.memory import Memory
+    from hydragraph.cost.rank_memory import Memory
+    from hydragraph.report.memory_fit import WORDS
 
     names = [field.name for field in fields(Memory)]
     table = Table(title=f"{escape(fitting.strategy.name)}: peak of every rank", title_justify="left")

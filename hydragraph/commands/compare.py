@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from hydragraph.commands.options import CorrectionsFile, Debug, LogLevel
-from hydragraph.commands.text import console, seconds_text
+from hydragraph.report.number_text import console, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.cost.compare import Comparison, Row
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.profile import Profile
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.report.measured_beside_predicted import Comparison, Row
     from hydragraph.spec.cluster import Cluster
 
 EXAMPLE = (
@@ -46,9 +46,9 @@ def compare_command(
     Every second of a rank belongs to one kind. A wait is the other ranks' until they had sent, and the transfer's from
     then on. Of every strategy the first step is left out, as it also compiles and connects.
     """
-    from hydragraph.cost.compare import compare
     from hydragraph.cost.trace_file import read_trace
-    from hydragraph.train.folder import RunFolder
+    from hydragraph.report.measured_beside_predicted import compare
+    from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(run)
     if not folder.config.exists():
@@ -91,7 +91,7 @@ def _datasheet(config: TrainConfig, where: Cluster) -> Profile:
     """Return what the devices' datasheet says of the run's model."""
     import torch
 
-    from hydragraph.commands.process import quieten
+    from hydragraph.commands.launch_process import quieten
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.frontend.capture import capture
     from hydragraph.train.model import skeleton

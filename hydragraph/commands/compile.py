@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import (
     Config,
     Debug,
@@ -28,13 +29,12 @@ from hydragraph.commands.options import (
     chosen_strategies,
     read_counts,
 )
-from hydragraph.commands.process import quieten
-from hydragraph.commands.text import bytes_text, console, counts_text, seconds_text
+from hydragraph.report.number_text import bytes_text, console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
     from hydragraph.commands.compile_files import Summary
-    from hydragraph.commands.compile_result import CompiledStrategy, Compiler
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
@@ -117,20 +117,20 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
     """Compile and write; print nothing, but show how far that is on a terminal."""
     import torch
 
-    from hydragraph.ahead.inductor_code import write_code
-    from hydragraph.ahead.manifest import Check
-    from hydragraph.ahead.model_record import model_record
-    from hydragraph.ahead.save import named_variants, save
-    from hydragraph.candidates import home_on
-    from hydragraph.check.check import CheckedModel
-    from hydragraph.check.run import check_here, mode_of
-    from hydragraph.check.stages import StageCheck
+    from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
     from hydragraph.commands.compile_files import summarise, write_folder
-    from hydragraph.commands.compile_result import CompiledStrategy, Compiler
+    from hydragraph.engine.candidate_strategies import home_on
     from hydragraph.frontend.capture import capture
-    from hydragraph.frontend.initialise import initial_buffers
-    from hydragraph.ir.home import HomeLayouts
-    from hydragraph.passes.compiled import choose_backend
+    from hydragraph.frontend.check.check_once import check_here, mode_of
+    from hydragraph.frontend.check.numeric_check import CheckedModel
+    from hydragraph.frontend.check.stage_check import StageCheck
+    from hydragraph.frontend.compiled_folder.inductor_code import write_code
+    from hydragraph.frontend.compiled_folder.manifest import Check
+    from hydragraph.frontend.compiled_folder.model_record import model_record
+    from hydragraph.frontend.compiled_folder.save import named_variants, save
+    from hydragraph.frontend.meta_initialiser import initial_buffers
+    from hydragraph.ir.home_layout import HomeLayouts
+    from hydragraph.passes.compile_with_inductor import choose_backend
     from hydragraph.train.model import skeleton
 
     quieten()
@@ -176,7 +176,7 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
     """Compute with as many threads as one of so many ranks here: Inductor's code for a CPU is for their number."""
     import torch
 
-    from hydragraph.runtime.threads import threads_of
+    from hydragraph.cluster.processes.compute_threads import threads_of
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of(ranks))
@@ -188,7 +188,7 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
 
 def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
     """Read a strategy; where that fails, return its record."""
-    from hydragraph.commands.compile_result import CompiledStrategy, StrategyRecord
+    from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
     from hydragraph.spec.strategy import Strategy
 
     try:
@@ -199,7 +199,7 @@ def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
 
 def _compiled(compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str) -> CompiledStrategy:
     """Compile a strategy; where it does not fit, return its record."""
-    from hydragraph.commands.compile_result import CompiledStrategy, StrategyRecord
+    from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
 
     if isinstance(parsed, CompiledStrategy):
         return parsed

@@ -9,19 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydragraph.cost.messages import GRADIENT_BYTES
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Held
+from hydragraph.cost.block_pieces import Held
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
 if TYPE_CHECKING:
-    from hydragraph.commands.compile_result import CompiledVariant
+    from hydragraph.commands.compile_ahead import CompiledVariant
     from hydragraph.cost.footprint import Footprint, MicroBatch
-    from hydragraph.ir.outline import Outline
     from hydragraph.ir.parameter import Bucket
     from hydragraph.ir.program import Program
+    from hydragraph.ir.program_outline import Outline
 
 DATA = Path("strategies") / "model.json"
 Line = tuple[float, float]  # bytes, and bytes per token
@@ -205,7 +205,7 @@ def _block(compiled: CompiledVariant) -> BlockData:
 def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
     """Yield the parameters whose gradient is the same on all ranks of a stage, and that so travels once."""
     from hydragraph.ir.layout import GradientKind
-    from hydragraph.passes.layouts import bucket_kinds, kinds_once
+    from hydragraph.passes.weight_layouts import bucket_kinds, kinds_once
 
     kinds_of = kinds_once(program)
     for bucket in program.buckets:
@@ -216,10 +216,10 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
     """Return where each bucket's state lives, at home and under a strategy (`passes.layouts.BucketLayouts`)."""
-    from hydragraph.ir.home import HomeLayouts
+    from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
-    from hydragraph.passes.layouts import BucketLayouts
     from hydragraph.passes.place import place
+    from hydragraph.passes.weight_layouts import BucketLayouts
 
     owners = HomeLayouts(data.owners, data.ranks)
     placement = place(data.outline, strategy, [1] * len(strategy.pipelines))

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from hydragraph.ahead.inductor_code import FILE as CODE
-from hydragraph.ahead.manifest import NAME
-from hydragraph.commands.compile_code import backward_code, forward_code
-from hydragraph.commands.compile_data import model_data
-from hydragraph.commands.compile_result import (
+from hydragraph.commands.compile_ahead import (
     CompiledStrategy,
     CompiledVariant,
     Compiler,
     StrategyRecord,
     VariantRecord,
 )
+from hydragraph.commands.compile_data import model_data
+from hydragraph.commands.readable_graphs import backward_code, forward_code
+from hydragraph.frontend.compiled_folder.inductor_code import FILE as CODE
+from hydragraph.frontend.compiled_folder.manifest import NAME
 from hydragraph.ir.program import Program, template_text
-from hydragraph.ir.shared_text import program_texts
+from hydragraph.ir.shared_programs_text import program_texts
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.version import __version__
@@ -100,7 +100,8 @@ def write_folder(
     strategies: Sequence[CompiledStrategy],
     home: Home,
 ) -> None:
-    """Write what people read; what an earlier compile wrote there goes. `hydragraph.ahead.save` adds the rest.
+    """Write what people read; what an earlier compile wrote there goes. `hydragraph.frontend.compiled_folder.save` adds
+    the rest.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant

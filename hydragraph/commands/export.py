@@ -28,7 +28,7 @@ def export_command(
     debug: Debug = False,
 ) -> None:
     """Write the model of a run's checkpoint, and its tokenizer, as a directory that transformers loads."""
-    from hydragraph.commands.process import quieten
+    from hydragraph.commands.launch_process import quieten
     from hydragraph.commands.train import read_step
 
     number = None if step is None else read_step(step, "--step")
@@ -38,8 +38,8 @@ def export_command(
         raise ValueError(f"{run} is no directory: name the output folder of a run")
     import torch
 
-    from hydragraph.train.export import export_checkpoint
-    from hydragraph.train.folder import RunFolder
+    from hydragraph.train.huggingface_export import export_checkpoint
+    from hydragraph.train.run_folder import RunFolder
 
     quieten()
     chosen = export_checkpoint(RunFolder(run), number, to, merged, getattr(torch, dtype))

@@ -33,10 +33,10 @@ def init_command(
         raise ValueError(f"--to {to}: there is no directory {to.parent}: make it first")
     import torch
 
+    from hydragraph.train.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks
-    from hydragraph.train.starter import look, starter
-    from hydragraph.train.whole import write_whole
+    from hydragraph.train.starter_config import look, starter
 
     found = look(paths or [])
     gpus = torch.cuda.device_count()

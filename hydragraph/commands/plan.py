@@ -234,10 +234,10 @@ def _plan_equal(
 ) -> None:
     """Plan sample mini-batches on equal devices with every candidate, and print what each takes."""
     from hydragraph.cost.corrections import corrected
-    from hydragraph.planner.explain import explain  # needs numba and scipy, which others do without
-    from hydragraph.planner.explain_text import to_record, to_text
+    from hydragraph.report.candidate_comparison import explain  # needs numba and scipy, which others do without
+    from hydragraph.report.candidate_comparison_text import to_record, to_text
+    from hydragraph.report.plan_picture import write_plan_picture
     from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
-    from hydragraph.train.plan_picture import write_plan_picture
 
     if len(profiles) > 1:
         raise ValueError("--profile: give one, or --cluster with the file that says which types of devices there are")

@@ -18,13 +18,13 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.memory import Compiled
-    from hydragraph.cost.profile import Profile
-    from hydragraph.planner.uneven.planning import Plan
-    from hydragraph.planner.workload import Workload
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.cost.rank_memory import Compiled
+    from hydragraph.planner.plan import Plan
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
     from hydragraph.spec.strategy import Strategy
+    from hydragraph.spec.training_workload import Workload
 
 Say = Callable[[str], None]
 
@@ -58,8 +58,8 @@ class Work:
         Raises:
             ValueError: too little is said, or too much.
         """
-        from hydragraph.planner.explain import mini_batches
-        from hydragraph.planner.workload import Workload
+        from hydragraph.report.candidate_comparison import mini_batches
+        from hydragraph.spec.training_workload import Workload
         from hydragraph.train.plan_input import read_lengths
 
         tokens = self.tokens or (config.data.tokens_per_step if config else None)
@@ -128,9 +128,9 @@ class Asked:
 
 def plan_devices(asked: Asked, as_json: bool) -> None:
     """Plan, print the plan, and write what was asked for."""
-    from hydragraph.planner.uneven.planning import check_question, plan
+    from hydragraph.planner.plan import check_question, plan
+    from hydragraph.report.device_picture import write_device_picture
     from hydragraph.spec.cluster import Cluster
-    from hydragraph.train.device_picture import write_device_picture
 
     asked.check()
     method: Any = asked.method or "auto"
@@ -172,10 +172,10 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     Raises:
         ValueError: it does not fit together.
     """
-    from hydragraph.commands.captured import captured
+    from hydragraph.commands.captured_model import captured
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import EFFICIENCY, datasheet
-    from hydragraph.cost.memory import CompiledBlocks
+    from hydragraph.cost.rank_memory import CompiledBlocks
     from hydragraph.spec.health import Health
     from hydragraph.train.plan_input import read_corrections
 
@@ -255,7 +255,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
     Raises:
         ValueError: a profile does not say on which type it was measured, and there are several.
     """
-    from hydragraph.cost.profile import Profile
+    from hydragraph.cost.measured_profile import Profile
     from hydragraph.train.plan_input import read_profile
 
     names = ", ".join(cluster.types)
@@ -313,8 +313,8 @@ def _list(paths: Sequence[Path]) -> str:
 def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
     """Write the plan as an HTML file, with its iteration as simulated."""
     from hydragraph.report.page import write_report
-    from hydragraph.report.planned import plan_report
-    from hydragraph.report.simulated import Simulated, panel
+    from hydragraph.report.plan_report import plan_report
+    from hydragraph.report.simulation_report import Simulated, panel
 
     owned = costs.changed(home=plan.home)
     timeline = owned.simulate(plan.strategy, plan.assignment)

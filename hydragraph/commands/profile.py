@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from hydragraph.commands.launch_process import leads, on_ranks, quieten
 from hydragraph.commands.options import Config, Debug, LogLevel, Set, check_written
-from hydragraph.commands.process import leads, on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.cost.profile import Profile, Scheme
+    from hydragraph.cost.measured_profile import Profile, Scheme
     from hydragraph.ir.program import Program
     from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
@@ -79,13 +79,13 @@ def profile_rank(
 
     import torch
 
+    from hydragraph.cluster.communicators import Groups
+    from hydragraph.cluster.launch import join
     from hydragraph.frontend.capture import capture
-    from hydragraph.frontend.initialise import initial_buffers
+    from hydragraph.frontend.meta_initialiser import initial_buffers
     from hydragraph.runtime.executor import hidden_size
-    from hydragraph.runtime.groups import Groups
-    from hydragraph.runtime.launch import join
-    from hydragraph.runtime.measure import MeasuredModel, MeasureSettings, measure
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
+    from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.model import skeleton
 
     quieten()

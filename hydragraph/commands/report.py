@@ -92,7 +92,7 @@ def _of_config(
 ) -> Report:
     """Simulate the strategies of a config."""
     from hydragraph.commands.simulate import assigned, chosen_cluster, strategies_and_costs
-    from hydragraph.report.simulated import Simulated, simulation_report
+    from hydragraph.report.simulation_report import Simulated, simulation_report
 
     config = TrainConfig.load(source, overrides or ())
     where = chosen_cluster(cluster, devices, config.ranks)
@@ -107,7 +107,7 @@ def _of_config(
 
 
 def _of_plan(source: Path) -> Report:
-    from hydragraph.report.planned import plan_report
+    from hydragraph.report.plan_report import plan_report
 
     try:
         record = json.loads(source.read_text(encoding="utf-8"))
@@ -119,10 +119,10 @@ def _of_plan(source: Path) -> Report:
 def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections: Path | None) -> Report:
     from hydragraph.commands.compare import run_costs
     from hydragraph.cost.trace_file import read_trace
-    from hydragraph.elastic.events import read_events
-    from hydragraph.report.trained import run_report
-    from hydragraph.train.folder import RunFolder
-    from hydragraph.train.metrics import read_metrics
+    from hydragraph.report.run_report import run_report
+    from hydragraph.train.run_folder import RunFolder
+    from hydragraph.train.step_metrics import read_metrics
+    from hydragraph.train.stragglers.run_events import read_events
 
     folder = RunFolder(source)
     metrics = read_metrics(folder.metrics)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import Debug, Set, check_counts, read_counts
-from hydragraph.commands.process import quieten
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -189,9 +189,9 @@ def _compile_to(folder: Path, config: TrainConfig, micro_batches: str) -> None:
 
 def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, rank: int | None) -> None:
     """Print a program, or those of the ranks."""
-    from hydragraph import api
+    from hydragraph.engine import api
     from hydragraph.ir.rank_program import to_text
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.train.config_checks import read_strategies
 
     model, program = _captured(config)
     if not strategies:
@@ -212,8 +212,8 @@ def _show(config: TrainConfig, strategies: Sequence[str], micro_batches: str, ra
 def _show_passes(config: TrainConfig, strategies: Sequence[str], rank: int | None) -> None:
     """Print what the passes make of each block and of a rank under each strategy; without one, on a single device."""
     from hydragraph.commands.show_passes import dump_passes, dump_program_passes
-    from hydragraph.runtime.variants import Variants
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.passes.variants import Variants
+    from hydragraph.train.config_checks import read_strategies
 
     model, program = _captured(config)
     inductor = config.backend == "inductor"  # whose own code has no text; what it is given has

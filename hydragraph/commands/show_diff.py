@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_text, shortened
-from hydragraph.commands.text import bytes_text, counts_text
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.report.number_text import bytes_text, counts_text
 
 _LONG = 4000  # lines, above which files are compared as wholes
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, TypeVar
 
+from hydragraph.commands.compile_ahead import StrategyRecord
 from hydragraph.commands.compile_data import ModelData
 from hydragraph.commands.compile_files import SUMMARY, Summary
-from hydragraph.commands.compile_result import StrategyRecord
-from hydragraph.commands.text import bytes_text, counts_text
-from hydragraph.ir.shared_text import rank_from_texts, read_programs, runs_text
+from hydragraph.ir.shared_programs_text import rank_from_texts, read_programs, runs_text
+from hydragraph.report.number_text import bytes_text, counts_text
 from hydragraph.spec.strategy import Strategy
 
 if TYPE_CHECKING:
     from hydragraph.ir.rank_program import RankProgram
-    from hydragraph.ir.shared import SharedPrograms
+    from hydragraph.ir.shared_programs import SharedPrograms
 
 WIDTH = 100  # columns of what is printed
 ROWS = 24  # of a list, before it says how many more there are

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from hydragraph.commands.compile_data import RecordedBlocks
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
-from hydragraph.commands.text import bytes_text
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import Walk
-from hydragraph.ir.home import HomeLayouts
-from hydragraph.ir.shared_text import runs_text
-from hydragraph.ir.text import instruction_text
+from hydragraph.cost.rank_memory import Walk
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.shared_programs_text import runs_text
+from hydragraph.report.number_text import bytes_text
 
 FEW = 16  # ranks that are walked one by one
 _PARTS = ("state", "shard", "weights", "gradients", "activations", "working", "messages")

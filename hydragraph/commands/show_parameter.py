@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_text, shortened, unknown
-from hydragraph.commands.text import bytes_text
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.passes.place import PlacedStage, place
+from hydragraph.report.number_text import bytes_text
 
 
 def parameter_lines(

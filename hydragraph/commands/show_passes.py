@@ -13,7 +13,7 @@ from hydragraph.passes.graph_passes import GRAPH_PASSES, VariantSpec, modules_of
 from hydragraph.passes.graph_text import changes, graph_text
 from hydragraph.passes.pipeline import PASSES, after_each_pass
 from hydragraph.passes.place import place
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 

@@ -15,8 +15,8 @@ from typing import Any
 from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.outline import Outline
-from hydragraph.ir.shared_text import runs_text
+from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.passes.place import PlacedStage, place
 
 _COLOURS = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f"}
@@ -175,7 +175,7 @@ def check_drawn(path: Path) -> None:
     Raises:
         ValueError: the file's name ends otherwise, its folder does not exist, or matplotlib is not installed.
     """
-    from hydragraph.train.picture import matplotlib_installed
+    from hydragraph.train.loss_picture import matplotlib_installed
 
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"--output {path}: name a file that ends in .png or .svg")

@@ -8,10 +8,10 @@ import numpy as np
 
 from hydragraph.commands.compile_data import at, placed_layouts
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
-from hydragraph.commands.text import bytes_text
 from hydragraph.cost.link_bytes import Traffic, moved
 from hydragraph.ir.instruction import Op
 from hydragraph.passes.place import place
+from hydragraph.report.number_text import bytes_text
 
 FEW = 8  # ranks or nodes that a matrix is printed for
 KINDS = {

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import (
     Config,
     CorrectionsFile,
@@ -26,13 +27,12 @@ from hydragraph.commands.options import (
     chosen_strategies,
     read_counts,
 )
-from hydragraph.commands.process import quieten
-from hydragraph.commands.text import console, counts_text, seconds_text
+from hydragraph.report.number_text import console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.commands.simulate_price import PricedStrategy
     from hydragraph.cost.costs import Costs
+    from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
@@ -136,7 +136,7 @@ def simulate_command(
         priced[0][0].timeline.save_trace(trace)
         print(f"{trace}: the timeline of {priced[0][0].strategy.name}; https://ui.perfetto.dev opens it")
     if picture is not None:
-        from hydragraph.commands.simulate_picture import write_timelines
+        from hydragraph.report.simulation_picture import write_timelines
 
         write_timelines([shown for shown, _ in priced], picture)
 
@@ -165,7 +165,7 @@ def strategies_and_costs(
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import EFFICIENCY, datasheet
     from hydragraph.frontend.capture import capture
-    from hydragraph.train.checks import read_strategies
+    from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.model import skeleton
     from hydragraph.train.plan_input import read_corrections, read_profile
 
@@ -195,7 +195,7 @@ def _priced(
     lengths: Path | None,
 ) -> list[tuple[PricedStrategy, Assignment]]:
     """Return the strategies, the one with the most tokens per second first, and what each ran."""
-    from hydragraph.commands.simulate_price import price
+    from hydragraph.report.simulation_price import price
 
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
@@ -217,12 +217,12 @@ def assigned(
     lengths: Path | None,
 ) -> Assignment:
     """Return what a strategy runs: equal micro-batches, or a mini-batch drawn from lengths as a run would assign it."""
-    from hydragraph.commands.simulate_price import share
+    from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 
     if lengths is not None:
-        from hydragraph.planner.assigning import assign_pipelines
-        from hydragraph.planner.explain import mini_batches
+        from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
+        from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.train.plan_input import read_lengths
 
         data = [min(n, config.data.max_length) for n in read_lengths(lengths) if n]
@@ -236,8 +236,8 @@ def assigned(
 
 def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:
     """Print what one changed number does to each strategy, the assignment being the same."""
-    from hydragraph.commands.simulate_price import price
     from hydragraph.cost.what_if import what_if
+    from hydragraph.report.simulation_price import price
 
     changed = what_if(costs, change)
     table = Table(title=f"what if {escape(change)}", title_justify="left")

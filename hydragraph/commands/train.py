@@ -14,19 +14,27 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hydragraph.cluster.processes.stop_requests import Interrupted, Overdue, Relay, Requests, Stopping
+from hydragraph.commands.launch_process import (
+    first_seen,
+    launched,
+    leads,
+    may_be_restarted,
+    on_ranks,
+    quieten,
+    restarted,
+)
 from hydragraph.commands.options import Config, Debug, LogLevel, Set
-from hydragraph.commands.process import first_seen, launched, leads, may_be_restarted, on_ranks, quieten, restarted
 from hydragraph.errors import RankFailure, TooFewRanks
-from hydragraph.runtime.stopping import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
 _ALL_LOST = 3  # times that a run which survives begins again when all ranks are lost, or one before the first step
 
 if TYPE_CHECKING:
-    from hydragraph.runtime.meeting.nodes import Nodes
-    from hydragraph.train.course import RunOutcome
-    from hydragraph.train.folder import Begin
+    from hydragraph.cluster.supervision.coordinator import Nodes
+    from hydragraph.train.run_folder import Begin
+    from hydragraph.train.train_state import RunOutcome
 
 
 def train_command(
@@ -77,7 +85,7 @@ def train_command(
     step = None if resume_from is None else read_step(resume_from, "--resume-from")
     nodes = _nodes(settings)
     if nodes is not None and nodes.number:
-        from hydragraph.runtime.launch import follow
+        from hydragraph.cluster.launch import follow
 
         follow(nodes, _print)
         return
@@ -130,7 +138,7 @@ def _train(
     nodes: Nodes | None = None,
 ) -> RunOutcome:
     """Train on all ranks, again from the last checkpoint where one fails and that may be."""
-    from hydragraph.train.folder import RunFolder
+    from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
     before = folder.began
@@ -170,7 +178,7 @@ def _nodes(config: TrainConfig) -> Nodes | None:
     """Return this machine among those on each of which a launcher has started one process, to start the ranks there."""
     if not config.elastic.survives or not launched() or config.ranks == 1:
         return None
-    from hydragraph.runtime.meeting.nodes import nodes_of
+    from hydragraph.cluster.supervision.coordinator import nodes_of
 
     nodes = nodes_of(os.environ)
     if nodes is not None and config.ranks < nodes.count:
@@ -190,10 +198,10 @@ def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
     """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
-    from hydragraph import api
-    from hydragraph.runtime.meeting.member import Told, elastic
+    from hydragraph.cluster.rendezvous.member import Told, elastic
+    from hydragraph.engine import api
     from hydragraph.train.loop import train
-    from hydragraph.train.screen import Screen
+    from hydragraph.train.terminal import Screen
 
     if stopping is None and elastic():
         stopping = Told()
@@ -206,7 +214,7 @@ def train_rank(
 
 
 def _overdue(config: TrainConfig) -> str:
-    from hydragraph.train.folder import RunFolder
+    from hydragraph.train.run_folder import RunFolder
 
     stays = RunFolder(Path(config.output)).how_to_go_on
     return f"a step and a save took longer than grace_s: {config.grace_s:g} allows: ended without saving; {stays}"
@@ -234,8 +242,8 @@ def _print_events(outcome: RunOutcome) -> None:
     """Print who was lost, slow or came when, what was decided, and what it cost, where anything happened."""
     from rich.table import Table
 
-    from hydragraph.elastic.events import read_events
     from hydragraph.train.goodput import account
+    from hydragraph.train.stragglers.run_events import read_events
 
     every = read_events(outcome.folder.happenings)
     events = [event for event in every if event.event != "saved"]

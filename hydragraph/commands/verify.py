@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hydragraph.commands.launch_process import on_ranks, quieten
 from hydragraph.commands.options import Config, Debug, HomeText, LogLevel, Set, Strategies, chosen_home
-from hydragraph.commands.process import on_ranks, quieten
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.verify import Row
+    from hydragraph.engine.single_device_parity import Row
 
 
 def verify_command(
@@ -40,15 +40,15 @@ def verify_command(
 
 def verify_rank(config: TrainConfig) -> list[Row]:
     """Verify on this rank."""
-    from hydragraph import api
-    from hydragraph.runtime.launch import join
-    from hydragraph.train.checks import check_settings, read_strategies
+    from hydragraph.cluster.launch import join
+    from hydragraph.engine import api
+    from hydragraph.engine.single_device_parity import verify
+    from hydragraph.train.config_checks import check_settings, read_strategies
     from hydragraph.train.data import mini_batches
     from hydragraph.train.loop import shared_tokens
     from hydragraph.train.model import adapted, build_model
     from hydragraph.train.optimizer import optimizer_factory
-    from hydragraph.train.screen import Screen
-    from hydragraph.verify import verify
+    from hydragraph.train.terminal import Screen
 
     quieten()
     with Screen(Console(stderr=True)) as screen:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import Event
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.text import parse_instruction
+from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weights
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import placed_program

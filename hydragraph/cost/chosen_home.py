@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from hydragraph.cost.deepspeed_stack import Stack
 from hydragraph.cost.home_choice import Question
-from hydragraph.cost.messages import GRADIENT_BYTES
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.profile import Profile
-from hydragraph.cost.stack import Stack
-from hydragraph.ir.outline import Outline
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program_outline import Outline
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home

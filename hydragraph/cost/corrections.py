@@ -26,9 +26,9 @@ from statistics import median, median_low
 from typing import Any
 
 from hydragraph.cost.accounts import CAUSES, Kind
+from hydragraph.cost.block_pieces import AUX, Piece
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.pieces import AUX, Piece
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 

@@ -27,30 +27,30 @@ import numpy as np
 
 from hydragraph.cost.accounts import Kind
 from hydragraph.cost.actors import stage_actors
+from hydragraph.cost.block_pieces import AUX, Piece
 from hydragraph.cost.chosen_home import question_of
 from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.cost.deepspeed_stack import Stack
 from hydragraph.cost.exchanges import elements_sent
 from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.home_choice import choose_home
-from hydragraph.cost.memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
-from hydragraph.cost.messages import GRADIENT_BYTES, WEIGHT_BYTES
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Piece
-from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.cost.reach import Reach
-from hydragraph.cost.sharing import turns
-from hydragraph.cost.simulate import SimulatedSpan, Timeline, run
-from hydragraph.cost.stack import Stack
-from hydragraph.cost.stages import Hop, Ring, StageCost, stages_end
+from hydragraph.cost.instruction_work import NOTHING, Priced, Without, Work
+from hydragraph.cost.longest_micro_batch import Reach
+from hydragraph.cost.measured_profile import PipelineCost, Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.rank_memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
+from hydragraph.cost.shared_stage_costs import turns
+from hydragraph.cost.stage_costs import Hop, Ring, StageCost, stages_end
+from hydragraph.cost.timeline import SimulatedSpan, Timeline, run
 from hydragraph.cost.traffic import Transfers
-from hydragraph.cost.work import NOTHING, Priced, Without, Work
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program_outline import Outline
 from hydragraph.passes.place import Placement, place
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Interconnect
@@ -751,7 +751,7 @@ class CostedWork:
             return NOTHING
         owners = costs.home_of(weights)
         if owners not in self._moved:
-            from hydragraph.ir.exchanged import handed_on
+            from hydragraph.ir.link_volume import handed_on
 
             self._moved[owners] = self._in_bytes(handed_on(owners, costs.ranks), Kind.PUSH, GRADIENT_BYTES)
         return self._moved[owners]

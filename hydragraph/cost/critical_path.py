@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hydragraph.cost.actors import Actor
-from hydragraph.cost.engine import Times
+from hydragraph.cost.event_simulation import Times
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.value import ValueKind
 

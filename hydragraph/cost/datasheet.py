@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from hydragraph.cost.block_pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Piece, PricedDevice
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate

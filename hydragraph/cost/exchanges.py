@@ -22,7 +22,7 @@ def elements_sent(
         splits_tokens: whether ranks of a stage see different tokens, so that their gradients are partial sums.
         ranks: size of the world.
     """
-    from hydragraph.ir.exchanged import copied, reduced  # it needs numba, which prices without traffic do not
+    from hydragraph.ir.link_volume import copied, reduced  # it needs numba, which prices without traffic do not
 
     sums = GradientKind.PARTIAL if splits_tokens else GradientKind.REPLICA
     users = propagation(bucket, stages, {parameter.name: sums for parameter in bucket.parameters})

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cost.pieces import Held
+from hydragraph.cost.block_pieces import Held
 from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
-from hydragraph.passes.collectives import METHODS
+from hydragraph.passes.collective_operators import METHODS
 from hydragraph.passes.differentiate import Variant
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart

@@ -32,13 +32,13 @@ import numpy as np
 from hydragraph.cost.exchanges import elements_sent
 from hydragraph.cost.home_candidates import FEW, Parts, Stages, candidates
 from hydragraph.cost.home_room import within
-from hydragraph.cost.messages import GRADIENT_BYTES
 from hydragraph.cost.traffic import Roads, Transfers
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.layout import home as home_layout
-from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program_outline import Outline
 from hydragraph.passes.place import place
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
@@ -230,7 +230,7 @@ class _Choice:
         return any(stage.sequence_parallel for stage in stages)
 
     def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.exchanged import handed_on  # it needs numba, which one strategy does without
+        from hydragraph.ir.link_volume import handed_on  # it needs numba, which one strategy does without
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:

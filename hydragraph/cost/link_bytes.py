@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from hydragraph.cost.messages import GRADIENT_BYTES
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.layout import Ints
 from hydragraph.ir.link import copy, hand_on, reduce
 from hydragraph.ir.program import Program
-from hydragraph.passes.layouts import BucketLayouts
+from hydragraph.passes.weight_layouts import BucketLayouts
 
 Direction = Literal["pull", "push"]
 DIRECTIONS: tuple[Direction, ...] = ("pull", "push")

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+from hydragraph.cost.block_pieces import Held, Piece, PricedDevice, Scheme
 from hydragraph.cost.curves import Constants, curve_record, read_curve
-from hydragraph.cost.memory_model import MemoryModel
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Held, Piece, PricedDevice, Scheme
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from hydragraph.cost.memory_model import MemoryModel
-from hydragraph.cost.pieces import Constants
-from hydragraph.cost.profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.block_pieces import Constants
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import regular_pipeline

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.text import parse_instruction
+from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.spec.assignment import Assignment
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hydragraph.spec.cluster import Cluster, Interconnect
 
 if TYPE_CHECKING:
-    from hydragraph.cost.together import Links
+    from hydragraph.cost.message_rounds import Links
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -138,7 +138,7 @@ class Roads:
     @cached_property
     def _links(self) -> Links:
         """All links as arrays; equal nodes have equal ones."""
-        from hydragraph.cost.together import Links  # it needs numba, which only exchanges need
+        from hydragraph.cost.message_rounds import Links  # it needs numba, which only exchanges need
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
@@ -186,7 +186,7 @@ class Roads:
         return Passage(seconds, partners, self._occupied(exchange, seconds))
 
     def _exchanged(self, moved: Transfers) -> _Exchange:
-        from hydragraph.cost.together import together
+        from hydragraph.cost.message_rounds import together
 
         kept = moved.size > 0
         src = moved.src[kept]

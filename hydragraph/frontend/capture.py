@@ -15,30 +15,30 @@ from torch import Tensor, fx, nn
 
 from hydragraph import log
 from hydragraph.errors import Unsupported
-from hydragraph.frontend import huggingface, modules
-from hydragraph.frontend.adapters import refuse_untried
-from hydragraph.frontend.alike import is_without_index, kind_of, refuse_state, refuse_state_around
-from hydragraph.frontend.blocks import block_list, meta_copy
-from hydragraph.frontend.functional import functional_graph
-from hydragraph.frontend.learning import learning, refuse_other_dtypes
+from hydragraph.frontend import custom_modules, huggingface
+from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
+from hydragraph.frontend.functional_graph import functional_graph
+from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
-from hydragraph.frontend.mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
-from hydragraph.frontend.packed import Loss, fields_of, token_cross_entropy
-from hydragraph.frontend.shards import agree, annotated_template, excluded, placeholder
+from hydragraph.frontend.module_digest import outline, structure
+from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
+from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded, placeholder
+from hydragraph.frontend.peft_adapters import refuse_untried
+from hydragraph.frontend.repeated_blocks import block_list, meta_copy
 from hydragraph.frontend.skeleton import Site, capture_skeleton, meta_batch, node_inputs, with_opaque_blocks
-from hydragraph.frontend.slices import extract, template_of
-from hydragraph.frontend.structure import outline, structure
-from hydragraph.frontend.summed import refuse_mean, refuse_unsummed
+from hydragraph.frontend.skeleton_parts import extract, template_of
 from hydragraph.frontend.templates import capture_template
-from hydragraph.frontend.unseen import refuse_unseen
+from hydragraph.frontend.token_mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
+from hydragraph.frontend.trainable_parameters import learning, refuse_other_dtypes
+from hydragraph.frontend.untraceable import refuse_unseen
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
-from hydragraph.modes import own_modes
 from hydragraph.passes.find_cuts import uncut_heads
-from hydragraph.passes.node import operands, varlen
-from hydragraph.passes.sizes import prove_sizes, with_an_example
+from hydragraph.passes.graph_node import operands, varlen
+from hydragraph.passes.prove_sizes import prove_sizes, with_an_example
 from hydragraph.private.experts import make_traceable
+from hydragraph.private.torch_modes import own_modes
 from hydragraph.private.tracing import TensorSpec, one_pass, symbol_name
 from hydragraph.private.versions import check_torch
 
@@ -109,7 +109,7 @@ def _captured(
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
     keys = {id(block): structure(block, index=False) for block in layers}
-    call = huggingface.caller(copied) if is_huggingface else modules.caller(copied, fields)
+    call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     chosen_loss = loss or token_cross_entropy
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         opaque = with_opaque_blocks(copied, layers, outline, call, chosen_loss)

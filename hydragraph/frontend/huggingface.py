@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.adapters import base_model
-from hydragraph.frontend.masks import Marker, mask, window
-from hydragraph.frontend.rotary import hold_frequencies, refuse_other_frequencies, short_positions
+from hydragraph.frontend.length_dependent_rotary import hold_frequencies, refuse_other_frequencies, short_positions
+from hydragraph.frontend.mask_patterns import Marker, mask, window
+from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.node import varlen
+from hydragraph.passes.graph_node import varlen
 
 # The name under which transformers finds our attention function.
 ATTENTION = "hydragraph"

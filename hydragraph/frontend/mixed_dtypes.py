@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
-from hydragraph.private.operators import is_operator
+from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import hint_of
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.functional import changes, export
-from hydragraph.frontend.packed import FIELDS, Loss
-from hydragraph.frontend.structure import structure
-from hydragraph.frontend.unseen import watched
-from hydragraph.private.modules import empty_tables, table_of
+from hydragraph.frontend.functional_graph import changes, export
+from hydragraph.frontend.module_digest import structure
+from hydragraph.frontend.packed_inputs import FIELDS, Loss
+from hydragraph.frontend.untraceable import watched
+from hydragraph.private.argument_trees import TreeSpec, tree_flatten, tree_unflatten
+from hydragraph.private.module_internals import empty_tables, table_of
 from hydragraph.private.tracing import TensorSpec, untraced
-from hydragraph.private.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.functional import export, functional_graph
+from hydragraph.frontend.functional_graph import export, functional_graph
 from hydragraph.frontend.skeleton import Site
-from hydragraph.frontend.slices import template_of
+from hydragraph.frontend.skeleton_parts import template_of
 from hydragraph.ir.program import Template
 from hydragraph.private.tracing import symbol_name
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.apart import LOSSES, MADE, classes_apart, keeps
-from hydragraph.frontend.rows import ARANGES, Rows
+from hydragraph.frontend.token_axes import LOSSES, MADE, classes_apart, keeps
+from hydragraph.frontend.token_order import ARANGES, Rows
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.node import operands
+from hydragraph.passes.graph_node import operands
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@
 
 Every node is [name, kind, target, args, kwargs, value]. What a target may be is a list: operators registered with
 PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name. Data of
-this process's own may be decoded as it is; what comes from a file is checked first (`hydragraph.ahead.schema`).
+this process's own may be decoded as it is; what comes from a file is checked first
+(`hydragraph.frontend.compiled_folder.record_schema`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.ir.placeholders import communicate
-from hydragraph.private.operators import full_name, is_operator
-from hydragraph.private.values import SYMBOLIC, Decoder, Encoder, Form, form_in, storage_of, storages
+from hydragraph.private.graph_values import SYMBOLIC, Decoder, Encoder, Form, form_in, storage_of, storages
+from hydragraph.private.operator_schemas import full_name, is_operator
 
 # Functions of Python's that graphs call, by the names that data has for them.
 PYTHON: Mapping[str, Callable[..., Any]] = {

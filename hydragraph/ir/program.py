@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import decode, encode, value_of
-from hydragraph.ir.outline import Outline
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.placeholders import communicate, compute, pull, push
+from hydragraph.ir.program_outline import Outline
 from hydragraph.private.tracing import hint_of
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hydragraph.ir.instruction import Instruction
-from hydragraph.ir.text import MARGIN, instruction_text, parse_instruction
+from hydragraph.ir.instruction_text import MARGIN, instruction_text, parse_instruction
 
 _ROLE = r"pipeline \d+, stage \d+"
 _COUNT = r"\d+(?:-\d+)?"

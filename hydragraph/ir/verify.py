@@ -14,10 +14,10 @@ from itertools import zip_longest
 
 from hydragraph.ir.deadlock import find_deadlock
 from hydragraph.ir.instruction import RULES, Instruction, Op, waits
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
-from hydragraph.ir.shared import SharedPrograms
-from hydragraph.ir.text import instruction_text
+from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.ir.value import (
     Value,
     ValueKind,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]

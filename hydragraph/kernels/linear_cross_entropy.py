@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]

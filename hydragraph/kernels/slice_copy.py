@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.jit import KernelVariant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -269,7 +269,7 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
 
 def _move_many(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
     """Move ranges in compiled loops: put side by side, cast or added up at once, and put where they belong."""
-    from hydragraph.kernels.ranges import copy_ranges  # it needs numba, which a few ranges are not worth
+    from hydragraph.kernels.memory_ranges import copy_ranges  # it needs numba, which a few ranges are not worth
 
     if not accumulate and source.dtype == target.dtype:
         copy_ranges(source, target, table.ordered)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
-from hydragraph.kernels.jit import Kernel, KernelVariant, kernel, why_not
+from hydragraph.kernels.triton_jit import Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.attention_backends import attention_backend, choose, forced, spans
-from hydragraph.kernels.jit import require_one_device
+from hydragraph.kernels.triton_jit import require_one_device
 
 __all__ = ["attention_backend", "reference", "varlen_attention"]
 

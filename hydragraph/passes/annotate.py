@@ -19,8 +19,8 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts
-from hydragraph.passes.node import product
+from hydragraph.passes.graph_node import product
+from hydragraph.passes.tensor_cut import Cuts
 
 aten = torch.ops.aten
 

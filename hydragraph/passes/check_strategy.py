@@ -15,7 +15,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.find_cuts import find_cuts
-from hydragraph.passes.node import operands
+from hydragraph.passes.graph_node import operands
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.spec.strategy import Strategy
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.node import operands
+from hydragraph.passes.graph_node import operands
 
 aten = torch.ops.aten
 

@@ -29,10 +29,10 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
-from hydragraph.passes.collectives import IDENTITY, METHODS
+from hydragraph.passes.collective_operators import IDENTITY, METHODS
 from hydragraph.passes.joint import joint_of
 from hydragraph.passes.shard import ShardedTemplate
-from hydragraph.private.operators import arguments_of, is_operator
+from hydragraph.private.operator_schemas import arguments_of, is_operator
 from hydragraph.private.tracing import (
     code_when_called,
     one_pass,

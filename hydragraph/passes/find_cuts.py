@@ -34,10 +34,10 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.passes.cut import Cut, Cuts, Origin, width
-from hydragraph.passes.node import known_product, operands, product, shape, varlen
+from hydragraph.passes.graph_node import known_product, operands, product, shape, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
-from hydragraph.private.operators import has_tag
+from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
+from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from torch import fx
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.accumulate import accumulate
-from hydragraph.passes.compiled import compile_variant
+from hydragraph.passes.compile_with_inductor import compile_variant
 from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard

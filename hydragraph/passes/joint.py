@@ -14,7 +14,7 @@ A number of the model's own is less than P, and a share is a multiple of it: whi
 surely the one or the other, a share that the degree does not divide, and one that becomes 1, which PyTorch treats
 unlike all others, have the degree traced by itself. So has sequence parallelism, whose graphs name the degree. The
 trace's forward must say at a degree what that degree's own says, and what is derived is proven for other numbers of
-tokens (`hydragraph.passes.sizes`), as every trace is.
+tokens (`hydragraph.passes.prove_sizes`), as every trace is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.parameter import Parameter, ShardRule
 from hydragraph.ir.program import Template
-from hydragraph.passes.node import operands
+from hydragraph.passes.graph_node import operands
+from hydragraph.passes.prove_sizes import prove_sizes
 from hydragraph.passes.shard import ShardedTemplate, shard
-from hydragraph.passes.sizes import prove_sizes
 from hydragraph.private.tracing import TensorSpec, assumptions, hint_of, symbol_name, trace_joint
 from hydragraph.spec.stage_kind import StageKind, StagePart
 

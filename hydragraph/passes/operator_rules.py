@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.cut import Cut, Cuts
-from hydragraph.passes.node import operands, shape, varlen
-from hydragraph.private.operators import has_tag
+from hydragraph.passes.graph_node import operands, shape, varlen
+from hydragraph.passes.tensor_cut import Cut, Cuts
+from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, activation, activation_gradient, aux, gradients, loss, message, saved, weights
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement

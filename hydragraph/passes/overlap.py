@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hydragraph.ir.instruction import Instruction, Op, Stream, waits
-from hydragraph.ir.outline import Mode
+from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, gradients, weights
 from hydragraph.passes.place import Placement

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import get_args
 
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
-from hydragraph.ir.shared import Body, Peers, SharedPrograms, numbered
+from hydragraph.ir.shared_programs import Body, Peers, SharedPrograms, numbered
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place

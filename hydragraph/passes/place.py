@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import Role
-from hydragraph.passes.clock import Beat, Runs, beats
+from hydragraph.ir.schedules.clock import Beat, Runs, beats
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.outline import Mode
+from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value
 from hydragraph.passes.place import Placement

@@ -23,9 +23,9 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.cut import Cuts
-from hydragraph.passes.node import operands, product, shape
+from hydragraph.passes.graph_node import operands, product, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, carried, is_pointwise, split_dim
+from hydragraph.passes.tensor_cut import Cuts
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ Parameters become this rank's shards, sizes along cut dimensions become local, "
 and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its collectives know
 their backward, so `differentiate` needs no rules.
 
-Each value is in one of four states, as in `hydragraph.passes.collectives`:
+Each value is in one of four states, as in `hydragraph.passes.collective_operators`:
 
     R  whole     the same on every rank of the stage
     U  by units  a rank has some columns or heads of it     `cuts.cut`: node -> `Cut`
@@ -37,14 +37,14 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
-from hydragraph.passes import collectives as _collectives  # noqa: F401  registers hydragraph::tp_*
+from hydragraph.passes import collective_operators as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.clean import remove_dead_code
-from hydragraph.passes.cut import Cut, Cuts
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
-from hydragraph.passes.node import known_product, operands, product, shape
+from hydragraph.passes.graph_node import known_product, operands, product, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
+from hydragraph.passes.tensor_cut import Cut, Cuts
 from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
 from hydragraph.spec.stage_kind import StagePart
 

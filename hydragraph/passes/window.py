@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.value import Value, ValueKind, gradients, weights
 
 NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradients}

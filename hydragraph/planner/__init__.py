@@ -1,27 +1,28 @@
 """What to run next: which strategy, and which pipeline computes which sequences in which micro-batch.
 
-No module here imports torch.distributed or the runtime; numba compiles the search when it is first used, once per
-installation.
+Candidates come from `generators/`, are priced (`price_candidate`) and improved, and get their sequences from
+`assignment/`; `metis/` is Metis's own planner and `exact/` the integer programs. Nothing here imports torch.distributed
+or the runtime. numba compiles the search when it is first used, once per installation.
 """
 
-from hydragraph.lazy import attributes
+from hydragraph import attributes
 
 # Imported when first used, so that a rank that does not plan needs neither numba nor scipy.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner",
     {
-        "Choice": "hydragraph.planner.choosing",
-        "Dispatch": "hydragraph.planner.dispatching",
-        "Packing": "hydragraph.planner.packing",
-        "PlannedAssignment": "hydragraph.planner.assigning",
-        "Verdict": "hydragraph.planner.choosing",
-        "assign": "hydragraph.planner.assigning",
-        "choose": "hydragraph.planner.choosing",
-        "compare": "hydragraph.planner.choosing",
-        "dispatch": "hydragraph.planner.dispatching",
-        "homogeneous": "hydragraph.planner.refining",
-        "pack": "hydragraph.planner.packing",
-        "propose": "hydragraph.planner.proposing",
-        "refine": "hydragraph.planner.refining",
+        "Choice": "hydragraph.planner.assignment.best_candidate",
+        "Dispatch": "hydragraph.planner.exact.dispatching",
+        "Packing": "hydragraph.planner.exact.packing",
+        "PlannedAssignment": "hydragraph.planner.assignment.assign_mini_batch",
+        "Verdict": "hydragraph.planner.assignment.best_candidate",
+        "assign": "hydragraph.planner.assignment.assign_mini_batch",
+        "choose": "hydragraph.planner.assignment.best_candidate",
+        "compare": "hydragraph.planner.assignment.best_candidate",
+        "dispatch": "hydragraph.planner.exact.dispatching",
+        "homogeneous": "hydragraph.planner.improve_schemes",
+        "pack": "hydragraph.planner.exact.packing",
+        "propose": "hydragraph.planner.generators.hydraulis",
+        "refine": "hydragraph.planner.improve_schemes",
     },
 )

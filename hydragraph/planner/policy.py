@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydragraph.cost.profile import PipelineCost
+from hydragraph.cost.measured_profile import PipelineCost
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def static_or_dynamic(
     Example: candidates that take 10 and 12 s, then 10 and 7 s: choosing takes 17 s and the best static one 19 s, so the
     gain is 1 - 17 / 19 = 10.5 %.
     """
-    from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
+    from hydragraph.planner.assignment.best_candidate import (
+        compare_pipelines,  # it needs numba and scipy, which only planning needs
+    )
 
     totals = [0.0] * len(candidates)
     chosen = 0.0

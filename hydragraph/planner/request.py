@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hydragraph.cost.profile import PipelineCost
+from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.spec.assignment import Assignment
 
 if TYPE_CHECKING:
-    from hydragraph.planner.choosing import Choice
+    from hydragraph.planner.assignment.best_candidate import Choice
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class PlanRequest:
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
         """Return the best candidate for a mini-batch."""
-        from hydragraph.planner.choosing import compare_pipelines  # it needs numba and scipy, which only planning needs
+        from hydragraph.planner.assignment.best_candidate import (
+            compare_pipelines,  # it needs numba and scipy, which only planning needs
+        )
 
         # Nobody knows what fits where costs are guessed, so no length is refused for them.
         now = self.reaching(max(lengths, default=0))

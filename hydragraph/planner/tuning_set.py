@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydragraph.cost.profile import Scheme
+from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
-from hydragraph.planner.local_search import Floats, Instance, quick_end
-from hydragraph.planner.problem import Problem, problem_of
+from hydragraph.planner.assignment.local_search import Floats, Instance, quick_end
+from hydragraph.planner.assignment.problem import Problem, problem_of
 
 Strategy = tuple[Scheme, ...]
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 
-from hydragraph.kernels.jit import why_not
+from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
 LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, so what is compiled may rely on that

@@ -1,7 +1,10 @@
-"""The report: what a simulation, a plan or a run has to say, as one HTML file that needs no network.
+"""Every report and picture: what a plan, a simulation or a run has to say, as frozen facts, then HTML or SVG, or a
+figure.
 
-simulated, planned, trained   what is known -> `facts` (frozen data)
-timelines, traffic, memory    the same for one strategy: bars, bytes between ranks, bytes held
-sections, charts              facts -> HTML and SVG, which say everything without JavaScript
-page                          sections -> one file, with report.css and report.js beside it in this folder
+plan_report, simulation_report, run_report    what is known -> `facts`
+timelines, traffic, memory                    the same for one strategy
+sections, charts                              facts -> HTML and SVG, complete without JavaScript
+page                                          sections -> one file, with report.css and report.js of this folder
+
+Nothing here measures or plans.
 """

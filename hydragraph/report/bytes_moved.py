@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.timeline import Timeline
 from hydragraph.ir.instruction import Op
 from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment

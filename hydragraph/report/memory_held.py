@@ -7,8 +7,8 @@ from dataclasses import fields
 from itertools import pairwise
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.memory import Memory, MemoryCurve
-from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.rank_memory import Memory, MemoryCurve
+from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import Held
 
 # Curves that are walked: every one takes a walk through its rank's program.

@@ -12,10 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from hydragraph.report.courses import course_data
 from hydragraph.report.facts import Report
 from hydragraph.report.markup import join, script_data, tag
 from hydragraph.report.sections import contents, header, sections
+from hydragraph.report.time_series import course_data
 from hydragraph.version import __version__
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hydragraph.report import numbers
+from hydragraph.report import number_format
 from hydragraph.report.charts import Series, line_chart, memory_chart
-from hydragraph.report.courses import MOST_LANES as COURSE_LANES
-from hydragraph.report.courses import course_picture
 from hydragraph.report.facts import KINDS, MOVED, WAITED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
 from hydragraph.report.markup import Content, Markup, join, section, tag
-from hydragraph.report.ranks import mark_keys, marks_of, ranks_section
+from hydragraph.report.ranks_section import mark_keys, marks_of, ranks_section
+from hydragraph.report.time_series import MOST_LANES as COURSE_LANES
+from hydragraph.report.time_series import course_picture
 
 _KIND_NAMES = {
     "forward": "forward",
@@ -112,10 +112,10 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
     cells: list[Markup] = [
         tag("td", mark, class_="left"),
         tag("td", tag("code", row.name), class_="left name"),
-        tag("td", numbers.counts_text(row.micro_batches) or "–"),
-        tag("td", numbers.seconds(row.seconds) if row.seconds else "does not fit", bar),
-        tag("td", numbers.rate(row.tokens_per_s)),
-        *[tag("td", numbers.share(part)) for _, part in row.shares],
+        tag("td", number_format.counts_text(row.micro_batches) or "–"),
+        tag("td", number_format.seconds(row.seconds) if row.seconds else "does not fit", bar),
+        tag("td", number_format.rate(row.tokens_per_s)),
+        *[tag("td", number_format.share(part)) for _, part in row.shares],
         *[tag("td", "–") for _ in range(shares - len(row.shares))],
         tag("td", why, class_="left why"),
     ]
@@ -177,7 +177,7 @@ def _diagram(diagram: Diagram) -> Markup:
             y += 0 if node is None else 8
             drawn.append(tag("text", f"node {row.node}", x=0, y=y + 15, class_="strong"))
             node = row.node
-        name = f"rank{'s' * (len(row.ranks) > 1)} {numbers.ranks_text(row.ranks, 1)}"
+        name = f"rank{'s' * (len(row.ranks) > 1)} {number_format.ranks_text(row.ranks, 1)}"
         drawn.append(tag("text", name, x=62, y=y + 15))
         drawn.append(tag("text", row.what, x=what_at, y=y + 15, class_="soft" if row.ok else "bad"))
         if row.parts:
@@ -226,7 +226,7 @@ def _course(panel: int, number: int, course: Course, titled: bool) -> Markup:
     note = f"{left} more kinds of ranks are in the picture that a script draws." if left > 0 else ""
     return tag(
         "div",
-        tag("h4", f"{title}: {numbers.seconds(course.seconds)}"),
+        tag("h4", f"{title}: {number_format.seconds(course.seconds)}"),
         tag("p", f"Wide bars are computation, thin ones below them transfers. {course.note}", class_="intro"),
         tag("div", keys, class_="legend"),
         tag("div", course_picture(course), tag("p", note, class_="note") if note else None, class_="scroll picture"),
@@ -242,13 +242,15 @@ def _critical(course: Course) -> Markup | None:
     for step in course.critical:
         by_kind[step.kind] = by_kind.get(step.kind, 0.0) + step.end - step.begin
     whole = sum(by_kind.values())
-    shares = [f"{numbers.share(s / whole)} {kind}" for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])]
+    shares = [
+        f"{number_format.share(s / whole)} {kind}" for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])
+    ]
     least = sorted((step.end - step.begin for step in course.critical), reverse=True)[:MOST_STEPS][-1]
     rows = [
         tag(
             "tr",
-            tag("td", numbers.seconds(step.begin)),
-            tag("td", numbers.seconds(step.end - step.begin)),
+            tag("td", number_format.seconds(step.begin)),
+            tag("td", number_format.seconds(step.end - step.begin)),
             tag("td", step.what, class_="left"),
         )
         for step in course.critical
@@ -269,11 +271,11 @@ def _memory(held: Sequence[Held], seconds: float, note: str) -> Markup:
     """Return a small picture for each group of ranks, and what the peaks consist of as a table."""
     cards = []
     for each in sorted(held, key=lambda one: one.ranks):
-        used = numbers.share(each.peak / each.limit)
-        name = f"rank{'s' * (len(each.ranks) > 1)} {numbers.ranks_text(each.ranks, 3)}"
-        text = f"most {numbers.size(each.peak)}, {used} of {numbers.size(each.limit)}"
+        used = number_format.share(each.peak / each.limit)
+        name = f"rank{'s' * (len(each.ranks) > 1)} {number_format.ranks_text(each.ranks, 3)}"
+        text = f"most {number_format.size(each.peak)}, {used} of {number_format.size(each.limit)}"
         picture = (
-            memory_chart(each.points, seconds, each.limit, each.peak, f"{name}: {text}", numbers.size)
+            memory_chart(each.points, seconds, each.limit, each.peak, f"{name}: {text}", number_format.size)
             if each.points
             else None
         )
@@ -291,11 +293,15 @@ def _memory_table(held: Sequence[Held]) -> Markup | None:
         return None
     names = [name for name, _ in held[0].parts]
     rows = [
-        tag("tr", tag("td", numbers.ranks_text(each.ranks, 4), class_="left"),
-            [tag("td", numbers.size(size)) for _, size in each.parts], tag("td", tag("b", numbers.size(each.peak))),
-            tag("td", numbers.size(each.limit)))
+        tag(
+            "tr",
+            tag("td", number_format.ranks_text(each.ranks, 4), class_="left"),
+            [tag("td", number_format.size(size)) for _, size in each.parts],
+            tag("td", tag("b", number_format.size(each.peak))),
+            tag("td", number_format.size(each.limit)),
+        )
         for each in sorted(held, key=lambda one: one.ranks)
-    ]  # fmt: skip
+    ]
     heads = [tag("th", "ranks", class_="left"), *[tag("th", name) for name in (*names, "peak", "limit")]]
     table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
     return tag("details", tag("summary", "What the peaks consist of"), tag("div", table, class_="scroll"))
@@ -306,7 +312,7 @@ def _memory_table(held: Sequence[Held]) -> Markup | None:
 
 def _traffic(matrices: Sequence[Matrix]) -> Markup:
     totals = matrices[0].totals
-    parts = [f"{_KIND_NAMES[kind]} {numbers.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
+    parts = [f"{_KIND_NAMES[kind]} {number_format.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
         f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums go round tensor-parallel stages "
         "as rings; where computation was measured, they are in its seconds, and not here."
@@ -355,8 +361,8 @@ def _cell(matrix: Matrix, i: int, j: int, x: float, y: float, side: float, most:
     total = sum(kinds.values())
     if not total:
         return tag("rect", x=x, y=y, width=side - 1.5, height=side - 1.5, class_="none")
-    told = [f"{_KIND_NAMES[kind]}: {numbers.size(size)}" for kind, size in kinds.items() if size]
-    title = tag("title", "\n".join([f"{matrix.names[i]} to {matrix.names[j]}: {numbers.size(total)}", *told]))
+    told = [f"{_KIND_NAMES[kind]}: {number_format.size(size)}" for kind, size in kinds.items() if size]
+    title = tag("title", "\n".join([f"{matrix.names[i]} to {matrix.names[j]}: {number_format.size(total)}", *told]))
     sizes = {f"data_{kind}": f"{size:.6g}" for kind, size in kinds.items() if size}
     return tag(
         "rect", title, x=x, y=y, width=side - 1.5, height=side - 1.5, fill_opacity=f"{0.08 + 0.92 * total / most:.3f}",
@@ -376,7 +382,7 @@ def _flows(matrix: Matrix) -> Markup:
     flows.sort(key=lambda flow: -flow[0])
     rows = [
         tag("tr", tag("td", one, class_="left"), tag("td", other, class_="left"),
-            [tag("td", numbers.size(size)) for size in kinds], tag("td", tag("b", numbers.size(total))))
+            [tag("td", number_format.size(size)) for size in kinds], tag("td", tag("b", number_format.size(total))))
         for total, one, other, kinds in flows[:12]
     ]  # fmt: skip
     heads = [tag("th", "from", class_="left"), tag("th", "to", class_="left")]
@@ -408,7 +414,9 @@ def _training(report: Report) -> Markup:
         )
         for i, name in enumerate(names)
     ]
-    speed = line_chart("tokens per second over steps", rates, "step", "tokens/s", numbers.rate, zero=True, marks=marks)
+    speed = line_chart(
+        "tokens per second over steps", rates, "step", "tokens/s", number_format.rate, zero=True, marks=marks
+    )
     waits = [
         Series("seconds of a step", tuple((s.step, s.seconds) for s in steps), "s-ink"),
         *[
@@ -419,9 +427,11 @@ def _training(report: Report) -> Markup:
     if any(step.expected for step in steps):
         expected = tuple((s.step, s.expected) for s in steps if s.expected)
         waits.append(Series("computing, as planned", expected, "s-held", dashed=True))
-    where = line_chart("seconds of a step", waits, "step", "seconds of a step", numbers.seconds, zero=True, marks=marks)
+    where = line_chart(
+        "seconds of a step", waits, "step", "seconds of a step", number_format.seconds, zero=True, marks=marks
+    )
     memory = Series("rank 0", tuple((s.step, float(s.memory)) for s in steps), "s-0")
-    held = line_chart("peak memory", [memory], "step", "most memory so far", numbers.size, zero=True)
+    held = line_chart("peak memory", [memory], "step", "most memory so far", number_format.size, zero=True)
     charts = tag("div", mark_keys(marks), loss, speed, where, held, class_="charts")
     return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
 
@@ -442,7 +452,7 @@ def _against(report: Report) -> Markup:
                 tag("i", class_="predicted", style=f"width:{100 * row.predicted / most:.1f}%"),
                 class_="pair",
             )
-        cells = [tag("td", numbers.seconds(value)) for value in (row.measured, row.predicted)]
+        cells = [tag("td", number_format.seconds(value)) for value in (row.measured, row.predicted)]
         who = "all ranks" if row.rank is None else f"rank {row.rank}"
         name = tag("td", tag("b", row.kind) if row.rank is None else "", class_="left")
         style = "sum" if row.rank is None else "one"
@@ -452,7 +462,7 @@ def _against(report: Report) -> Markup:
                 name,
                 tag("td", who, class_="left"),
                 cells,
-                tag("td", numbers.times(row.measured, row.predicted)),
+                tag("td", number_format.times(row.measured, row.predicted)),
                 tag("td", bars),
                 class_=style,
             )
@@ -474,6 +484,8 @@ def _against(report: Report) -> Markup:
             Series("measured", tuple((s.step, s.measured) for s in found.steps), "s-measured", True),
             Series("predicted", tuple((s.step, s.predicted) for s in found.steps), "s-predicted", True, True, True),
         ]
-        chart = line_chart("seconds by step", series, "step", "seconds of a step's instructions", numbers.seconds, True)
+        chart = line_chart(
+            "seconds by step", series, "step", "seconds of a step's instructions", number_format.seconds, True
+        )
     intro = f"{found.source}. Most of the difference: {found.sentence}."
     return section("against", "Predicted and measured", intro, keys, kinds, chart)

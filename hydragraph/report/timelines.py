@@ -18,11 +18,11 @@ from typing import TypeVar
 
 from hydragraph.cost.actors import Actor, message_of
 from hydragraph.cost.critical_path import Step
-from hydragraph.cost.engine import Times
-from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.event_simulation import Times
+from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import Event
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
-from hydragraph.ir.text import parse_instruction
+from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, Bar, Course, CriticalStep, Lane
 
 # Bars of one course; each takes some 20 bytes of the page, which is to stay below five megabytes with six courses.

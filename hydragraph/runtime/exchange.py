@@ -30,14 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, is_reduce_scatter, reduce, stays, sums_stay
-from hydragraph.kernels.exact import joined
+from hydragraph.kernels.exact_sums import joined
 from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.groups import Groups, Role
-from hydragraph.runtime.message import Message
-from hydragraph.runtime.pending import Finish
+from hydragraph.runtime.pending_work import Finish
 
 Piece = tuple[int, int]  # offset and length, in elements
 

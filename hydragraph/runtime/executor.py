@@ -15,29 +15,29 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ReduceOp
 
+from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.failure.rank_watch import Watch, agreed
+from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
-from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
-from hydragraph.kernels import exact
+from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
-from hydragraph.private.values import Form
+from hydragraph.private.graph_values import Form
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
-from hydragraph.runtime.failure.watch import Watch, agreed
-from hydragraph.runtime.groups import Groups, Role
-from hydragraph.runtime.message import Message
-from hydragraph.runtime.pending import Finish, Pending
-from hydragraph.runtime.prepared import BoundBlock, Prepared, shard_view
-from hydragraph.runtime.probe import Probed
-from hydragraph.runtime.rounded import Rounded
-from hydragraph.runtime.scheduled import Scheduled, unknown
-from hydragraph.runtime.standing import ProgressLog
-from hydragraph.runtime.state import HomeState
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
+from hydragraph.runtime.pending_work import Finish, Pending
+from hydragraph.runtime.prepared_programs import BoundBlock, Prepared, shard_view
+from hydragraph.runtime.rounded_weights import Rounded
+from hydragraph.runtime.speed_probe import Probed
+from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, streams_of
-from hydragraph.runtime.trace import Exposed, RankTimes, Timing
+from hydragraph.runtime.thread_times import Scheduled, unknown
 
 _ROW = 1024  # elements
 SAYS = 4  # numbers
@@ -381,7 +381,7 @@ class Executor:
             for name, (at, length) in it.prepared.shards[value.bucket].items():
                 if name in it.added:
                     here = slice(at, at + length)
-                    largest = exact.add([part[here] for part in sums], written[here])
+                    largest = exact_sums.add([part[here] for part in sums], written[here])
                     it.largest = largest if it.largest is None else torch.maximum(it.largest, largest)
                     it.added.discard(name)
             self._buffers.give(written)
@@ -389,7 +389,7 @@ class Executor:
     def _sums(self, it: _Iteration, value: Value) -> list[Tensor]:
         if value not in it.sums:
             size = it.prepared.pushes[value.bucket].source
-            it.sums[value] = [self._buffers.take(size, torch.float64).zero_() for _ in exact.GRIDS]
+            it.sums[value] = [self._buffers.take(size, torch.float64).zero_() for _ in exact_sums.GRIDS]
         return it.sums[value]
 
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
@@ -471,7 +471,7 @@ class Executor:
         value = gradients(instruction.target)
         home = self._home.gradients[instruction.target]
         exchange = it.prepared.pushes[instruction.target]
-        none = [home.new_empty(0, dtype=torch.float64) for _ in exact.GRIDS]
+        none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
         it.sums.pop(value, None)  # they are the message's now, which gives their memory back
         handing = it.prepared.handings.get(instruction.target)
@@ -575,25 +575,26 @@ class Executor:
         Raises:
             FloatingPointError: on all ranks: a gradient is too large for exact sums.
         """
-        totals = torch.zeros(2, len(exact.SQUARE_GRIDS), dtype=torch.float64, device=self._device)
+        totals = torch.zeros(2, len(exact_sums.SQUARE_GRIDS), dtype=torch.float64, device=self._device)
         for loss in losses:
-            totals[0, : len(exact.LOSS_GRIDS)] += exact.split(loss, exact.LOSS_GRIDS)
+            totals[0, : len(exact_sums.LOSS_GRIDS)] += exact_sums.split(loss, exact_sums.LOSS_GRIDS)
         if not it.pushed:
             return totals, 1.0
         counted = self._home.counted
-        most = torch.stack([exact.largest(counted, self._device), torch.zeros_like(totals[0, 0])])
+        most = torch.stack([exact_sums.largest(counted, self._device), torch.zeros_like(totals[0, 0])])
         if it.largest is not None:
             most[1] = it.largest
         of_home, added = self._groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX).tolist()
-        if added > exact.LARGEST and math.isfinite(of_home):
+        if added > exact_sums.LARGEST and math.isfinite(of_home):
             raise agreed(
                 FloatingPointError(
                     f"a sequence's gradient has a norm of {added:.4g}, and deterministic sums go to "
-                    f"{exact.LARGEST:.4g}: nothing was updated; lower the learning rate, or train without deterministic"
+                    f"{exact_sums.LARGEST:.4g}: nothing was updated; lower the learning rate, or train without "
+                    "deterministic"
                 )
             )
-        scale = exact.scale_of(of_home)
-        totals[1] = exact.squares(counted, scale, self._device)
+        scale = exact_sums.scale_of(of_home)
+        totals[1] = exact_sums.squares(counted, scale, self._device)
         return totals, scale
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.metrics import Metrics, perplexity
+from hydragraph.train.step_metrics import Metrics, perplexity
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_end")
 

@@ -16,7 +16,7 @@ import yaml
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
-from hydragraph.train.whole import write_whole
+from hydragraph.train.atomic_write import write_whole
 
 DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hydragraph.elastic.events import Event, seconds_of
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.stragglers.run_events import Event, seconds_of
 
 
 @dataclass(frozen=True)

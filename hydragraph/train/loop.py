@@ -13,22 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydragraph.checkpoint.shared_directory import leave_mark, see
+from hydragraph.cluster.launch import World, join
+from hydragraph.cluster.processes.stop_requests import Requests, Stopping
+from hydragraph.cluster.rendezvous.member import CALLED, comes_late, elastic, here
+from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
+from hydragraph.cluster.shared_outcome import together
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn
-from hydragraph.elastic.events import Event, append_event
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
-from hydragraph.runtime.checkpoint.sharing import leave_mark, see
-from hydragraph.runtime.launch import World, join
-from hydragraph.runtime.meeting.member import CALLED, comes_late, elastic, here
-from hydragraph.runtime.meeting.protocol import ALL_LEAVE
-from hydragraph.runtime.stopping import Requests, Stopping
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import Callbacks
-from hydragraph.train.checks import check_budget, check_settings, read_strategies, remarks
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.controlling import controller_of, policy_of
-from hydragraph.train.course import Course, Run, RunOutcome, ahead_of, due
+from hydragraph.train.config_checks import check_budget, check_settings, read_strategies, remarks
 from hydragraph.train.data import (
     Tokens,
     check_data,
@@ -40,14 +38,16 @@ from hydragraph.train.data import (
     steps_of,
     verify,
 )
-from hydragraph.train.folder import Begin, Checkpoint, RunFolder
-from hydragraph.train.going_on import go_on, write_run_ranks
 from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
-from hydragraph.train.saving import checkpoint, finish, load, naming_the_checkpoint, settle_checkpoints, write_spans
-from hydragraph.train.telling import evaluates, log_step, open_log, peak_of
-from hydragraph.train.together import together
+from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
+from hydragraph.train.run_recovery import go_on, write_run_ranks
+from hydragraph.train.run_saving import checkpoint, finish, load, naming_the_checkpoint, settle_checkpoints, write_spans
+from hydragraph.train.step_reporting import evaluates, log_step, open_log, peak_of
+from hydragraph.train.straggler_setup import controller_of, policy_of
+from hydragraph.train.stragglers.run_events import Event, append_event
+from hydragraph.train.train_state import Course, Run, RunOutcome, ahead_of, due
 from hydragraph.train.trainable import StepResult, Watcher
 
 # What the rank that leads gives for `Executable.stopping` to have state go elsewhere; above signals' numbers.

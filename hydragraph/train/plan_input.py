@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.cost.corrections import Corrections
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy_text import parse_strategy

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydragraph.runtime.launch import World
-from hydragraph.train.whole import write_whole
+from hydragraph.cluster.launch import World
+from hydragraph.train.atomic_write import write_whole
 
 
 @dataclass(frozen=True)

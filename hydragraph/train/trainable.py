@@ -9,18 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydragraph.candidates import Planning
+from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.data.mini_batches import Drawn
+from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.ir.program import Program
 from hydragraph.planner.request import PlanRequest
-from hydragraph.runtime.launch import World
-from hydragraph.runtime.trace import Exposed, RankTimes, Span
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.step_metrics import Metrics
 
 
 class StepResult(Protocol):

@@ -26,9 +26,9 @@ from benchmarks.dynamic import (
     watched,
     within,
 )
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Constants, Piece, PricedDevice
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.block_pieces import Constants, Piece, PricedDevice
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.stage_kind import StageKind
 from tests.thorough import thorough
 

@@ -46,8 +46,8 @@ from benchmarks.published.rivals import (
     resharded,
 )
 from benchmarks.published.workload import fixed_length, mini_batch
-from hydragraph.cost.profile import PipelineCost, Profile
-from hydragraph.planner.assigning import assign_pipelines, bound_devices
+from hydragraph.cost.measured_profile import PipelineCost, Profile
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines, bound_devices
 from tests.thorough import thorough
 
 ENTRY: dict[str, Any] = {

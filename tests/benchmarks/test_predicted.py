@@ -10,7 +10,7 @@ import pytest
 import hydragraph as hg
 from benchmarks.memory import Sizes
 from benchmarks.predicted import COLUMNS, Round, reported, row, taken
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.priced import profile

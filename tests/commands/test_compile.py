@@ -11,13 +11,13 @@ import pytest
 from typer.testing import Result
 
 import hydragraph as hg
-from hydragraph.commands import compile_result
+from hydragraph.commands import compile_ahead
 from hydragraph.commands.compile import _tokens
 from hydragraph.commands.compile_files import Summary
 from hydragraph.ir.program import Program
-from hydragraph.ir.shared_text import read_programs
+from hydragraph.ir.shared_programs_text import read_programs
 from hydragraph.passes.differentiate import Variant
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import open_tokens, prepare
@@ -198,8 +198,8 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
             asked.append((self.asked, block.name, part.recompute))
             return super().get(block, part)
 
-    monkeypatch.setattr(compile_result, "Variants", Recorder)
-    monkeypatch.setattr("hydragraph.passes.compiled.missing_compiler", lambda device: None)
+    monkeypatch.setattr(compile_ahead, "Variants", Recorder)
+    monkeypatch.setattr("hydragraph.passes.compile_with_inductor.missing_compiler", lambda device: None)
     out = tmp_path / "out"
     result = run("compile", write(tmp_path), "--strategy", "<[0]x2r>", "--output", out, "--backend", "inductor")
     assert result.exit_code == 0, result.output

@@ -13,8 +13,8 @@ import hydragraph as hg
 from hydragraph import cli
 from hydragraph.data.token_file import write_tokens
 from hydragraph.data.tokenizer import train_bpe
-from hydragraph.train.checks import read_strategies
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_checks import read_strategies
 from hydragraph.train.model import skeleton
 from hydragraph.train.plan_input import read_candidates, read_lengths
 from tests.commands.tiny import run, write

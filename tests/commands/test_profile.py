@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands import profile as command
-from hydragraph.cost.pieces import Constants
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.block_pieces import Constants
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 from tests.train.plain import settings
 

@@ -15,11 +15,11 @@ from hydragraph.commands.show_memory import walk
 from hydragraph.commands.show_schedule import schedule
 from hydragraph.commands.show_traffic import traffic_by_kind
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.memory import rank_memory
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.cost.rank_memory import rank_memory
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.rank_program import to_text
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import skeleton

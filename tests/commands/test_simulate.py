@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.commands.simulate_price import PricedStrategy, price, share, spread
-from hydragraph.commands.text import bytes_text, counts_text, seconds_text
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.simulate import simulate
-from hydragraph.cost.work import Work
+from hydragraph.cost.instruction_work import Work
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
+from hydragraph.report.number_text import bytes_text, counts_text, seconds_text
+from hydragraph.report.simulation_price import PricedStrategy, price, share, spread
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Strategy

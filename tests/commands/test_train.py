@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import Result
 
-from hydragraph.commands.process import first_seen, running_s
-from hydragraph.train.folder import RunFolder
-from hydragraph.train.metrics import read_metrics
+from hydragraph.commands.launch_process import first_seen, running_s
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.step_metrics import read_metrics
 from tests.commands.tiny import LOPSIDED, computed, run, write
 from tests.thorough import thorough
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import Result
 
 from hydragraph.commands import verify
-from hydragraph.verify import Row
+from hydragraph.engine.single_device_parity import Row
 from tests.commands.tiny import run, write
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.cost.pieces import Constants, Piece, PricedDevice
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.block_pieces import Constants, Piece, PricedDevice
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 
 PIECES = {

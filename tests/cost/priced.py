@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hydragraph.cost.block_pieces import AUX, Constants, Held, Piece, PricedDevice
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import AUX, Constants, Held, Piece, PricedDevice
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.accounts import Kind
+from hydragraph.cost.block_pieces import AUX
 from hydragraph.cost.corrections import BOUND, LEAST, WINDOW, Corrections, corrected
-from hydragraph.cost.pieces import AUX
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.priced import profile
 

@@ -6,8 +6,8 @@ import pytest
 
 from hydragraph.cost.costs import CostedWork, Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.simulate import simulate
-from hydragraph.cost.work import Work
+from hydragraph.cost.instruction_work import Work
+from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
 from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 

@@ -10,11 +10,11 @@ import torch
 
 from hydragraph.cost.link_bytes import Traffic, traffic
 from hydragraph.frontend.capture import capture
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import GradientKind, Layout
 from hydragraph.ir.program import Program
-from hydragraph.passes.layouts import layouts
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
+from hydragraph.passes.weight_layouts import layouts
 from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.cost.block_pieces import Held, Piece
 from hydragraph.cost.curves import Constants, Table
-from hydragraph.cost.model import ModelSizes
-from hydragraph.cost.pieces import Held, Piece
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured

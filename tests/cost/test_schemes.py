@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import hydragraph as hg
+from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.pieces import Constants
-from hydragraph.cost.profile import Profile
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.schemes import CostedSchemes, schemes_of
-from hydragraph.planner.explain import explain
+from hydragraph.report.candidate_comparison import explain
 from hydragraph.spec.strategy import Strategy
 from tests.cost.priced import profile
 from tests.planner.examples import PROFILE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.simulate import Timeline
+from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import Event, Trace, TracedStep
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.text import instruction_text
+from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.value import gradients, message, weights
 from hydragraph.spec.assignment import Assignment
 

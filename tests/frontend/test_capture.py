@@ -41,7 +41,7 @@ from transformers import (
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.packed import own_fields
+from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.spec.workload import Field
 from tests.frontend.execute import batch, loss
 from tests.models import MODELS, captured, gpt2, llama, randomised, tiny

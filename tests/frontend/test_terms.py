@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from tests.frontend.test_summed import Batch, counted, each
+from tests.frontend.test_loss_reduction import Batch, counted, each
 from tests.own_models import Own
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 import hydragraph as hg
-from hydragraph.runtime.batch import pack
+from hydragraph.frontend.packed_batch import pack
 from hydragraph.spec.workload import Sequence
 from tests import reference
 from tests.models import llama, randomised, tiny

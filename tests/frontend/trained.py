@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 import hydragraph as hg
-from hydragraph.check.stages import StageCheck
-from hydragraph.frontend.initialise import initial_buffers
+from hydragraph.frontend.check.stage_check import StageCheck
+from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.passes.check_strategy import refuse_uncut
 from tests import reference
 from tests.frontend.families import DOCS, NAMES, build, shrink  # type: ignore[attr-defined]

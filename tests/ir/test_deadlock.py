@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydragraph.ir.deadlock import Deadlock, _Run, _thinned, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.queues import Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, activation, message, weights

@@ -22,9 +22,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import Value, ValueKind, parse_value
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs

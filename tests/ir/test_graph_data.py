@@ -14,8 +14,8 @@ import hydragraph as hg
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.passes.graph_passes import make_variant
+from hydragraph.passes.variants import Variants
 from hydragraph.private.tracing import hint_of
-from hydragraph.runtime.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 

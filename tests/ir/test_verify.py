@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from hydragraph.ir.instruction import Op
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import Role
-from hydragraph.ir.text import instruction_text
 from hydragraph.ir.value import activation, aux, weights
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from hydragraph.kernels.jit import KernelVariant
+from hydragraph.kernels.triton_jit import KernelVariant
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.shard import shard
-from hydragraph.runtime.variants import Variants, local_parameters
+from hydragraph.passes.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer

@@ -11,9 +11,9 @@ import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
 from hydragraph.passes.annotate import annotate, differentiable
-from hydragraph.passes.cut import Cuts
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.shard import shard
+from hydragraph.passes.tensor_cut import Cuts
 from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer

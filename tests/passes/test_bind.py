@@ -12,7 +12,7 @@ import hydragraph as hg
 from hydragraph.ir.program import Program
 from hydragraph.passes.bind import bind
 from hydragraph.passes.graph_passes import VariantSpec
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.fake_gpu import GPU, compile_for_gpu, interpret, misplaced
 from tests.models import MODELS

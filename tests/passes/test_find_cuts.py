@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.cut import Cuts
 from hydragraph.passes.find_cuts import find_cuts, rules
+from hydragraph.passes.tensor_cut import Cuts
 from tests.frontend.test_capture import FAMILIES
 from tests.models import captured
 from tests.thorough import first

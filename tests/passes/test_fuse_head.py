@@ -16,7 +16,7 @@ from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
-from hydragraph.runtime.variants import Variants, local_parameters
+from hydragraph.passes.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import bert, gpt2, llama
 from tests.passes.golden_template import check_golden

@@ -23,7 +23,7 @@ from hydragraph.passes.graph_passes import (
     shard_strides,
 )
 from hydragraph.passes.graph_text import changes, graph_text
-from hydragraph.runtime.variants import Variants, pass_seconds
+from hydragraph.passes.variants import Variants, pass_seconds
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden_text

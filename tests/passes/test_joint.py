@@ -30,7 +30,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes import joint
 from hydragraph.passes.graph_passes import VariantSpec, make_variant
 from hydragraph.passes.joint import SHARE
-from hydragraph.runtime.variants import Variants
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import gpt2, llama, tiny
 from tests.thorough import first

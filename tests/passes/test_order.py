@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Op
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.order import order, tasks
 from hydragraph.passes.place import place

@@ -1,9 +1,9 @@
 import pytest
 
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.text import instruction_text
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import place

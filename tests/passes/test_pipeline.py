@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Op
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
 from hydragraph.ir.verify import verify
 from hydragraph.passes.order import tasks

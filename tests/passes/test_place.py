@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 

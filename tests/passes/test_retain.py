@@ -1,7 +1,7 @@
 import pytest
 
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.ir.outline import Outline
+from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import ValueKind
 from hydragraph.passes.order import order

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hydragraph.check.emulated import run_ranks
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.check.emulated_stage import run_ranks
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
-from hydragraph.runtime.variants import Variants, vocabulary_starts
+from hydragraph.passes.variants import Variants, vocabulary_starts
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import gpt2, llama
 from tests.thorough import first

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from hydragraph.passes import collectives  # noqa: F401  registers hydragraph::tp_*
+from hydragraph.passes import collective_operators  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.vocabulary import MEAN, SUM, embedding_part, loss_of_parts
 
 tp_ops = torch.ops.hydragraph

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.instruction import Instruction, Op
-from hydragraph.ir.outline import Mode, Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.value import gradients, weights
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.passes.window import windowed

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hydragraph.cost.curves import Constants, Curve, Table
-from hydragraph.cost.profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.stages import Hop, Ring, StageCost
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.stage_costs import Hop, Ring, StageCost
 from hydragraph.spec.cluster import Interconnect
 
 SCHEMES: list[Scheme] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1), (8, 2)]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph import planner
-from hydragraph.cost.pieces import Constants
-from hydragraph.cost.profile import Profile, Scheme
+from hydragraph.cost.block_pieces import Constants
+from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.errors import Unsupported
-from hydragraph.planner.assigning import PlannedAssignment
+from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment
 
 FORMS = ("mixed", "mixed", "mixed", "equal", "at MaxLen", "with zeros", "one", "nothing", "too long for all", "tokens")
 EXACT = 1e-9  # relative: the same sums in another order

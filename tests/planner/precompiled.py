@@ -10,12 +10,12 @@ from typing import get_args
 
 import hydragraph as hg
 from hydragraph.planner import metis
-from hydragraph.planner.uneven.planning import Method
-from hydragraph.planner.uneven.whole_bound import whole_bound
+from hydragraph.planner.plan import Method
+from hydragraph.planner.whole_bound import whole_bound
 from tests.cost import priced
 from tests.planner.instances import broken, draw
-from tests.planner.metis.test_searching import CLUSTER, made_up
-from tests.planner.uneven.promises import LENGTH
+from tests.planner.metis.test_metis_search import CLUSTER, made_up
+from tests.planner.promises import LENGTH
 
 SEQUENCES = 8
 INSTANCES = 20  # enough to call every function that plans a mini-batch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydragraph.planner.dispatch_search import longest_first, value
-from hydragraph.planner.problem import problem_of
+from hydragraph.planner.assignment.problem import problem_of
+from hydragraph.planner.assignment.spread_search import longest_first, value
 from hydragraph.planner.tuning_set import WORK, TuningSet
 from tests.planner.examples import MIXED, PROFILE, lengths
 

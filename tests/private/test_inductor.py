@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hydragraph.passes.compiled import CODES, GraphPiece
+from hydragraph.passes.compile_with_inductor import CODES, GraphPiece
 from hydragraph.private.inductor import compile_graph, missing_compiler, sources, symbols_of
 from hydragraph.private.tracing import TensorSpec, _fake_inputs
 

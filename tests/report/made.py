@@ -8,10 +8,10 @@ from typing import Any
 
 from hydragraph.commands.plan_devices import _record
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.uneven.explaining import Rival
-from hydragraph.planner.uneven.planning import Plan
+from hydragraph.planner.explanation import Rival
+from hydragraph.planner.plan import Plan
 from hydragraph.report.facts import Report
-from hydragraph.report.simulated import Simulated, simulation_report
+from hydragraph.report.simulation_report import Simulated, simulation_report
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.report.courses import TICKS
 from hydragraph.report.facts import KINDS
 from hydragraph.report.page import html, write_report
-from hydragraph.report.simulated import simulation_report
+from hydragraph.report.simulation_report import simulation_report
+from hydragraph.report.time_series import TICKS
 from tests.cost.priced import cluster, costs
 from tests.report.made import EVIL, report, simulated
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import World
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.ir.program import Program
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import World
-from hydragraph.runtime.state import HomeState, make_optimizer
+from hydragraph.runtime.home_state import HomeState, make_optimizer
 from hydragraph.spec.home import EQUAL, Home
 
 ALONE = World(0, 1, 0, torch.device("cpu"), "gloo")

@@ -20,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hydragraph.cluster.collectives import head_loss
+from hydragraph.cluster.communicators import Role
+from hydragraph.cluster.launch import World
 from hydragraph.ir.instruction import Stream
 from hydragraph.kernels import slice_copy
-from hydragraph.runtime.collectives import head_loss
-from hydragraph.runtime.groups import Role
-from hydragraph.runtime.launch import World
 from hydragraph.runtime.streams import Clock, HostClock
 
 Times = dict[str, int]  # queue -> how far it is known to be

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.runtime.failure.judge import Judge
-from hydragraph.runtime.failure.newest import newest_watch
-from hydragraph.runtime.groups import Groups
-from hydragraph.runtime.launch import join
-from hydragraph.runtime.message import Message
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.failure_detector import Judge
+from hydragraph.cluster.failure.newest_watch import newest_watch
+from hydragraph.cluster.launch import join
+from hydragraph.cluster.message_in_flight import Message
 from tests.models import sequences
 from tests.ready import Ready, small_llama
 from tests.thorough import first

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.ir.home import HomeLayouts
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Stream
-from hydragraph.runtime.batch import pack
+from hydragraph.passes.variants import Variants
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.executor import Executor
-from hydragraph.runtime.prepared import Preparer
-from hydragraph.runtime.state import HomeState
-from hydragraph.runtime.trace import Timing
-from hydragraph.runtime.variants import Variants
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.instruction_trace import Timing
+from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.spec import workload
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy

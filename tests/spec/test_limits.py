@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hydragraph.mini_batch import MiniBatch
+from hydragraph.frontend.mini_batch import MiniBatch
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import Sequence
 

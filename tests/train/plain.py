@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.errors import Stopped
-from hydragraph.runtime.checkpoint.manifest import Damaged
-from hydragraph.runtime.trace import Exposed, Span
+from hydragraph.runtime.instruction_trace import Exposed, Span
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.step_metrics import Metrics
 
 
 @dataclass(frozen=True)

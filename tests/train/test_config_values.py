@@ -11,7 +11,7 @@ import pytest
 
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.schema import _sections
+from hydragraph.train.config_schema import _sections
 from tests.thorough import first
 from tests.train.plain import settings
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hydragraph.runtime.checkpoint import disk
+from hydragraph.checkpoint import disk_errors
 from tests.commands.tiny import computed, run, write
 from tests.thorough import first
 
@@ -164,7 +164,7 @@ def test_a_full_disk_stops_the_run_and_it_resumes_from_the_last_checkpoint(
         return write_data(*arguments)
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fill)
-    monkeypatch.setattr(disk, "refusal", lambda directory: full.pop() if full else None)
+    monkeypatch.setattr(disk_errors, "refusal", lambda directory: full.pop() if full else None)
     beside = ("--set", f"checkpoint.asynchronous={str(asynchronous).lower()}")
     result = again(trained, folder, *beside)
     assert result.exit_code == 2

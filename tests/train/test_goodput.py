@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.elastic.events import Event
 from hydragraph.train.goodput import account
-from hydragraph.train.metrics import Metrics
+from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.stragglers.run_events import Event
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>", 3, (2,))
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hydragraph.runtime.stopping import Stopping
+from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.spec.record import from_record
-from hydragraph.train import saving, telling
+from hydragraph.train import run_saving, step_reporting
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import evaluation_batches, open_tokens, prepare
-from hydragraph.train.folder import Checkpoint
 from hydragraph.train.loop import train
-from hydragraph.train.metrics import Metrics, read_metrics
+from hydragraph.train.run_folder import Checkpoint
+from hydragraph.train.step_metrics import Metrics, read_metrics
 from tests.thorough import first
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
 
@@ -116,8 +116,8 @@ def test_training_continues_from_an_exported_model(tmp_path: Path) -> None:
 
 
 def test_says_what_a_missing_package_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "tensorboard_installed", lambda: False)
-    for module in (saving, telling):
+    monkeypatch.setattr(step_reporting, "tensorboard_installed", lambda: False)
+    for module in (run_saving, step_reporting):
         monkeypatch.setattr(module, "matplotlib_installed", lambda: False)
     watched = Watched()
     train(config(tmp_path), "new", compile_plain, watched)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 import hydragraph as hg
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import ModelConfig, TrainConfig
-from hydragraph.train.folder import Begin
 from hydragraph.train.loop import train
-from hydragraph.train.metrics import Metrics
 from hydragraph.train.model import build_model
+from hydragraph.train.run_folder import Begin
+from hydragraph.train.step_metrics import Metrics
 from tests.train.plain import Watched, settings
 
 

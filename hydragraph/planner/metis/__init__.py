@@ -2,10 +2,11 @@
 
 A plan divides all devices, types one after the other, into stages of consecutive ranks; each stage has its own degrees
 of data and tensor parallelism and its own layers. Papers: Metis (USENIX ATC 2024) and Improved Intra-Operator
-Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints beside these.
+Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints beside these. It has
+its own cost model; the same search on `Costs` is `planner/generators/metis_stages.py`.
 """
 
-from hydragraph.lazy import attributes
+from hydragraph import attributes
 
 # Imported when first used, so that its files may import one another by their package.
 __all__, __getattr__, __dir__ = attributes(
@@ -13,14 +14,14 @@ __all__, __getattr__, __dir__ = attributes(
     {
         "Cluster": "hydragraph.planner.metis.cluster",
         "DeviceType": "hydragraph.planner.metis.cluster",
-        "Found": "hydragraph.planner.metis.searching",
+        "Found": "hydragraph.planner.metis.metis_search",
         "Measurement": "hydragraph.planner.metis.profile",
-        "Order": "hydragraph.planner.metis.searching",
+        "Order": "hydragraph.planner.metis.metis_search",
         "Plan": "hydragraph.planner.metis.problem",
         "Problem": "hydragraph.planner.metis.problem",
         "Profile": "hydragraph.planner.metis.profile",
-        "cost": "hydragraph.planner.metis.pricing",
-        "parts": "hydragraph.planner.metis.pricing",
-        "search": "hydragraph.planner.metis.searching",
+        "cost": "hydragraph.planner.metis.metis_cost",
+        "parts": "hydragraph.planner.metis.metis_cost",
+        "search": "hydragraph.planner.metis.metis_search",
     },
 )

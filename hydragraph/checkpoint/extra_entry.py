@@ -1,0 +1,38 @@
+"""The one entry of a checkpoint that is no tensor: the caller's `extra`, and what is not sharded of the optimizer."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hydragraph.checkpoint.optimizer_state import Plain, merged
+
+
+def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+    """Serialise everything that is no tensor, `parts` being what the ranks know of the optimizer."""
+    for name, value in extra.items():
+        encoded(f"extra[{name!r}]", value)
+    states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
+    return encoded("extra", {"extra": dict(extra), "optimizer": vars(merged(states)) if states else None})
+
+
+def encoded(what: str, value: object) -> bytes:
+    """Serialise plain data, and see that it can be read back without running any code from the file."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        decoded(buffer.getvalue())
+    except Exception as error:
+        raise ValueError(
+            f"checkpoint: {what} is not plain data ({type(error).__name__}): use numbers, strings, tensors, and lists,"
+            " tuples and dictionaries of them; turn NumPy arrays into tensors"
+        ) from error
+    return buffer.getvalue()
+
+
+def decoded(data: bytes) -> Any:
+    """Read back what `encoded` returned; no code of the file is run."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

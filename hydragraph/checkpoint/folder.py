@@ -1,0 +1,131 @@
+"""The directories of checkpoints: how one appears whole or not at all, which is the latest, and dropping old ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+from hydragraph.checkpoint.manifest import MARKER, File, Manifest
+
+_LOG = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+_STEP = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
+
+
+def latest(directory: PathLike) -> Path | None:
+    """Return the complete checkpoint `step-N` of the highest N in a directory; None where there is none."""
+    checkpoints = complete(directory)
+    return checkpoints[-1][1] if checkpoints else None
+
+
+def complete(directory: PathLike) -> list[tuple[int, Path]]:
+    """List the complete checkpoints `step-N` of a directory as (N, path), ascending; nothing is read of them."""
+    folder = Path(directory)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in named if (path / MARKER).is_file())
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint, so that it counts no more but nothing of it is lost; return its new path."""
+    return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
+
+
+def prune(directory: PathLike, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and what crashed saves left.
+
+    Only one rank calls it, while no rank saves or loads there.
+
+    Raises:
+        ValueError: `keep` is not positive.
+    """
+    if keep < 1:
+        raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
+    directory = Path(directory)
+    checkpoints = complete(directory)
+    for _, path in checkpoints[:-keep]:
+        _discard(path)
+        _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
+    for path in directory.iterdir() if checkpoints else ():
+        leftover = _LEFTOVER.fullmatch(path.name)
+        if leftover is not None and int(leftover[1]) <= checkpoints[-1][0]:
+            shutil.rmtree(path)
+
+
+def make_scratch(path: Path) -> Path:
+    """Make the directory to write into, beside where the checkpoint will be, so that renaming it is enough.
+
+    Raises:
+        ValueError: something else is where the checkpoint would be.
+    """
+    if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(
+            f"checkpoint {path}: something else is there, without {MARKER}: choose another path or remove it"
+        )
+    scratch = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def written_files(scratch: Path, rank: int) -> dict[str, File]:
+    """Hash the files that this rank wrote; DCP begins their names with the rank."""
+    names = [*scratch.glob(f"__{rank}_*"), *([scratch / ".metadata"] if rank == 0 else ())]
+    return {path.name: File.of(path) for path in names}
+
+
+def commit(path: Path, scratch: Path, manifest: Manifest) -> None:
+    """Complete the checkpoint that a scratch directory holds and put it in its place.
+
+    Raises:
+        ValueError: files that other ranks wrote are not in the directory.
+    """
+    unseen = [name for name in manifest.files if not (scratch / name).is_file()]
+    if unseen:
+        raise ValueError(
+            f"checkpoint {path}: rank 0 does not see {', '.join(unseen)}, which other ranks wrote: save to a directory"
+            " that all ranks share"
+        )
+    with (scratch / MARKER).open("w") as file:
+        json.dump(asdict(manifest), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(scratch)
+    if path.exists():
+        aside = _aside(path)
+        path.rename(aside)
+        try:
+            scratch.rename(path)
+        except BaseException:
+            aside.rename(path)
+            raise
+        shutil.rmtree(aside)
+    else:
+        scratch.rename(path)
+    _sync(path.parent)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old-{uuid.uuid4().hex[:8]}")
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; what a crash leaves of it is never taken for a whole one."""
+    shutil.rmtree(path.rename(_aside(path)))
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

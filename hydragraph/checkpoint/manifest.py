@@ -1,0 +1,162 @@
+"""What makes a directory a checkpoint: `complete.json`, which names every file's SHA-256 and whose state it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hydragraph.cluster.agreement import together
+from hydragraph.cluster.communicators import Groups
+from hydragraph.version import __version__
+
+FORMAT = 1
+MARKER = "complete.json"
+METADATA = ".metadata"  # DCP's file, which says where in the others everything is
+
+
+class Damaged(ValueError):  # noqa: N818
+    """A checkpoint is not what was written; another one may be."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(path: Path) -> File:
+        """Read a file through."""
+        with path.open("rb") as file:
+            return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `complete.json` says.
+
+    Attributes:
+        format: the version of the directory's format (`FORMAT`); readers refuse others.
+        versions: package -> version that saved it.
+        ranks: how many ranks saved it; any number of them may load it.
+        parameters: name -> natural shape.
+        optimizer: its class's name; None where weights alone were saved.
+        files: name -> what it must be.
+    """
+
+    format: int
+    versions: dict[str, str]
+    ranks: int
+    parameters: dict[str, tuple[int, ...]]
+    optimizer: str | None
+    files: dict[str, File]
+
+
+def versions() -> dict[str, str]:
+    """Return what saves a checkpoint now: package -> version."""
+    return {"hydragraph": __version__, "torch": str(torch.__version__)}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a complete checkpoint.
+
+    Raises:
+        Damaged: it cannot be read.
+        ValueError: no whole checkpoint is there, or one that this version cannot read.
+    """
+    if not (path / MARKER).is_file():
+        aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
+        remedy = (
+            f"rename {aside[0]}, which a crashed save moved aside" if aside else "name a directory that `save` made"
+        )
+        raise ValueError(f"checkpoint {path}: there is no {MARKER}, so it is none or incomplete: {remedy}")
+    try:
+        content = json.loads((path / MARKER).read_text())
+        version = content["format"]
+        if version == FORMAT:
+            content["parameters"] = {name: tuple(shape) for name, shape in content["parameters"].items()}
+            content["files"] = {_plain(name): File(**file) for name, file in content["files"].items()}
+            if METADATA not in content["files"]:
+                raise ValueError(f"it does not name {METADATA}")
+            return Manifest(**content)
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
+    raise ValueError(
+        f"checkpoint {path}: format {version}, but this version reads {FORMAT}: install a newer hydragraph"
+    )
+
+
+def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
+    """Hash all files, each rank a share of them.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
+        groups: the communicators of all ranks that train; each of them makes this call.
+        what: is being done ("load checkpoint ..."), for the errors of ranks that fail here.
+        sharing: the ranks that read the same copy of it as this one.
+
+    Raises:
+        Damaged: on all ranks: naming every file that is missing or not what was written.
+    """
+    mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
+    by_rank = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
+    damages = [text for part in by_rank for text in part]
+    if damages:
+        raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
+
+
+def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None) -> None:
+    """See that a checkpoint is of this model, and of this optimizer unless weights alone are loaded.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: what it says of itself, as read before.
+        shapes: the model's parameters by name, in their natural shapes.
+        optimizer: class name; None: only weights are loaded.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    stored = manifest.parameters
+    different = [
+        f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"
+        f" {list(shapes[name]) if name in shapes else 'missing'} in the model"
+        for name in (*stored, *(n for n in shapes if n not in stored))
+        if stored.get(name) != shapes.get(name)
+    ]
+    if different:
+        rest = f"; and {len(different) - 3} more" if len(different) > 3 else ""
+        raise ValueError(f"checkpoint {path}: {'; '.join(different[:3])}{rest}: load it into the model that it is of")
+    if optimizer is not None and manifest.optimizer != optimizer:
+        raise ValueError(
+            f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
+            f" {optimizer}: use the optimizer that it was saved with, or none to load weights alone"
+        )
+
+
+def _plain(name: str) -> str:
+    """Return a file's name, if it lies in the checkpoint itself."""
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"it names {name!r}, which is no file of this checkpoint")
+    return name
+
+
+def _damage(path: Path, expected: File) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
+    try:
+        actual = File.of(path)
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    if actual.bytes != expected.bytes:
+        return f"{path.name} has {actual.bytes} bytes, expected {expected.bytes}"
+    if actual.sha256 != expected.sha256:
+        return f"{path.name} is corrupt: SHA-256 {actual.sha256}, expected {expected.sha256}"
+    return None

@@ -1,0 +1,153 @@
+"""An optimizer's state in a checkpoint: what is sharded, what is not, and putting both back into an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hydragraph.errors import Unsupported
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded
+
+_PREFIX = "optimizer."
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What is not sharded of an optimizer.
+
+    Attributes:
+        groups: the names of each parameter group's parameters.
+        hyperparameters: each parameter group's settings, such as lr, by name.
+        scalars: parameter -> state -> value; of a rank: only of parameters that it owns a part of, because an empty
+            part need not have been stepped.
+    """
+
+    groups: list[list[str]]
+    hyperparameters: list[dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+
+
+def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return the class name, by which a checkpoint knows its optimizer."""
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+    """Return the fields of this rank's `Plain`."""
+    if optimizer is None:
+        return None
+    unstored = ("params", "param_names")
+    hyperparameters = [{k: v for k, v in g.items() if k not in unstored} for g in optimizer.param_groups]
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, state, value in _states(home, optimizer):
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            scalars.setdefault(name, {})[state] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return vars(Plain(_group_names(home, optimizer), hyperparameters, scalars))
+
+
+def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
+    """Return what this rank writes of the states that have a value per element, by their names in the checkpoint.
+
+    Raises:
+        Unsupported: a state has another shape than its parameter.
+    """
+    states = {}
+    for name, state, value in _states(home, optimizer) if optimizer is not None else ():
+        if isinstance(value, Tensor) and value.dim():
+            states[state_key(state, name)] = sharded(home.pieces[name], value, once=True)
+    return states
+
+
+def merged(parts: Sequence[Plain]) -> Plain:
+    """Join what the ranks know: every parameter's scalars, which its owners have in common."""
+    scalars: dict[str, dict[str, Any]] = {}
+    for rank, part in enumerate(parts):
+        for name, values in part.scalars.items():
+            earlier = scalars.setdefault(name, values)
+            if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
+                raise ValueError(
+                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: step the"
+                    " optimizer on all ranks alike"
+                )
+    return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
+
+
+def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
+    """Make room for this rank's part of the stored elementwise states: parameter -> state -> 1-D tensor."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        state, _, name = key.removeprefix(_PREFIX).partition(".")
+        if isinstance(stored, TensorStorageMetadata) and key not in home.pieces and name in home.pieces:
+            room = torch.empty_like(home.parameters[name], dtype=stored.properties.dtype, requires_grad=False)
+            states.setdefault(name, {})[state] = room
+    return states
+
+
+def restore(
+    what: str,
+    home: HomeState,
+    optimizer: torch.optim.Optimizer,
+    plain: Plain,
+    states: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Put the state of a checkpoint, or of other ranks, into this rank's optimizer.
+
+    Args:
+        what: has been read or received, for the error.
+        home, optimizer: this rank's; the optimizer is changed in place.
+        plain: what there is once for all ranks: groups, hyperparameters, scalars.
+        states: the others: parameter -> state -> this rank's part, 1-D.
+
+    Raises:
+        ValueError: the optimizer has other parameter groups.
+    """
+    groups = _group_names(home, optimizer)
+    if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
+        moved = _places(groups).items() ^ _places(plain.groups).items()
+        raise ValueError(
+            f"{what}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}, which"
+            f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with those it was saved with"
+        )
+    stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
+    optimizer.load_state_dict(
+        {
+            "state": {name: {**plain.scalars.get(name, {}), **states.get(name, {})} for name in stepped},
+            "param_groups": [
+                {**values, "params": names} for values, names in zip(plain.hyperparameters, groups, strict=True)
+            ],
+        }
+    )
+
+
+def state_key(state: str, parameter: str) -> str:
+    """Return the name of an elementwise state's tensor in a checkpoint."""
+    return f"{_PREFIX}{state}.{parameter}"
+
+
+def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, str, Any]]:
+    """List (parameter, state, value) of every parameter that this rank owns a part of."""
+    for name, parameter in home.parameters.items():
+        for state, value in optimizer.state.get(parameter, {}).items() if parameter.numel() else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise Unsupported(
+                    f"its state {state} has shape {tuple(value.shape)} for {parameter.numel()} elements",
+                    where=f"optimizer {type(optimizer).__name__}, parameter {name}",
+                    remedy="use an optimizer whose states are one value per element, or one per parameter",
+                )
+            yield name, state, value
+
+
+def _group_names(home: HomeState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in home.parameters.items()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _places(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return which group each parameter is in."""
+    return {name: place for place, names in enumerate(groups) for name in names}

@@ -1,0 +1,268 @@
+"""Checkpoints: the home state and the optimizer of all ranks, in a form that any number of ranks can load.
+
+A checkpoint is a directory of torch.distributed.checkpoint (DCP): a tensor per parameter under its name, and one per
+elementwise optimizer state under `optimizer.{state}.{parameter}`, each with its full natural shape, so that DCP's own
+tools read it too. What is not sharded (hyperparameters, step counts, the caller's `extra`) is one entry beside them.
+`complete.json` holds the SHA-256 of every file; a directory without it is no checkpoint.
+
+All ranks call `save` and `load` together, and an error on one of them is an error on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
+from hydragraph.checkpoint.disk_errors import file_errors
+from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
+from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
+from hydragraph.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, versions
+from hydragraph.checkpoint.metadata import Reader
+from hydragraph.checkpoint.optimizer_state import (
+    Plain,
+    allocated,
+    elementwise_states,
+    kind_of,
+    plain_state,
+    restore,
+    state_key,
+)
+from hydragraph.checkpoint.shared_directory import read_alike, same_copy, see
+from hydragraph.cluster.agreement import together, together_own
+from hydragraph.cluster.communicators import Groups
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded, sharded_weights
+
+_LOG = logging.getLogger(__name__)
+
+_ENTRY = "hydragraph"  # the entry that is no tensor
+BUFFERS = "buffers"  # of `extra`: the model's persistent buffers by name
+
+
+def save(
+    path: PathLike,
+    home: HomeState,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    groups: Groups,
+) -> None:
+    """Save weights, optimizer and `extra`; until everything is written, what was at `path` stays as it is.
+
+    Args:
+        path: a directory that all ranks see. A checkpoint there is replaced, anything else is refused.
+        home, optimizer: this rank's; no optimizer: only weights are saved.
+        extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them.
+            Rank 0's is kept.
+        groups: the communicators of all ranks that train; each of them makes this call.
+
+    Raises:
+        ValueError: on all ranks: `path` is something else, not all see it, or something cannot be stored.
+        OSError: this rank cannot write there, for want of room, say.
+        RankFailure: another rank failed while writing; that rank raises its own error.
+    """
+    write(prepare(path, home, optimizer, extra, groups), groups)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingCheckpoint:
+    """What one rank is about to write, and where.
+
+    Attributes:
+        path: the directory that the checkpoint will be.
+        scratch: the directory to write into, which becomes the checkpoint once it is complete.
+        contents: this rank's part of every entry.
+        parameters: name -> natural shape.
+        optimizer: its class's name; None where weights alone are saved.
+    """
+
+    path: Path
+    scratch: Path
+    contents: Mapping[str, OwnedBoxes | bytes]
+    parameters: Mapping[str, tuple[int, ...]]
+    optimizer: str | None
+
+    def snapshot(self) -> PendingCheckpoint:
+        """Return the same with copies in CPU memory, so that training can go on while they are written."""
+        copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
+        return replace(self, contents=copies)
+
+    @property
+    def what(self) -> str:
+        """What is being done, for errors."""
+        return f"save checkpoint {self.path}"
+
+    def discard(self) -> None:
+        """Remove what is written so far; rank 0 does it for all."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def prepare(
+    path: PathLike,
+    home: HomeState,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    groups: Groups,
+) -> PendingCheckpoint:
+    """Check that a checkpoint can be saved and make room for it; all ranks call it, with the arguments of `save`.
+
+    Returns:
+        What `write` writes; its tensors are the state's own.
+    """
+    what = f"save checkpoint {path}"
+    path = Path(path)
+    rank = groups.world.rank
+    parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
+    entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
+    contents = together_own(
+        groups, what, lambda: {**sharded_weights(home, once=True), **elementwise_states(home, optimizer)}
+    )
+    scratch = cast(Path, together(groups, what, lambda: make_scratch(path) if rank == 0 else None)[0])
+    try:
+        together(groups, what, lambda: see(scratch, f"checkpoint {path}", rank))
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    _LOG.info("began checkpoint %s", path)
+    entries: dict[str, OwnedBoxes | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
+    return PendingCheckpoint(path, scratch, entries, _shapes(home), kind_of(optimizer))
+
+
+def write(prepared: PendingCheckpoint, groups: Groups) -> None:
+    """Write what `prepare` returned and put it in its place; all ranks call it, in any thread that owns the groups.
+
+    Raises:
+        ValueError, OSError, RankFailure: as for `save`; what was at the path stays as it was.
+    """
+    what = prepared.what
+    rank = groups.world.rank
+    scratch = prepared.scratch
+    began = time.perf_counter()
+    try:
+        _write_entries(prepared, groups)
+        files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
+        manifest = Manifest(
+            FORMAT, versions(), groups.world.ranks, dict(prepared.parameters), prepared.optimizer, files
+        )
+
+        def put_in_place() -> None:
+            if rank == 0:
+                with file_errors(scratch, prepared.path):
+                    commit(prepared.path, scratch, manifest)
+
+        together(groups, what, put_in_place)
+        _LOG.info("wrote checkpoint %s in %.2f s", prepared.path, time.perf_counter() - began)
+    except BaseException:
+        if rank == 0:
+            prepared.discard()
+        raise
+
+
+def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
+    """Load a checkpoint, saved by any number of ranks, into this rank's weights and optimizer.
+
+    Every file is checked before anything is changed. Hyperparameters (learning rates, ...) are restored too.
+
+    Args:
+        path: the checkpoint's directory, which all ranks see, or of which every host has a copy.
+        home, optimizer: this rank's; no optimizer: only weights are loaded.
+        groups: the communicators of all ranks that train; each of them makes this call.
+
+    Returns:
+        The `extra` it was saved with, on every rank.
+
+    Raises:
+        Damaged: on all ranks, or on some and a ValueError in the same words on others: it is not what was written.
+        ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
+    """
+    what = f"load checkpoint {path}"
+    path = Path(path)
+    manifest = read_alike(path, groups, what)
+    check_files(path, manifest, groups, what, same_copy(path, groups, what))
+    together(groups, what, lambda: check_model(path, manifest, _shapes(home), kind_of(optimizer)))
+    reader = Reader(path, manifest.files)
+    metadata = together_own(groups, what, reader.read_metadata)
+    states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
+    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b"", **sharded_weights(home)}
+    for name, tensors in states.items():
+        contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
+    together(groups, what, lambda: _read(contents, reader))
+    entry = decoded(cast(bytes, contents[_ENTRY]))
+    if optimizer is not None:
+        together(
+            groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, Plain(**entry["optimizer"]), states)
+        )
+    extra: dict[str, Any] = entry["extra"]
+    return extra
+
+
+def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers that a checkpoint holds, read by one process on its own."""
+    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
+    _read(contents, Reader(path, manifest.files))
+    buffers: dict[str, torch.Tensor] = decoded(cast(bytes, contents[_ENTRY]))["extra"].get(BUFFERS, {})
+    return buffers
+
+
+def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
+    """Do what DCP's save does, step by step, over these groups: its own would use the default process group."""
+    what = prepared.what
+    leader = groups.world.rank == 0
+    writer = FileSystemWriter(prepared.scratch, overwrite=False)
+    planner = ShardedSave()
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(dict(prepared.contents), writer.storage_meta(), leader)
+        writer.set_up_storage_writer(leader)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> tuple[list[SavePlan], Metadata] | None:
+        if not leader:
+            return None
+        plans, metadata = planner.create_global_plan(local)
+        return writer.prepare_global_plan(plans), metadata
+
+    def write_own() -> list[WriteResult]:
+        with file_errors(prepared.scratch, prepared.path):
+            return writer.write_data(planner.finish_plan(plans[groups.world.rank]), planner).wait()
+
+    local = together(groups, what, plan)
+    plans, metadata = cast(tuple[list[SavePlan], Metadata], together(groups, what, plan_all)[0])
+    results = together(groups, what, write_own)
+
+    def finish() -> None:
+        if leader:
+            with file_errors(prepared.scratch, prepared.path):
+                writer.finish(metadata, results)
+
+    together(groups, what, finish)
+
+
+def _read(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
+    """Read what a rank asks for, by DCP, on this rank alone: all that others could tell is which files to read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what being alone means
+            dcp_load(contents, storage_reader=reader, planner=ShardedLoad(), no_dist=True)
+    except CheckpointException as exception:
+        error, _ = next(iter(exception.failures.values()))
+        raise error from None
+
+
+def _shapes(home: HomeState) -> dict[str, tuple[int, ...]]:
+    return {name: piece.parameter.shape for name, piece in home.pieces.items()}

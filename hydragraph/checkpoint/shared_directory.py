@@ -1,0 +1,69 @@
+"""Hosts that see the same directory at a path, and hosts that each have one of their own.
+
+A checkpoint is one directory that every rank writes a part of, so ranks that do not see it are refused before anything
+is written. To be read it may lie on every host as a copy, and then every copy is checked by the ranks that read it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from hydragraph.checkpoint.manifest import MARKER, Manifest, read_manifest
+from hydragraph.cluster.agreement import together
+from hydragraph.cluster.communicators import Groups
+
+
+def leave_mark(directory: Path) -> Path:
+    """Make a file for others to look for, under a name that no cache of a network's file system can know."""
+    mark = directory / f".seen-{uuid.uuid4().hex}"
+    mark.touch(exist_ok=False)
+    return mark
+
+
+def see(found: Path, what: str, rank: int) -> None:
+    """Look for what rank 0 has just made.
+
+    Raises:
+        ValueError: this host has another directory there, or none.
+    """
+    if not found.exists():
+        raise ValueError(
+            f"{what}: rank {rank} on {socket.gethostname()} does not see what rank 0 writes there: name a directory"
+            " that all hosts share"
+        )
+
+
+def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
+    """Read a checkpoint's manifest, which is the same on every host.
+
+    Raises:
+        ValueError: on all ranks: there is none; some ranks see none, or another one than rank 0: it names them.
+    """
+    there = together(groups, what, (path / MARKER).is_file)
+    if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
+        raise ValueError(
+            f"checkpoint {path}: ranks {lacking} see no {MARKER} there, the others do: name a directory that all hosts "
+            "share, or copy the checkpoint to every host"
+        )
+    manifests = together(groups, what, lambda: read_manifest(path))
+    if other := [rank for rank, manifest in enumerate(manifests) if manifest != manifests[0]]:
+        raise ValueError(
+            f"checkpoint {path}: ranks {other} see another checkpoint there than rank 0: name a directory that all"
+            " hosts share, or copy the same checkpoint to every host"
+        )
+    return manifests[0]
+
+
+def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
+    """Return the ranks that read the same copy of a checkpoint as this one, ascending."""
+    seen = together(groups, what, lambda: _identity(path / MARKER))
+    return tuple(rank for rank, identity in enumerate(seen) if identity == seen[groups.world.rank])
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    """Tell a file from its copies; hosts that share a file system have the same of it, or at worst read once more."""
+    status = file.stat()
+    return os.statvfs(file).f_fsid, status.st_ino, status.st_mtime_ns

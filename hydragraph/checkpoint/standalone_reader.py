@@ -1,0 +1,34 @@
+"""A checkpoint's weights read by one process on its own, without a model or other ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from hydragraph.checkpoint.manifest import Damaged, File, read_manifest
+from hydragraph.checkpoint.metadata import Reader
+from hydragraph.checkpoint.save_and_load import read_buffers
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's fp32 weights and persistent buffers by name, whole, on the CPU; checks every file first.
+
+    Raises:
+        Damaged: a file is not what was written.
+        ValueError: no whole checkpoint is there.
+    """
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.is_file() or File.of(file) != expected:
+            raise Damaged(f"checkpoint {path}: {name} is not what was written: export another checkpoint")
+    weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+        load(weights, storage_reader=Reader(path, manifest.files), no_dist=True)
+    return {**weights, **read_buffers(path, manifest)}

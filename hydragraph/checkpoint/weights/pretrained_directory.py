@@ -1,0 +1,145 @@
+"""Write a trained model as a directory that transformers or peft reads: rank 0 does, with what all ranks hold."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.huggingface import is_huggingface
+from hydragraph.frontend.peft_adapters import adapter_keys, is_peft
+from hydragraph.frontend.repeated_blocks import meta_copy
+
+
+@dataclass(frozen=True, eq=False)
+class Shell:
+    """A Hugging Face model without weights, which knows what belongs into a directory beside them.
+
+    Attributes:
+        model: a `PreTrainedModel` on the meta device, or a peft model around one.
+    """
+
+    model: Any
+
+    @staticmethod
+    def of(model: nn.Module) -> Shell | None:
+        """Copy a model without its weights; None where transformers would not know how to load it."""
+        return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
+
+    def keys(self, merged: bool) -> frozenset[str] | None:
+        """Return the keys of the state dict that `write` needs; None: all of them."""
+        return adapter_keys(self.model) if is_peft(self.model) and not merged else None
+
+    def write(
+        self, state: Mapping[str, Tensor], directory: Path, merged: bool, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Write config and weights.
+
+        Args:
+            state: full CPU tensors by their keys in the model's state dict: those that `keys` names.
+            directory: where to write; it is made if missing.
+            merged: of a peft model, write the base model with its active adapters added to its weights.
+            dtype: of floating-point tensors, but for those that the model's classes keep in fp32.
+        """
+        if self.keys(merged) is not None:
+            adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
+            self.model.save_pretrained(str(directory), state_dict=adapters)
+            return
+        model = copy.deepcopy(self.model)
+        if is_peft(model):
+            model = _merged(model, state)
+        else:
+            model.load_state_dict(dict(state), assign=True)
+            model.tie_weights()
+        if dtype != torch.float32:
+            _round(model, dtype)
+        model.save_pretrained(str(directory))
+
+
+def fp32_keys(model: nn.Module) -> frozenset[str]:
+    """Return the keys of a model's state dict that its classes keep in fp32, whatever dtype the rest has."""
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            names.update(getattr(module, attribute, None) or ())
+    if not names:
+        return frozenset()
+    pattern = "|".join(re.escape(name).replace(r"\*", ".*") for name in sorted(names))
+    return frozenset(key for key in model.state_dict() if re.search(rf"(^|\.)({pattern})($|\.)", key))
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the floating-point tensors of a model's state dict, but for those that its classes keep in fp32."""
+    kept = fp32_keys(model)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and key not in kept:
+            tensor.data = tensor.data.to(dtype)
+
+
+def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
+    """Return the base model with the active adapters added to its weights.
+
+    An adapter on one of two tied weights makes them differ. A head that differs from the embeddings is written untied.
+
+    Raises:
+        Unsupported: peft cannot merge the adapters, or other weights that were tied differ.
+    """
+    # Merging adds to tensors in place, so tied weights need memory of their own.
+    model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
+    base = model.get_base_model()
+    tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
+    configs = (base.config, base.config.get_text_config())
+    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for weights with memory of their own
+    try:
+        base = model.merge_and_unload()
+    except RuntimeError as error:
+        raise Unsupported(
+            f"peft cannot merge these adapters ({error})",
+            where="save_pretrained",
+            remedy="leave merged out, and load the adapters with peft.PeftModel.from_pretrained",
+        ) from error
+    weights = dict(base.named_parameters(remove_duplicate=False))
+    apart = {k: source for k, source in tied.items() if not torch.equal(weights[k], weights[source])}
+    if not apart:
+        for config, value in zip(configs, before, strict=True):
+            config.tie_word_embeddings = value
+        base.all_tied_weights_keys = tied
+        base.tie_weights()
+        return base
+    ends = {id(module.weight) for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module}
+    others = [key for key, source in apart.items() if not {id(weights[key]), id(weights[source])} <= ends]
+    if others:
+        raise Unsupported(
+            f"an adapter changes only one of two tied weights, {others[0]} and {apart[others[0]]}",
+            where="save_pretrained",
+            remedy="leave merged out, and load the adapters with peft.PeftModel.from_pretrained",
+        )
+    for config in configs:
+        config.tie_word_embeddings = False
+    base._tied_weights_keys = None
+    base.all_tied_weights_keys = {}
+    return base
+
+
+def check(shell: Shell | None, merged: bool) -> Shell:
+    """Return the shell, if what is asked for can be written.
+
+    Raises:
+        Unsupported: it is no Hugging Face model, or there is nothing to merge.
+    """
+    if shell is None:
+        raise Unsupported(
+            "a model that is none of transformers'",
+            where="save_pretrained",
+            remedy="write the tensors of full_state_dict() yourself, with torch.save or safetensors",
+        )
+    if merged and not is_peft(shell.model):
+        raise Unsupported("merged=True without adapters", where="save_pretrained", remedy="leave merged out")
+    return shell

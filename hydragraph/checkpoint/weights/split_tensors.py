@@ -1,0 +1,175 @@
+"""Tensors of a model that files hold in pieces, or several in one, as original-format directories of the hub do.
+
+transformers makes such tensors by stacking, concatenating and chunking others while it loads. None of these computes
+anything, so here a tensor stays a list of pieces with their places, and whoever owns a box of it reads only what lies
+within that box.
+
+    gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
+    the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and lacks dimension 0
+
+    k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydragraph.checkpoint.weights.safetensors_files import Stored
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A stored tensor within a whole one.
+
+    Attributes:
+        stored: the tensor in its file.
+        at: where it begins, by the dimensions of the whole; before 0 where the whole is a later part of it.
+        lacks: dimensions of the whole that it does not have, and along which it is one index.
+    """
+
+    stored: Stored
+    at: tuple[int, ...]
+    lacks: frozenset[int] = frozenset()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its sizes along the dimensions of the whole."""
+        own = iter(self.stored.shape)
+        return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
+
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
+        """Return where it meets a box of the whole; None: nowhere. Scalars and empty boxes meet everything."""
+        spans = [
+            (max(a, at), min(a + n, at + own))
+            for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
+        ]
+        if any(lo >= hi for lo, hi in spans):
+            return None
+        kept = [(lo - at, hi - lo) for (lo, hi), at in zip(spans, self.at, strict=True)]
+        kept = [span for dim, span in enumerate(kept) if dim not in self.lacks]
+        return StoredOverlap(
+            ([first for first, _ in kept], [size for _, size in kept]),
+            tuple(slice(lo - a, hi - a) for (lo, hi), a in zip(spans, offsets, strict=True)),
+            [hi - lo for lo, hi in spans],
+        )
+
+
+@dataclass(frozen=True)
+class StoredOverlap:
+    """Where a piece and a box of the whole meet.
+
+    Attributes:
+        source: offsets and sizes within the piece's own tensor.
+        target: slices of the box, one per dimension: where the elements go.
+        sizes: that part's extent along each dimension, to view what was read in.
+    """
+
+    source: tuple[list[int], list[int]]
+    target: tuple[slice, ...]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the model and the pieces that cover it, one of them as a rule."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+    @staticmethod
+    def of(stored: Stored) -> Whole:
+        """Return what is stored in one piece."""
+        return Whole(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
+
+    @property
+    def key(self) -> str:
+        """The name in the files, of the first piece."""
+        return self.pieces[0].stored.key
+
+    @property
+    def file(self) -> Path:
+        """The file of the first piece."""
+        return self.pieces[0].stored.file
+
+    def __iter__(self) -> Iterator[Stored]:
+        """Yield what is stored."""
+        return (piece.stored for piece in self.pieces)
+
+
+def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
+    """Return the tensors that one of transformers' converters makes of stored ones; None: it computes something.
+
+    Args:
+        converter: a `transformers.core_model_loading.WeightConverter`.
+        stored: by the converter's pattern, in the order of their names.
+        name: what the first of the tensors is called in the model.
+    """
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
+
+    targets = list(converter.target_patterns)
+    groups = [[Whole.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
+    for operation in converter.operations:
+        if type(operation) is MergeModulelist:
+            groups = [[_stacked(group, operation.dim)] for group in groups]
+        elif type(operation) is Concatenate:
+            groups = [[_concatenated([whole for group in groups for whole in group], operation.dim)]]
+        elif type(operation) is Chunk and not operation.num_shards_attribute and [len(g) for g in groups] == [1]:
+            groups = [[chunk] for chunk in _chunks(groups[0][0], operation.dim, len(targets))]
+        else:
+            return None
+    if len(groups) != len(targets) or any(len(group) != 1 for group in groups):
+        return None
+    if len(targets) == 1:
+        return {name: groups[0][0]}
+    before, separator, after = name.partition(targets[0])
+    renamed = {before + target + after: whole for target, (whole,) in zip(targets, groups, strict=True)}
+    return renamed if separator else None
+
+
+def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
+    """Return the equal parts of a tensor along a dimension; none where they are not equal."""
+    dim %= len(whole.shape)
+    size = whole.shape[dim] // count
+    shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
+    if size * count != whole.shape[dim]:
+        return []
+    return [
+        Whole(
+            shape,
+            tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces),
+        )
+        for i in range(count)
+    ]
+
+
+def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
+    """Lay tensors along a new dimension."""
+    dim %= len(wholes[0].shape) + 1
+    shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
+    return Whole(
+        shape,
+        tuple(
+            replace(
+                p,
+                at=(*p.at[:dim], index, *p.at[dim:]),
+                lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}),
+            )
+            for index, whole in enumerate(wholes)
+            for p in whole.pieces
+        ),
+    )
+
+
+def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
+    """Lay tensors one after another along a dimension that they have."""
+    first = wholes[0]
+    start = 0
+    pieces = list[StoredPiece]()
+    dim %= len(first.shape)
+    for whole in wholes:
+        pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + start, *p.at[dim + 1 :])) for p in whole.pieces]
+        start += whole.shape[dim]
+    return Whole((*first.shape[:dim], start, *first.shape[dim + 1 :]), tuple(pieces))

@@ -1,0 +1,270 @@
+"""One process per machine, where ranks are on several: it speaks for the machine's ranks, and listens for the others'.
+
+A rank cannot always speak for itself: one that computes for a minute without letting go of its interpreter is well, and
+silent; one that is stopped is silent, and is not. Here a process of its own looks at theirs, and says in the store what
+it sees, twice a second: so much of a machine that this stops, it is lost, or the link to it. No rank waits for its
+sentinel.
+
+A sentinel ends as soon as a fault is in the store, because every rank reads it there. It also ends 3 s after the last
+rank of its machine has ended or has closed its watch. A separate thread checks this, because a request to a store can
+block for many minutes when the link is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.cluster.failure.failure_detector import PAUSE_S, Accusation, Judge, Seen, Stall, seen_of
+from hydragraph.cluster.failure.fault_record import Fault, Ledger
+from hydragraph.cluster.failure.heartbeat_board import Board, Progress
+from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
+from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+
+SILENT_S = (
+    8.0  # a machine that was cut off for 3 s is heard again after up to 7 s: TCP tries at 0.2, 0.6, 1.4, 3.0, 6.2 s
+)
+_BEAT_S = 0.25
+_ROLL_S = 1.0
+_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch tries twice as long
+_IDLE_S = 3.0  # without a rank to watch: enough to report that all ranks of this machine have been killed
+_LOOK_S = 0.5  # between two checks whether a rank is left
+_STARTS = 3  # if something ends it again and again, its machine is taken for lost
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a sentinel stands.
+
+    Attributes:
+        address, port: where the store listens.
+        namespace: what the keys of its ranks begin with in the store.
+        machine, board: whose ranks it speaks for, and where they write.
+        ranks: how many there are on all machines.
+    """
+
+    address: str
+    port: int
+    namespace: str
+    machine: str
+    board: str
+    ranks: int
+
+
+class Sentinel:
+    """The rank that started a sentinel, and starts it again should it end."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.keep_up()
+
+    def keep_up(self) -> None:
+        """Start it where it does not run."""
+        if self._starts < _STARTS and (self._process is None or self._process.poll() is not None):
+            self._starts += 1
+            package = str(Path(__file__).parents[3])
+            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            starter = WatchedProcess.own()
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "hydragraph.cluster.failure.node_sentinel",
+                    json.dumps(asdict(self._post)),
+                    json.dumps(asdict(starter)),
+                ],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # an interrupt that is meant for the ranks must not silence their machine
+            )
+
+
+def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
+    """Return where a sentinel stands; None where the store is none that another process can reach."""
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return None
+    return Post(store.host, store.port, namespace, machine, board, ranks)
+
+
+class _Others:
+    """What the sentinels of other machines say, and since when they have said nothing new."""
+
+    def __init__(self, store: Store, namespace: str) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._beats: dict[str, dict[str, Any]] = {}
+        self._silent: dict[str, float] = {}
+
+    def say(self, machine: str, beat: Mapping[str, Any]) -> None:
+        self._store.set(self._key(machine), json.dumps(beat))
+
+    def listen(self, machines: list[str], elapsed: float) -> None:
+        for machine in machines:
+            if not self._store.check([self._key(machine)]):
+                continue  # its sentinel has yet to start
+            beat = json.loads(self._store.get(self._key(machine)))
+            news = machine not in self._beats or beat["beats"] != self._beats[machine]["beats"]
+            self._silent[machine] = 0.0 if news else self._silent[machine] + min(elapsed, PAUSE_S)
+            self._beats[machine] = beat
+
+    def seen(self) -> dict[int, Seen]:
+        """Return what they say of their ranks."""
+        sightings: dict[int, Seen] = {}
+        for beat in self._beats.values():
+            for rank, (state, moves, waiting, left) in beat["ranks"].items():
+                sightings[int(rank)] = Seen(ProcessState(state), Progress(moves, 0, None, "", waiting, left))
+        return sightings
+
+    def lost(self) -> tuple[Accusation, str] | None:
+        """Return the first rank of a machine that is heard no more, and its host."""
+        for machine, silent_s in self._silent.items():
+            beat = self._beats[machine]
+            stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
+            if silent_s >= SILENT_S and stayed:
+                error = (
+                    f"nothing has been heard of its machine for {SILENT_S:g} s: it is lost, or the link to it is down"
+                )
+                return Accusation(min(stayed), error), beat["host"]
+        return None
+
+    def _key(self, machine: str) -> str:
+        return f"{self._namespace}/beat/{machine}"
+
+
+class IdleTime:
+    """Counts for how long a sentinel has had no rank to watch."""
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+
+    def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
+        """Return whether the sentinel is to end.
+
+        Args:
+            elapsed: seconds since the last look; a pause of the sentinel itself counts little.
+            watching: for each rank of this machine, whether its process lives and its watch is open.
+        """
+        self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
+        return self._idle_s >= _IDLE_S
+
+
+class _Guard(threading.Thread):
+    """Ends this process when no rank of its machine is left, even while a request to the store blocks.
+
+    Args:
+        starter: the process that started the sentinel, which is the only known rank until `members` is set.
+        board: where the ranks write.
+    """
+
+    def __init__(self, starter: WatchedProcess, board: Board) -> None:
+        super().__init__(name="hydragraph-guard", daemon=True)
+        self.members: tuple[RollEntry, ...] = ()
+        self._starter = starter
+        self._board = board
+
+    def run(self) -> None:
+        idle = IdleTime()
+        before = time.monotonic()
+        while True:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            if idle.look(now - before, self._watching()):
+                os._exit(1)  # the main thread may be inside the store's client, which cannot be interrupted
+            before = now
+
+    def _watching(self) -> list[bool]:
+        """Return for each rank whether its process lives and its watch is open."""
+        members = self.members
+        if not members:
+            return [self._starter.state() is not ProcessState.ENDED]
+        return [
+            member.process.state() is not ProcessState.ENDED and not self._board.finished(member.rank)
+            for member in members
+        ]
+
+
+def stand(post: Post, starter: WatchedProcess) -> None:
+    """Be a sentinel, until a fault is in the store, the ranks of this machine have left, or the store is gone.
+
+    Args:
+        starter: the process that started it.
+    """
+    board = Board.open(post.board, post.ranks)
+    guard = _Guard(starter, board)
+    guard.start()
+    # If the run ends while its sentinel starts, the store may be gone: do not try to connect for long.
+    patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        post.address, post.port, None, False, timeout=patience, wait_for_workers=False
+    )
+    roll = Roll(store, post.namespace, post.machine)
+    ledger = Ledger(store, post.namespace)
+    others = _Others(store, post.namespace)
+    judge = Judge()
+    stall = Stall()
+    before = time.monotonic()
+    asked = 0.0
+    beats = 0
+    members: tuple[RollEntry, ...] = ()
+    while True:
+        now = time.monotonic()
+        elapsed = now - before
+        before = now
+        if now - asked > _ROLL_S:
+            guard.members = members = roll.members()
+            asked = now
+        own = {m.rank: seen_of(m.process, board.read(m.rank)) for m in members}
+        beats += 1
+        ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}
+        others.say(post.machine, {"beats": beats, "host": members[0].host, "ranks": ranks})
+        others.listen([m for m in roll.machines() if m != post.machine], elapsed)
+        fault = _fault(elapsed, own, others, judge, stall, members, board)
+        if fault is not None:
+            ledger.write(fault)
+        if ledger.read() is not None or all(s.progress.left for s in own.values()):
+            return
+        time.sleep(_BEAT_S)
+
+
+def _fault(
+    elapsed: float,
+    own: Mapping[int, Seen],
+    others: _Others,
+    judge: Judge,
+    stall: Stall,
+    members: tuple[RollEntry, ...],
+    board: Board,
+) -> Fault | None:
+    """Return the fault that is seen from here, if any; of ranks elsewhere, their own sentinels see more."""
+    theirs = others.seen()
+    accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
+    if accused is None and len(own) + len(theirs) == board.ranks:
+        accused = stall.look(elapsed, {**own, **theirs}, board.progress_s)
+    if accused is None:
+        lost = others.lost()
+        return None if lost is None else Fault(lost[0].rank, 0, "", lost[0].error, lost[1])
+    host = next((m.host for m in members if m.rank == accused.rank), "")
+    progress = own[accused.rank].progress if accused.rank in own else theirs[accused.rank].progress
+    return Fault(accused.rank, progress.step, progress.call, accused.error, host, accused.stalled, progress.instruction)
+
+
+if __name__ == "__main__":
+    try:
+        stand(Post(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
+    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone, and with it whom to tell
+        sys.exit(1)

@@ -1,0 +1,91 @@
+"""The roll: which ranks are on which machine, and where their board is; read as they arrive, waited for by nobody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.cluster.failure.heartbeat_board import Board
+from hydragraph.cluster.failure.process_liveness import WatchedProcess
+
+
+@dataclass(frozen=True)
+class RollEntry:
+    """A rank, as the others of its machine know it."""
+
+    rank: int
+    host: str
+    process: WatchedProcess
+
+
+class Roll:
+    """Whom a store knows of, by machine.
+
+    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th of them,
+    `board/M` is where their board is; `machines` counts machines, `machines/i` names the i-th.
+
+    Args:
+        store, namespace: where the roll is kept: a store that all ranks reach, and what its keys begin with there.
+        machine: the one whose ranks are asked for.
+    """
+
+    def __init__(self, store: Store, namespace: str, machine: str) -> None:
+        self._store = store
+        self._namespace = namespace
+        self.machine = machine
+        self._members: list[RollEntry] = []
+        self._machines: list[str] = []
+
+    def enter(self, member: RollEntry) -> bool:
+        """Add a rank; return whether it is the first of its machine."""
+        index = self._add(f"machine/{self.machine}", 1)
+        line = [member.rank, member.host, member.process.pid, member.process.started]
+        self._store.set(self._key(f"machine/{self.machine}/{index}"), json.dumps(line))
+        if index == 1:
+            self._store.set(self._key(f"machines/{self._add('machines', 1)}"), self.machine)
+        return index == 1
+
+    def board(self, ranks: int) -> Board:
+        """Return the board of this machine, made by whoever asks first.
+
+        Raises:
+            OSError: it is gone, and so is the process that made it.
+        """
+        board = Board.make(ranks)
+        address = self._store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
+        if address == board.address:
+            return board
+        board.close()
+        return Board.open(address, ranks)
+
+    def members(self) -> tuple[RollEntry, ...]:
+        """Return the ranks of this machine that have arrived."""
+        for index in range(len(self._members) + 1, self._add(f"machine/{self.machine}", 0) + 1):
+            line = self._get(f"machine/{self.machine}/{index}")
+            if line is None:
+                break
+            rank, host, pid, started = json.loads(line)
+            self._members.append(RollEntry(rank, host, WatchedProcess(pid, started)))
+        return tuple(self._members)
+
+    def machines(self) -> tuple[str, ...]:
+        """Return the machines of which some rank has arrived."""
+        for index in range(len(self._machines) + 1, self._add("machines", 0) + 1):
+            name = self._get(f"machines/{index}")
+            if name is None:
+                break
+            self._machines.append(name.decode())
+        return tuple(self._machines)
+
+    def _add(self, key: str, number: int) -> int:
+        return int(self._store.add(self._key(key), number))
+
+    def _get(self, key: str) -> bytes | None:
+        """Return a value that may not be there yet: `get` alone would wait for it."""
+        name = self._key(key)
+        return bytes(self._store.get(name)) if self._store.check([name]) else None
+
+    def _key(self, key: str) -> str:
+        return f"{self._namespace}/{key}"

@@ -1,0 +1,612 @@
+"""One watch over a process's ranks, from the moment they meet until the last needs the others no more.
+
+What is watched, by whom:
+
+| what fails | who notices | how |
+|---|---|---|
+| a rank raises in a call of ours | itself | writes the fault to the store; an exception that ends the process, too |
+| a process ends or is stopped | the ranks of its machine; the launcher; of several machines a sentinel | its state |
+| a machine or the link to it | the sentinels of the others | its sentinel's beat in the store stops |
+| the store, or the link to it | every rank for itself | no answer, counted on a thread of its own |
+| nobody moves on | the ranks of the one machine, or a sentinel | the ranks' boards stand still for `progress_s` |
+
+A rank that is slow is not accused: whether a process lives is asked of the system, not of its interpreter (`judge`).
+
+Then, per process:
+
+1. Whoever learns of a fault cuts the sockets of its communicators (NCCL: aborts them), because gloo has no other way
+   to end a wait on a rank that is alive but will never answer. The cut comes a little later than the news, so that
+   waits on the failed rank itself end by themselves, and before any communicator is dropped, because dropping one
+   with operations pending can block.
+2. Waits that even the cut does not end are left behind: gloo forgets a receive whose connection broke amid its
+   payload, so that it ends with the communicator's timeout only. Hence no wait happens on the caller's own thread.
+3. Every rank but the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, then and
+   at every later call. A new `compile` on all ranks meets under a new watch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph import log
+from hydragraph.cluster.failure import stack_dump
+from hydragraph.cluster.failure.abandonable_wait import Waiter
+from hydragraph.cluster.failure.failure_detector import (
+    ENDED,
+    PAUSE_S,
+    STOPPED_S,
+    Accusation,
+    Judge,
+    Stall,
+    seen_of,
+)
+from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, Ledger, root
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.node_sentinel import Sentinel, post_of
+from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
+from hydragraph.cluster.failure.process_liveness import WatchedProcess, machine
+from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from hydragraph.cluster.failure.store_client import Asker, Unanswered
+from hydragraph.cluster.message_in_flight import Operation
+from hydragraph.errors import RankFailure, Stopped
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+UNREACHABLE_S = (
+    7.0  # without an answer of the store; a link that was down for 3 s answers after 6.2 s, as TCP tries again
+)
+
+CLOSED = "close"  # what a rank shows that has closed its executable begins so
+_REMEDY = "restart all ranks and load the last checkpoint"
+_POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
+_LOOKED_AT = 8  # ranks per poll, on average: of more, all are looked at less often
+_ROLL_S = 1.0  # between two looks at who else has arrived
+_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s; those messages are the better ones
+_SUSPECT_S = 1.5  # once communication has failed: a process that has been stopped for so long is the reason
+_PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _SUSPECT_S
+_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
+_MEETING = timedelta(seconds=30)  # for the store's answers when ranks meet
+_TOGETHER = (ValueError, FloatingPointError, Stopped)  # what ranks refuse, they refuse alike
+_AGREED = "_hydragraph_agreed"
+
+
+class _Disconnected(RuntimeError):  # noqa: N818
+    """Marks an error of communication, whose origin may be another rank; its cause is the error itself."""
+
+
+def agreed(error: BaseException) -> BaseException:
+    """Mark an error that all ranks know of and raise together: it is no rank's failure."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+class Watch:
+    """Watches over the ranks that met at a store; every rank makes one, and none waits for another to do so.
+
+    Args:
+        store: where they met; None for a process that is alone.
+        rank, ranks: which of how many; a process that is alone (ranks=1) needs no thread.
+        number: which watch over this store, counted alike by all ranks.
+        stopped_s: after how long a stopped process has failed.
+        generation: which of a launch's ranks these are, whose deaths it tells.
+
+    Raises:
+        RankFailure: the store does not answer.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: int,
+        *,
+        number: int = 0,
+        stopped_s: float = STOPPED_S,
+        generation: str = "",
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        log.at_rank(rank, ranks)
+        # An executable that nobody uses any more must not live on because it was watched.
+        self._describe: Callable[[], Callable[[int, int, int], str] | None] = lambda: None
+        self._fault: Fault | None = None
+        self._step = 0
+        self._inside = 0  # calls under way, on all threads
+        self._waits = 0  # waits under way, on all threads
+        self._own = threading.local()
+        self._main = threading.get_ident()
+        self._resting = self._shown = self._beside = ""  # between calls; now; of a thread that runs beside them
+        self._guarded: set[tuple[int, str]] = set()
+        self._aborts: list[Callable[[], Callable[[], None] | None]] = []
+        self._cutting = threading.Lock()
+        self._counting = threading.Lock()
+        self._cut_at: float | None = None
+        self._stopped = threading.Event()
+        self._judge = Judge(stopped_s)
+        self._stall = Stall()
+        self._members: tuple[RollEntry, ...] = ()
+        self._unseen_s = 0.0  # since the ranks of this machine were looked at
+        self._explaining = False
+        self._death: tuple[int, str] | None = None
+        self._first = False  # of this machine's ranks
+        self._sentinel: Sentinel | None = None
+        self._waiter = Waiter(_POLL)
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        if ranks > 1:
+            assert store is not None, "ranks that are several have met at a store"
+            self._meet(store, number, generation)
+
+    def _meet(self, store: Store, number: int, generation: str) -> None:
+        """Find the place that the ranks of this watch share, enter the roll, and start watching."""
+        proposed = f"hydragraph/{uuid.uuid4().hex}"
+        name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
+        self._host = socket.gethostname()
+        client = root(store).clone()  # type: ignore[attr-defined]
+        self._ledger = Ledger(client, name, generation)
+        roll = Roll(client, name, machine())
+        self._asked_roll = 0.0
+
+        def meet() -> bool:
+            if self.rank == 0:
+                client.set(NAMESPACE, name)
+            self._board = roll.board(self.ranks)
+            return roll.enter(RollEntry(self.rank, self._host, WatchedProcess.own()))
+
+        def question() -> None:
+            self._ask(client, roll, name)
+
+        self._asker = Asker(question, _POLL)
+        try:
+            self._first = self._asker.ask(meet, _MEETING)
+        except Unanswered:
+            raise RankFailure(self.rank, "join", "the store that ranks meet at does not answer", self._host) from None
+        stack_dump.answer()
+        atexit.register(self._end_of_process)
+        self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
+        self._thread.start()
+
+    # What callers call.
+
+    @property
+    def progress_s(self) -> float:
+        """After how long without progress of any rank, seconds, the run has failed."""
+        return PROGRESS_S if self._thread is None else self._board.progress_s
+
+    @progress_s.setter
+    def progress_s(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._board.progress_s = seconds
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Make the connections opened inside the ones to cut after a fault: create communicators inside."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            self._guarded |= open_sockets() - before
+
+    def also_abort(self, abort: Callable[[], None]) -> None:
+        """Call `abort` after a fault too, from any thread; it ends operations that no socket of ours carries."""
+        self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Run a call that all ranks make inside, on any thread.
+
+        Args:
+            what: the call, in words, for the others if this rank fails in it.
+
+        Raises:
+            RankFailure: another rank failed in it, or any rank before.
+        """
+        with self._entered(what):
+            try:
+                yield
+            except (*_TOGETHER, RankFailure):
+                raise
+            except Exception as error:
+                if isinstance(error, _Disconnected) or not getattr(error, _AGREED, False):
+                    self._fail(error)
+                raise
+            except BaseException as error:  # an interrupt, or the end of the process
+                self.report(error)
+                raise
+
+    @contextmanager
+    def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
+        """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
+
+        Args:
+            number: the step's, for the others' errors if this rank fails in it.
+            describe: the text of the instruction at (rank, index) in a step, by its number, as a rank may be one step
+                away from this one; also called from the watching thread.
+
+        Raises:
+            RankFailure: another rank failed in it, or any rank before.
+        """
+        self._step = number
+        if describe is not None:
+            self._describe = _weakly(describe)
+        with self._entered("step"):
+            try:
+                yield
+            except RankFailure:
+                raise
+            except BaseException as error:
+                if not getattr(error, _AGREED, False):
+                    self._fail(error)
+                raise
+            finally:
+                self._place(None)
+
+    @contextmanager
+    def _entered(self, what: str) -> Iterator[None]:
+        self.check()
+        calls = self._calls
+        calls.append(what)
+        with self._counting:
+            self._inside += 1
+        self._show(what)
+        try:
+            yield
+        finally:
+            calls.pop()
+            with self._counting:
+                self._inside -= 1
+            beside = threading.get_ident() != self._main
+            self._show(calls[-1] if calls else "" if beside else self._resting)
+
+    def rest(self, after: str) -> None:
+        """Show between calls what this rank did last: others may go on, and wonder why it does not answer."""
+        self._resting = after
+        if not self._calls:
+            self._show(after)
+
+    @property
+    def _calls(self) -> list[str]:
+        """The calls that this thread is in, the innermost last."""
+        if not hasattr(self._own, "calls"):
+            self._own.calls = []
+        calls: list[str] = self._own.calls
+        return calls
+
+    def _show(self, call: str) -> None:
+        """Write the call that this rank is in on its board: the main thread's, or else one that runs beside it."""
+        if threading.get_ident() != self._main:
+            self._beside = call
+        else:
+            self._shown = call
+            self._place(None)
+        if self._thread is not None:
+            self._board.call(self.rank, self._shown or self._beside)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the failure that an error of communication stands for, or report this rank's own error."""
+        if not isinstance(error, _Disconnected):
+            if self._fault is None:
+                self.report(error)
+            return
+        # An error of communication says that a connection broke, not who broke it: the failed rank may be another.
+        failure = self.explain(error)
+        cause = error.__cause__
+        ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
+        if failure.rank == self.rank and ours and cause is not None:
+            raise cause from None  # nobody else failed, and the store was there: the error is our own
+        raise failure from error.__cause__
+
+    def at(self, index: int) -> None:
+        """Note that this rank is at an instruction; about a microsecond."""
+        self._place(index)
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Mark RuntimeErrors from inside as errors of communication, which another rank may have caused.
+
+        Outside of a call it does nothing: nobody would explain them.
+        """
+        try:
+            yield
+        except (_Disconnected, RankFailure, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if not self._calls:
+                raise
+            raise _Disconnected(str(error)) from error
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that this rank waits for others: it is not the one that holds them up."""
+        if self._thread is None:
+            yield
+            return
+        self._waited(1)
+        try:
+            yield
+        finally:
+            self._waited(-1)
+
+    def _waited(self, change: int) -> None:
+        with self._counting:
+            self._waits += change
+            if self._thread is not None:
+                self._board.waits(self.rank, self._waits > 0)
+
+    def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
+        """Wait for an operation of gloo's, or until communication has been ended; a waiter serves one thread."""
+        if self.ranks == 1 or work.is_completed():
+            with self.communicating():
+                work.wait()
+        else:
+            self.call(work.wait, waiter)
+
+    def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
+        """Return what a function returns that waits for other ranks, unless communication is ended before."""
+        with self.communicating():
+            if self.ranks == 1:
+                return function()
+            with self.waiting():
+                return (waiter or self._waiter).run(function, self._abandoned)
+
+    def _abandoned(self) -> bool:
+        return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
+
+    def waiter(self) -> Waiter:
+        """Return a waiter for another thread than the one that made this watch."""
+        return Waiter(_POLL)
+
+    def check(self) -> None:
+        """Raise the RankFailure of a fault that is known; call it where a device may have been freed by an abort."""
+        if self._fault is not None:
+            raise self._failure(self._fault)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a fault is known; no call runs any more."""
+        return self._fault is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it watches no more."""
+        return self._stopped.is_set()
+
+    def report(self, error: BaseException) -> None:
+        """Write this rank's own error as the fault (unless there is one) and end its communication."""
+        if self._thread is not None:
+            self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
+            self._cut()
+
+    def ended_by(self, error: BaseException) -> None:
+        """Report what ends this process, or whom it is to be blamed on: a caller's own collectives fail with others."""
+        if type(error) in (RuntimeError, dist.DistBackendError):
+            self.explain(error)
+        else:
+            self.report(error)
+
+    def explain(self, error: BaseException) -> RankFailure:
+        """Find which rank caused an error of communication; takes seconds at most.
+
+        Returns:
+            The failure that all ranks agree on. Where no rank is known to have failed it names this one.
+        """
+        cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
+        if self._thread is None:
+            return self._failure(Fault(self.rank, self._step, "", _text(cause)))
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        self._explaining = True
+        while self._fault is None and time.monotonic() < deadline:
+            accused = self._judge.suspect(_SUSPECT_S)
+            if accused is not None and self._death is None:
+                time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
+                self._accuse(accused)
+            time.sleep(_POLL.total_seconds() / 2)
+        # Nobody is seen to have failed: perhaps a rank has closed its executable, and sends no more.
+        if self._fault is None and (closed := self._closed()) is not None:
+            self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
+        own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
+        fault = self._fault or self._agree(own)
+        self._cut()
+        return self._failure(fault)
+
+    def _closed(self) -> int | None:
+        """Return a rank of this machine that has closed what others still use."""
+        shown = {m.rank: self._board.read(m.rank).call for m in self._members}
+        return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
+
+    def close(self) -> None:
+        """Stop watching: this rank needs the others no more."""
+        if self._thread is None or self._pid != os.getpid():
+            self._stopped.set()
+            return
+        if self._fault is None:
+            self._board.leave(self.rank)
+        self._board.finish(self.rank)
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._thread = None
+        self._waiter.close()
+        if self._asker.close():  # else it may yet read the board
+            self._board.close()
+        atexit.unregister(self._end_of_process)
+
+    def _end_of_process(self) -> None:
+        """Tell the others how this process ends."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None and self._fault is None and self._pid == os.getpid():
+            self.ended_by(error)
+        self.close()
+
+    # What the threads do.
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(_POLL.total_seconds()):
+            now = time.monotonic()
+            self._look(now - before)
+            before = now
+            if self._fault is not None:
+                if self._fault.stalled:
+                    self._write_stacks(self._fault)  # before the cut: it lets this process end
+                # Until the cut, waits on the failed rank itself end by themselves, with errors that say more.
+                if not self._stopped.wait(_HEAD_START.total_seconds()):
+                    self._cut()
+                return
+
+    def _ask(self, client: Store, roll: Roll, name: str) -> None:
+        """Ask the store for news, on the thread that may wait for it."""
+        fault = self._ledger.read()
+        self._death = self._ledger.death()
+        if fault is not None:
+            self._fault = self._fault or fault
+        now = time.monotonic()
+        if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
+            self._members = roll.members()
+            self._asked_roll = now  # behind it: where the store did not answer, it is asked again at once
+            several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
+            post = post_of(client, name, roll.machine, self._board.address, self.ranks)
+            if several and self._sentinel is None and self._fault is None and post is not None:
+                self._sentinel = Sentinel(post)
+        if self._sentinel is not None and self._fault is None:  # after a fault a sentinel ends by itself
+            self._sentinel.keep_up()
+
+    def _look(self, elapsed: float) -> None:
+        """Look whether there is a fault: one written, or one that is seen from here."""
+        accused = self._looked_at_ranks(elapsed)
+        self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
+        if self._fault is not None:
+            return
+        # In order of how much each knows: the launcher, which saw how the process ended; what is seen of processes from
+        # here; and last, that the store is silent, which says nothing of other ranks. A rank outside of any call is not
+        # held up by others: it accuses only who has ended.
+        if self._death is not None:
+            self._accuse(Accusation(*self._death))
+        elif accused is not None and (self._inside or accused.error == ENDED):
+            self._accuse(accused)
+        elif self._inside and self._asker.gone:
+            self._cut_off("has closed the connection: the process that holds it has ended")
+        elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
+            self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
+
+    def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
+        """Look at the ranks of this machine if it is time to, and return whom that accuses.
+
+        Each rank looks at each other: at every poll, hundreds of ranks would do little else. Of many, one sees all
+        every half a second at the latest, and the first that sees something tells the others.
+        """
+        self._unseen_s += elapsed
+        every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
+        if self._unseen_s < every and not self._explaining:
+            return None
+        unseen, self._unseen_s = self._unseen_s, 0.0
+        seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
+        accused = self._judge.look(unseen, seen)
+        if accused is None and len(seen) == self.ranks:
+            accused = self._stall.look(unseen, seen, self.progress_s)
+        return accused
+
+    def _cut_off(self, how: str) -> None:
+        """Fail by oneself: nobody can be told, and each rank that is cut off finds out alone."""
+        where = self._instruction(self.rank)
+        self._fault = Fault(self.rank, self._step, where, f"the store that the ranks met at {how}", self._host)
+
+    def _accuse(self, accused: Accusation) -> None:
+        progress = self._board.read(accused.rank)
+        host = next((m.host for m in self._members if m.rank == accused.rank), "")
+        where = self._instruction(accused.rank)
+        self._agree(Fault(accused.rank, progress.step, where, accused.error, host, accused.stalled))
+
+    def _agree(self, fault: Fault) -> Fault:
+        try:
+            self._fault = self._asker.ask(lambda: self._ledger.write(fault), timedelta(seconds=2))
+        except Unanswered:
+            self._fault = self._fault or fault
+        return self._fault
+
+    def _cut(self) -> None:
+        """End all communication of the guarded connections; later calls find nothing left to do."""
+        with self._cutting:
+            for kept in self._aborts:
+                if (abort := kept()) is not None:
+                    abort()
+            # Descriptors are reused: only those that are still the same socket.
+            for descriptor, _ in self._guarded & open_sockets():
+                shut_down(descriptor)
+            self._aborts = []
+            self._guarded = set()
+            if self._cut_at is None and self._fault is not None:
+                _LOG.info("communication is ended: %s", self._failure(self._fault))
+            self._cut_at = self._cut_at or time.monotonic()
+
+    def _write_stacks(self, fault: Fault) -> None:
+        """Write what every rank of this machine is doing; for the one that stands still, another asks."""
+        if fault.rank != self.rank:
+            stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
+        others = [m.rank for m in self._members if m.rank != fault.rank]
+        if self.rank == min(others, default=fault.rank):
+            for member in self._members:
+                if member.rank == fault.rank:
+                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which stands still,"
+                    stack_dump.ask(member.process.pid, who)
+
+    # Where ranks are.
+
+    def _place(self, index: int | None) -> None:
+        if self._thread is not None:
+            self._board.place(self.rank, self._step, index)
+
+    def _instruction(self, rank: int) -> str:
+        """Return the instruction or the call that a rank is at, or "" where nothing is known of it."""
+        progress = self._board.read(rank)
+        return (
+            progress.call
+            if progress.instruction is None
+            else self._described(rank, progress.instruction, progress.step)
+        )
+
+    def _here(self) -> str:
+        """Return where this thread is."""
+        beside = threading.get_ident() != self._main and self._calls
+        return self._calls[-1] if beside else self._instruction(self.rank)
+
+    def _described(self, rank: int, index: int, step: int) -> str:
+        describe = self._describe()
+        try:
+            return f"instruction {index}" if describe is None else describe(rank, index, step)
+        except Exception:  # a bad description must not hide the fault
+            return f"instruction {index}"
+
+    def _failure(self, fault: Fault) -> RankFailure:
+        where = fault.instruction
+        if fault.index is not None:
+            where = self._described(fault.rank, fault.index, fault.step)
+        return RankFailure(fault.rank, where, f"{fault.error}; {_REMEDY}", fault.host)
+
+
+def _weakly(function: F) -> Callable[[], F | None]:
+    """Return what gives a function, or None once the object whose method it is has gone."""
+    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,65 @@
+"""The network interface for gloo, where a host's own name leads to that host alone.
+
+Gloo listens at the address of the host's own name. Debian maps that name to 127.0.1.1, where no other machine connects.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from pathlib import Path
+
+from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
+
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849): the default route
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def interface_for(address: str) -> str | None:
+    """Return the interface that gloo is to use on this host; None if the host's own name will do, or none is found.
+
+    Args:
+        address: the name or address of the first machine.
+    """
+    if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
+        return None
+    if address == "localhost" or (address in resolved(address) and is_loopback(address)):
+        return None  # all ranks are on this machine
+    for target in (*resolved(address), *_ANYWHERE):
+        source = _source(target)
+        if source is not None and not is_loopback(source):
+            return _name(source)
+    return None
+
+
+def _source(target: str) -> str | None:
+    """Return the address that this host sends from to a target; nothing is sent."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _name(source: str) -> str | None:
+    """Return the interface that has an address."""
+    if ":" in source:
+        packed = socket.inet_pton(socket.AF_INET6, source.partition("%")[0]).hex()
+        lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((fields[-1] for fields in lines if fields[0] == packed), None)
+    return next((name for _, name in socket.if_nameindex() if _address(name) == source), None)
+
+
+def _address(name: str) -> str | None:
+    """Return the first IPv4 address of an interface."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])

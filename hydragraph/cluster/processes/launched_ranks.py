@@ -1,0 +1,364 @@
+"""The ranks that `launch` starts, seen from outside: their processes, their outcomes, and whose failure came first."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph import log
+from hydragraph.cluster.failure.failure_detector import STOPPED_S, Judge, seen_of
+from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
+from hydragraph.cluster.failure.heartbeat_board import Progress
+from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
+from hydragraph.cluster.processes.pickling import nothing_else_imported
+from hydragraph.cluster.processes.rank_process import (
+    HOST,
+    Died,
+    Left,
+    Raised,
+    Readable,
+    Returned,
+    Seat,
+    rebuilt,
+    run_rank,
+)
+from hydragraph.cluster.processes.stop_requests import Relay
+from hydragraph.errors import RankFailure
+
+_GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
+_CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
+_EXIT_S = 5.0  # for a rank that is done to end its process
+_STOPPED_LOOK_S = 0.05
+_LOOK_S = 0.5  # between two looks at whether processes have been stopped
+
+GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which ranks import
+
+Context = ForkServerContext | SpawnContext
+
+
+class Process(Protocol):
+    """A rank's process as its launcher sees it: one of multiprocessing's, or one on another machine."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None where it is not on this machine."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended; None while it has not."""
+
+    @property
+    def sentinel(self) -> int:
+        """What becomes readable when it has ended."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+
+    def close(self) -> None:
+        """Let go of what is held for it."""
+
+
+class NotStarted:
+    """A process that could not be started, seen as one that died at birth.
+
+    Args:
+        error: why.
+    """
+
+    pid: int | None = None
+    exitcode: int | None = 1
+
+    def __init__(self, error: OSError | EOFError) -> None:
+        server = "the process that ranks are forked from has ended"
+        self.how = f"could not be started: {server if isinstance(error, EOFError) else error}"
+        self._sign, end = multiprocessing.connection.Pipe(duplex=False)
+        end.close()
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable, as of a process that has ended."""
+        return self._sign.fileno()
+
+    def is_alive(self) -> bool:
+        """Return False."""
+        return False
+
+    def terminate(self) -> None:
+        """Do nothing: there is no process."""
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Close the descriptor of `sentinel`."""
+        self._sign.close()
+
+
+@dataclass
+class RankHandle:
+    """One rank's process and, once there is one, its outcome."""
+
+    rank: int
+    process: Process
+    connection: Connection
+    outcome: Returned | Raised | Died | Left | None = None
+
+
+def run_crew(
+    context: Context,
+    ranks: int,
+    port: int,
+    work: bytes,
+    timeout: timedelta | None,
+    prepared: Readable | None = None,
+    relay: Relay | None = None,
+) -> list[bytes]:
+    """Start ranks, wait for them, and leave none behind.
+
+    Args:
+        context: of multiprocessing, which starts their processes.
+        ranks: how many processes.
+        port: where the store that they meet at listens, on this host.
+        work: a pickled function and its arguments.
+        timeout: for the whole run; None: no limit.
+        prepared: what every rank reads, and passes to the function before these arguments; None: nothing.
+        relay: told of the processes while they run, so that requests to stop can be passed on to them.
+
+    Returns:
+        What each rank returned, pickled, by rank.
+
+    Raises:
+        RankFailure, TimeoutError, any other error: as `launch`.
+    """
+    crew: list[RankHandle] = []
+    try:
+        for rank in range(ranks):
+            seat = Seat(rank, ranks, port, dict(os.environ), log.shown())
+            crew.append(start(context, rank, run_rank, seat, work, prepared))
+        store = dist.TCPStore(HOST, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+        with (relay or Relay()).to([member.process for member in crew]):
+            _collect(crew, store, timeout)
+        raise_failure(crew, last_fault(store), timeout)
+        return [member.outcome.value for member in crew if isinstance(member.outcome, Returned)]
+    finally:
+        dismiss(crew)
+
+
+@contextmanager
+def _nothing_from_the_current_directory() -> Iterator[None]:
+    """Let interpreters that start now look for modules elsewhere; multiprocessing's, which run `-c`, look there first.
+
+    They get this process's path before they import anything of the user's. PYTHONSAFEPATH is not theirs to keep: a rank
+    begins with the environment of its launcher.
+    """
+    if os.environ.get("PYTHONSAFEPATH"):
+        yield
+        return
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+
+
+def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
+    """Start a process whose function gets the connection for its outcome as its first argument, before `args`.
+
+    If the system or the fork server cannot start one (EAGAIN, say), the handle is of a process that has died.
+    """
+    answering_server()
+    ours, theirs = context.Pipe()
+    new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
+    process: Process = new
+    try:
+        with _nothing_from_the_current_directory(), nothing_else_imported():
+            new.start()
+    except (OSError, EOFError) as error:
+        process = NotStarted(error)
+    theirs.close()  # so that only the process holds its end, and its death shows
+    return RankHandle(rank, process, ours)
+
+
+def forget(member: RankHandle) -> None:
+    """End a process, and let go of what is held for it."""
+    answering_server()
+    if member.process.is_alive():
+        member.process.kill()
+    member.connection.close()
+    member.process.join()
+
+
+def answering_server(patience_s: float = STOPPED_S) -> None:
+    """Wait while the process that ranks are forked from is stopped, and end it where that lasts: it starts no rank, and
+    tells of none how it ended. Ranks end with it, and others come from another one.
+    """
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    if pid is None:
+        return
+    server, deadline = WatchedProcess(pid), time.monotonic() + patience_s
+    while server.state() is ProcessState.STOPPED:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(_STOPPED_LOOK_S)
+
+
+def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
+    """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
+    deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
+    failed = False
+    stops = Stops()
+    while waiting := [member for member in crew if member.outcome is None]:
+        fault = last_fault(store) if failed else None
+        # All others have ended, each with its failure: only the rank that caused it is left, and it may hang for good.
+        if fault is not None and [member.rank for member in waiting] == [fault.rank]:
+            deadline = min(deadline, time.monotonic() + _CULPRIT_S)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
+        ready = set(multiprocessing.connection.wait(signs, min(left, _LOOK_S)))
+        # Ranks that have told their outcomes live on until all have: they show that not all were stopped together.
+        others = [member for member in crew if isinstance(member.outcome, Returned)]
+        stopped = stops.look(waiting, others_run=any(map(_runs, others)))
+        for member in waiting:
+            if not ready.isdisjoint((member.connection, member.process.sentinel)):
+                member.outcome = outcome_of(member)
+            elif stopped is not None and stopped[0] == member.rank:
+                member.outcome = Died(time.monotonic(), stopped[1])
+            if isinstance(member.outcome, Died):
+                announce_death(store, member.rank, member.outcome.how)
+            if isinstance(member.outcome, Died | Raised) and not failed:
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _runs(member: RankHandle) -> bool:
+    return WatchedProcess(member.process.pid or 0).state() is ProcessState.RUNNING
+
+
+class Stops:
+    """Notices which of the processes that a launcher waits for has been stopped: none of its own is there to tell."""
+
+    def __init__(self) -> None:
+        self._judge = Judge()
+        self._before = time.monotonic()
+
+    def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
+        """Return the rank that has been stopped for too long while others were running, and how it is said."""
+        now = time.monotonic()
+        elapsed = now - self._before
+        self._before = now
+        nothing = Progress(0, 0, None, "", waiting=False, left=False)
+        every = {member.rank: seen_of(WatchedProcess(member.process.pid or 0), nothing) for member in waiting}
+        seen = {rank: sighting for rank, sighting in every.items() if sighting.state is not ProcessState.ENDED}
+        accused = self._judge.look(elapsed, seen, others_run=others_run)
+        return None if accused is None else (accused.rank, accused.error)
+
+
+def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
+    """Return the outcome of a process that has told it or has ended."""
+    try:
+        if member.connection.poll():
+            outcome: Returned | Raised | Left = member.connection.recv()
+            return outcome
+    except (EOFError, OSError):
+        pass  # it died, perhaps while it was sending
+    when = time.monotonic()
+    if isinstance(member.process, NotStarted):
+        return Died(when, member.process.how)
+    answering_server()
+    member.process.join(_EXIT_S)
+    code = member.process.exitcode
+    if code is None:
+        return Died(when, "closed the connection to its launcher")
+    if code < 0:
+        return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
+    if code == 1:  # a rank that has begun tells whatever it raises
+        return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
+    return Died(when, f"exited with code {code} before it returned")
+
+
+def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
+    """Raises the error of the rank that failed first, if any did."""
+    failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
+    missing = [member.rank for member in crew if member.outcome is None]
+    if not failed and missing and fault is not None:  # nobody has told, though all know
+        raise _failure(fault)
+    if not failed and missing:
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
+    if not failed:
+        return
+    if fault is not None and fault.rank in missing:  # it hangs: no process of its own to tell
+        raise _failure(fault)
+    culprit = min(failed, key=lambda member: _precedence(member, fault))
+    if isinstance(culprit.outcome, Died):
+        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
+        raise RankFailure(culprit.rank, at, culprit.outcome.how)
+    assert isinstance(culprit.outcome, Raised)
+    error = rebuilt(culprit.rank, culprit.outcome)
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # of that rank, not of this process
+        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
+        raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
+    raise error
+
+
+def _failure(fault: Fault) -> RankFailure:
+    return RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
+
+
+def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
+    """Lowest for the first cause: the rank the peers agreed on, else one whose error no peer can cause, else the first.
+
+    A peer that lost its connection raises RuntimeError, or RankFailure where a watch explained it.
+    """
+    outcome = member.outcome
+    assert isinstance(outcome, Raised | Died)
+    consequence = 0
+    if isinstance(outcome, Raised):
+        error = rebuilt(member.rank, outcome)
+        consequence = 2 if isinstance(error, RankFailure) else int(type(error) in (RuntimeError, dist.DistBackendError))
+    agreed = fault is not None and fault.rank == member.rank and consequence < 2
+    return not agreed, consequence, outcome.when
+
+
+def dismiss(crew: Sequence[RankHandle]) -> None:
+    """Ends all processes: ranks that are done by themselves, others at once."""
+    for member in crew:
+        if not isinstance(member.outcome, Returned) and member.process.is_alive():
+            member.process.kill()
+        member.connection.close()  # a rank that returned waits for this
+    answering_server()
+    deadline = time.monotonic() + _EXIT_S
+    for member in crew:
+        member.process.join(max(0.0, deadline - time.monotonic()))
+        if member.process.is_alive():
+            member.process.kill()
+            member.process.join()
+        member.process.close()

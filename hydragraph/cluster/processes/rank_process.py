@@ -1,0 +1,293 @@
+"""A rank that `launch` starts, seen from inside: its environment, its process group, and how it tells its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from hydragraph import log
+from hydragraph.cluster.failure.newest_watch import newest_watch
+from hydragraph.cluster.processes.compute_threads import threads_of
+from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
+from hydragraph.cluster.processes.pickling import sent
+from hydragraph.cluster.processes.rendezvous_stores import client
+from hydragraph.cluster.rendezvous.member import Dismissed, Member, be, meet
+from hydragraph.cluster.rendezvous.store_registers import Peer, Place
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank belongs.
+
+    Attributes:
+        rank, ranks: its number, of how many.
+        port, host: where the store listens.
+        environment: to run in.
+        log_level: what its launcher shows.
+        node, here: of several machines, which one it is on, and how many ranks are there; 0: all are on one.
+    """
+
+    rank: int
+    ranks: int
+    port: int
+    environment: dict[str, str]
+    log_level: int | None = None
+    host: str = HOST
+    node: int = 0
+    here: int = 0
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A pickled result."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Left:
+    """It is no rank any more, and nothing is wrong; `why` in words."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What was raised: pickled where it can be, and as text; `when` is the host's monotonic clock in seconds."""
+
+    when: float
+    error: bytes | None
+    summary: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """How a process ended before it had an outcome to tell, and when that was seen."""
+
+    when: float
+    how: str
+
+
+class Readable(Protocol):
+    """What holds a value for another process."""
+
+    def read(self) -> Any:
+        """Return the value."""
+
+
+def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
+    """Live a rank's whole life.
+
+    Args:
+        work: a pickled function and its arguments.
+        prepared: has what comes before the arguments.
+    """
+    _end_with_launcher()
+    try:
+        _take(seat)
+        function, args = _work(seat, work, prepared)
+        meet("gloo", _client(seat), seat.rank, seat.ranks)
+        outcome: Returned | Raised = Returned(sent(function(*args)))
+        _close_watch()
+    except BaseException as error:  # also an interrupt of the last moment, while the watch closes
+        outcome = raised(error)
+        _tell_the_others(error)
+    _tell(connection, outcome)
+
+
+def run_member(
+    connection: Connection,
+    seat: Seat,
+    number: int,
+    late: bool,
+    grace_s: float,
+    work: bytes,
+    prepared: Readable | None,
+) -> None:
+    """Live the life of a process that goes on when other ranks are lost.
+
+    Args:
+        seat: that it takes at first.
+        number: of the member that it is.
+        late: whether the others are at work already.
+        grace_s: seconds that it has to hand over its state when it is asked to end.
+        work, prepared: as of `run_rank`.
+    """
+    _end_with_launcher()
+    try:
+        _take(seat)
+        _allow_many_files()
+        member = Member(number, lambda: _client(seat), late, grace_s)
+        member.listen_to_signals()
+        Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
+        be(member)
+        function, args = _work(seat, work, prepared)
+        if late:
+            for name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        else:
+            member.meet()
+        outcome: Returned | Raised | Left = Returned(sent(function(*args)))
+        member.leave(done=True)
+        _close_watch()
+    except Dismissed as end:
+        outcome = Left(str(end))
+        with contextlib.suppress(Exception):
+            member.leave()
+            _close_watch()
+    except BaseException as error:
+        outcome = raised(error)
+        _tell_the_others(error)
+    _tell(connection, outcome)
+
+
+def _allow_many_files() -> None:
+    """Allow as many open files as this process may have: connections that broke are closed a little later."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _client(seat: Seat) -> Any:
+    """Return a new client of the launcher's store."""
+    return client(seat.host, seat.port)
+
+
+def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
+    """Return the function that a rank calls, and its arguments."""
+    if seat.log_level is not None:
+        log.show(seat.log_level)
+    function, args = pickle.loads(work)
+    if prepared is not None:
+        args = (prepared.read(), *args)
+    gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
+    return function, args
+
+
+def _close_watch() -> None:
+    watch = newest_watch()
+    if watch is not None:
+        watch.close()
+
+
+def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
+    """Send an outcome to the launcher, and end with it."""
+    # An outcome that an interrupt cut in two would look like the death of this process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with contextlib.suppress(OSError):
+        connection.send(outcome)
+    if not isinstance(outcome, Returned):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(
+            int(isinstance(outcome, Raised))
+        )  # at once, so that peers see the connections close; dropping communicators could block
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        connection.poll(None)  # a rank that left now could break those that are still connecting
+
+
+def _tell_the_others(error: BaseException) -> None:
+    """Give the other ranks the reason why this one ends, before its connections close."""
+    watch = newest_watch()
+    if watch is not None and not watch.broken and not watch.closed:
+        with contextlib.suppress(Exception):
+            watch.ended_by(error)
+
+
+def _take(seat: Seat) -> None:
+    os.environ.clear()
+    os.environ.update(seat.environment)
+    os.environ.update(
+        RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.ranks),
+        LOCAL_RANK=str(seat.rank),
+        LOCAL_WORLD_SIZE=str(seat.here or seat.ranks),
+        MASTER_ADDR=seat.host,
+        MASTER_PORT=str(seat.port),
+    )
+    if torch.backends.cuda.is_built():
+        set_cuda_environment(os.environ)  # before what the rank runs starts CUDA
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    # Else gloo resolves the host's name, which may lead outside or nowhere.
+    if loopback is not None and _is_loopback(seat.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    torch.set_num_threads(threads_of(seat.here or seat.ranks))
+
+
+def _is_loopback(host: str) -> bool:
+    """Say whether all ranks are on this machine, as the store's address tells."""
+    return host.startswith("127.") or host in ("localhost", "::1")
+
+
+def _end_with_launcher() -> None:
+    """Makes sure that this process ends with its launcher, also when that is killed."""
+    if sys.platform == "linux":  # works even while this process is stopped; the fork server ends with the launcher
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def outlive() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=outlive, name="hydragraph-launcher", daemon=True).start()
+
+
+def raised(error: BaseException) -> Raised:
+    """What an error is on its way to the launcher."""
+    when = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    return Raised(when, _pickled_error(error), f"{type(error).__name__}: {error}", text)
+
+
+def _pickled_error(error: BaseException) -> bytes | None:
+    """The error as bytes that surely can be read back; None where its type cannot."""
+    for value in (error, (type(error), error.args, error.__dict__)):
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(value)
+            if isinstance(_unpickled_error(data), type(error)):
+                return data
+    return None
+
+
+def _unpickled_error(data: bytes) -> BaseException:
+    value = pickle.loads(data)
+    if isinstance(value, BaseException):
+        return value
+    # Pickle would call the type with `args`, which a type with keyword arguments refuses.
+    kind, args, attributes = value
+    error: BaseException = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+def rebuilt(rank: int, raised: Raised) -> BaseException:
+    """The error a rank raised, as the same type where it can be sent, with the rank's traceback as a note."""
+    error = error_of(raised, f"rank {rank}")
+    error.add_note(f"On rank {rank}:\n{raised.traceback}")
+    return error
+
+
+def error_of(raised: Raised, who: str = "launch") -> BaseException:
+    """The error that was raised, as the same type where it could be sent."""
+    return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

@@ -1,0 +1,137 @@
+"""What ranks share: made once, in a process of its own, and handed to each of them as one file.
+
+Ranks are not forked from the process that made it. To capture and compile a model it ran autograd, and a process whose
+autograd has threads cannot be forked (PyTorch refuses, depending on its build). So what was made is pickled: graphs as
+data (`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file for itself: it reads pages
+that all ranks share, and has its own copy of a page as soon as it writes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, BinaryIO
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from hydragraph import log
+from hydragraph.cluster.processes.launched_ranks import Context, Stops, dismiss, outcome_of, start
+from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, error_of, raised
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file without a name, open in this process; a process that is started with it as an argument has it open too."""
+
+    descriptor: int
+
+    def __reduce__(self) -> tuple[Callable[[Any], SharedFile], tuple[Any]]:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+    def write(self, value: object) -> None:
+        """Write a value, whose classes and functions go by their names, or by value where they have no module.
+
+        Raises:
+            ValueError: something in it cannot be pickled.
+        """
+        with os.fdopen(os.dup(self.descriptor), "wb") as file:
+            try:
+                self._write(value, file)
+            except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"launch: what `prepare` returned cannot be sent to ranks ({error}): "
+                    "return models, programs, what `precompile` gave, and data; no open files"
+                ) from error
+
+    @staticmethod
+    def _write(value: object, file: BinaryIO) -> None:
+        try:
+            torch.save(value, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            file.seek(0)
+            file.truncate()
+            torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+    def read(self) -> Any:
+        """Return the value; its tensors are mapped, privately."""
+        return torch.load(f"/dev/fd/{self.descriptor}", mmap=True, weights_only=False)
+
+
+def _received(descriptor: Any) -> SharedFile:
+    return SharedFile(descriptor.detach())
+
+
+def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
+    """Call a function in a process of its own, and write what it returns into a file.
+
+    Args:
+        context: of multiprocessing, which starts that process.
+        prepare: a pickled function that takes no arguments.
+        file: where what it returns is written.
+        timeout: how long it may take; None: no limit.
+
+    Raises:
+        RuntimeError: that process died.
+        TimeoutError: it took too long.
+        ValueError: what it returned cannot be pickled.
+        Any other error: what `prepare` raised.
+    """
+    member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
+    try:
+        limit = float("inf") if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        stops = Stops()
+        signs: list[Any] = [member.connection, member.process.sentinel]
+        while not multiprocessing.connection.wait(signs, min(0.5, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
+            stopped = stops.look([member], others_run=True)
+            if stopped is not None:
+                raise RuntimeError(f"launch: of the process that prepares for ranks, {stopped[1]}")
+        member.outcome = outcome_of(member)
+        if isinstance(member.outcome, Died):
+            raise RuntimeError(f"launch: the process that prepares for ranks failed: {member.outcome.how}")
+        if isinstance(member.outcome, Raised):
+            raise error_of(member.outcome)
+    finally:
+        dismiss([member])
+
+
+def _prepare(
+    connection: Connection, environment: dict[str, str], log_level: int | None, prepare: bytes, file: SharedFile
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        if log_level is not None:
+            log.show(log_level)
+        function, _ = pickle.loads(prepare)
+        file.write(function())
+        outcome: Returned | Raised = Returned(b"")
+    except BaseException as error:
+        outcome = raised(error)
+    with contextlib.suppress(OSError):
+        connection.send(outcome)
+
+
+def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
+    """Return what preparing, which began at a time of the monotonic clock, has left of the time for a whole run.
+
+    Raises:
+        TimeoutError: nothing.
+    """
+    if timeout is None:
+        return None
+    left = timeout - timedelta(seconds=time.monotonic() - began)
+    if left <= timedelta(0):
+        raise TimeoutError(f"launch: preparing took all of the {timeout.total_seconds():g} s")
+    return left

@@ -1,0 +1,268 @@
+"""A rank's side of meeting again: one process, in one generation after another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
+from hydragraph.cluster.interface import interface_for
+from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
+from hydragraph.cluster.rendezvous.store_registers import Peer, Place, prefix
+from hydragraph.errors import RankFailure
+from hydragraph.private.process_groups import drop_all
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_S = 0.01  # of a member that waits for a generation
+_EAR_S = 0.05  # of one that works
+
+CALLED = 1000  # what a member that is called gives for `Executable.stopping`; signals' numbers are smaller
+
+
+class Dismissed(BaseException):
+    """This process is no rank any more, and nothing is wrong: it handed over its state, or all the work is done."""
+
+
+class Member:
+    """This process among those of a launch that goes on when ranks are lost.
+
+    Args:
+        number: its own, which is never used again.
+        connect: returns a new client of the store; each generation has its own, as one may be left waiting.
+        late: whether the others are at work already, so that it meets them only when it is ready.
+        grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
+
+    Attributes:
+        generation: that it is in, or was in last.
+        holds: the generation in whose layout it holds state.
+        leaving: whether it was asked to end.
+        progress_s: after which a rank has failed that does not move on though others wait.
+    """
+
+    def __init__(self, number: int, connect: Callable[[], Store], late: bool, grace_s: float) -> None:
+        self.number = number
+        self.late = late
+        self.generation = Generation()
+        self.holds = 0
+        self.leaving = False
+        self.progress_s = PROGRESS_S
+        self._grace_s = grace_s
+        self._connect = connect
+        self._place = Place(connect())
+        self._heard = Place(connect())
+        self._orders = Orders()
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="hydragraph-ear", daemon=True).start()
+
+    @property
+    def called(self) -> bool:
+        """Whether it is to meet the others between two iterations."""
+        return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether the launcher was asked to stop the work."""
+        return self._orders.stop
+
+    @property
+    def rank(self) -> int:
+        """In its generation."""
+        return self.generation.members.index(self.number)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The processes of its generation, by rank."""
+        return tuple(self._place.peer(member) for member in self.generation.members)
+
+    def peer(self, member: int) -> Peer:
+        """Return what is known of a process, perhaps of one that is gone."""
+        return self._place.peer(member)
+
+    def meet(self, failure: BaseException | None = None) -> Generation:
+        """Leave the generation that it is in, and wait until it is in the next, whose process group there is then.
+
+        Args:
+            failure: why it comes: a failure that names the rank at fault; None: it was called, or is new.
+
+        Raises:
+            Dismissed: it is not needed any more.
+        """
+        while True:
+            accuses = self._accused(failure)
+            after = self.generation.number
+            leaving = self.leaving and after > 0
+            generation = self._wait(Said(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
+            try:
+                self._enter(generation)
+            except RankFailure as again:
+                failure = again
+                continue
+            return generation
+
+    def hold(self) -> None:
+        """Tell that it holds state in the layout of its generation."""
+        self.holds = self.generation.number
+        self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
+
+    def leave(self, done: bool = False) -> None:
+        """Tell that it needs the others no more.
+
+        Args:
+            done: because all the work is done.
+        """
+        self._closed.set()
+        self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
+
+    def listen_to_signals(self) -> None:
+        """Take SIGTERM as the request to hand over its state and end; others are for the launcher.
+
+        Those are a terminal's Ctrl-C, and SIGUSR1, by which devices are said to be back: whoever sends it to all
+        processes of a command's name means that one.
+        """
+        signal.signal(signal.SIGTERM, self._asked)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if not self.leaving:
+            self.leaving = True
+            end = threading.Timer(self._grace_s, os._exit, (128 + number,))
+            end.daemon = True
+            end.start()
+
+    def _accused(self, failure: BaseException | None) -> tuple[int, ...]:
+        """Return the member that a failure names, unless that is this one: nobody is known to be at fault then."""
+        if not isinstance(failure, RankFailure) or not 0 <= failure.rank < len(self.generation.members):
+            return ()
+        accused = self.generation.members[failure.rank]
+        return () if accused == self.number else (accused,)
+
+    def _wait(self, said: Said) -> Generation:
+        self._place.say(self.number, said)
+        while True:
+            orders = self._place.orders()
+            if orders.over or self.number in orders.out:
+                raise Dismissed(orders.over or "other ranks have gone on without this one")
+            if self.leaving and said.after and not said.leaving and not said.agreed:
+                said = replace(said, leaving=True)
+                self._place.say(self.number, said)
+            answer = attend(self.number, said, orders)
+            if isinstance(answer, Generation):
+                return answer
+            if answer is not None:
+                said = answer
+                self._place.say(self.number, said)
+            else:
+                time.sleep(_POLL_S)
+
+    def _enter(self, generation: Generation) -> None:
+        """Make the generation's process group, in place of the one there was."""
+        self.generation = generation
+        self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
+        last = newest_watch()
+        if last is not None and not last.closed:
+            last.close()
+        drop_all()
+        rank = self.rank
+        ranks = len(generation.members)
+        alone = {"RANK", "WORLD_SIZE"}  # of one rank there is no process group
+        nodes = {member: self._place.peer(member).node for member in generation.members}
+        here = [member for member in generation.members if nodes[member] == nodes[self.number]]
+        local = {"LOCAL_RANK": here.index(self.number), "LOCAL_WORLD_SIZE": len(here)}
+        places = {"RANK": rank, "WORLD_SIZE": ranks, **local}
+        for name, value in places.items():
+            if ranks == 1 and name in alone:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = str(value)
+        _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
+        if ranks > 1:
+            store = dist.PrefixStore(prefix(generation.number), self._connect())  # type: ignore[attr-defined]
+            meet("gloo", store, rank, ranks, prefix(generation.number), self.progress_s)
+
+    def _listen(self) -> None:
+        while not self._closed.wait(_EAR_S):
+            try:
+                self._orders = self._heard.orders()
+            except RuntimeError:  # the store is gone, and with it the launcher: this process ends with it
+                return
+
+
+def meet(
+    backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
+) -> None:
+    """Make the default process group, watched from the start: a rank that fails meanwhile keeps nobody waiting.
+
+    Args:
+        generation: a name for these ranks among all that meet at the store.
+        progress_s: after which a rank has failed that does not move on though others wait.
+    """
+    _choose_interface()
+    make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
+    watch = watch_of(None, lambda: store, rank, ranks, generation)
+    watch.progress_s = progress_s
+    # Only where ranks go on after a failure they leave the default group, too: elsewhere it stays the user's.
+    cut = watch.guarding() if elastic() else nullcontext()
+    with watch.calling("join"), cut:
+        watch.call(make)
+
+
+def _choose_interface() -> None:
+    """Have gloo use an interface that the other machines reach, unless the user has named one."""
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+class _Here:
+    """The member that this process is."""
+
+    member: Member | None = None
+
+
+def here() -> Member | None:
+    """Return the member that this process is; None: it is no rank of a launch that goes on when ranks are lost."""
+    return _Here.member
+
+
+def be(member: Member) -> None:
+    """Make this process a member."""
+    _Here.member = member
+
+
+def elastic() -> bool:
+    """Say whether this process goes on when other ranks are lost."""
+    return _Here.member is not None
+
+
+def comes_late() -> bool:
+    """Say whether this process has been started beside ranks that are at work already, and has not joined them yet."""
+    return _Here.member is not None and not _Here.member.generation.number
+
+
+class Told:
+    """Requests to stop that reach a member: those of its launcher; a signal of its own only makes it leave."""
+
+    @property
+    def signal(self) -> int:
+        """The signal that the launcher has got; 0: none."""
+        return int(signal.SIGTERM) if _Here.member is not None and _Here.member.told_to_stop else 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Have requests noted only, inside, as always."""
+        yield

@@ -1,0 +1,192 @@
+"""The supervisor of a machine that does not lead: it starts and ends processes as told, and tells how they ended."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from hydragraph import log
+from hydragraph.cluster.processes.launched_ranks import Context, RankHandle, Stops, dismiss, forget, outcome_of, start
+from hydragraph.cluster.processes.rank_process import Died, Returned, run_member
+from hydragraph.cluster.processes.restart_cache import KEPT
+from hydragraph.cluster.supervision.coordinator import (
+    BEAT_S,
+    Back,
+    Ended,
+    Kill,
+    Leaving,
+    Link,
+    Nodes,
+    Over,
+    Start,
+    Stop,
+    reach,
+)
+from hydragraph.errors import EndedElsewhere
+
+_LOG = logging.getLogger(__name__)
+
+ARRIVAL_S = 1800.0  # for the first node to begin
+BACK_S = 300.0  # for it to be heard again
+_TRY_S = 0.5  # between two attempts to reach it
+_TOGETHER_S = 1.0  # a request to stop that reaches all machines reaches the leader within it
+
+
+class Deputy:
+    """Starts, watches and ends the processes of one machine.
+
+    Args:
+        context: of multiprocessing, which starts them.
+        nodes: this machine among all.
+        say: prints a sentence.
+    """
+
+    def __init__(self, context: Context, nodes: Nodes, say: Callable[[str], None]) -> None:
+        self._context = context
+        self._nodes = nodes
+        self._say = say
+        self._asked_at: float | None = None
+        self._told = False
+        self._stopping = False
+        self._back = False
+        self._crew: dict[int, RankHandle] = {}
+
+    def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
+        """Serve until all is over, or this machine has been taken away.
+
+        Args:
+            arrival_s, back_s: seconds to wait for the leader at first, and once it is heard no more.
+
+        Raises:
+            EndedElsewhere: the work has failed.
+            ConnectionError: the leader is heard no more.
+        """
+        before = self._listen()
+        try:
+            patience_s = arrival_s
+            while (link := self._reach(patience_s)) is not None:
+                over = self._serve(link)
+                if over is not None and over.error:
+                    raise EndedElsewhere(f"the first node has ended the run: {over.error}")
+                if over is not None and not over.again:
+                    return
+                patience_s = back_s
+                if over is None:
+                    self._say(
+                        f"hydragraph: the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks "
+                        f"are ended, as others may go on without them; waiting {back_s:g} s for it"
+                    )
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _listen(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        handlers = {signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired}
+        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def _repaired(self, number: int, frame: object) -> None:
+        self._back = True
+
+    def _asked(self, number: int, frame: object) -> None:
+        self._asked_at = self._asked_at or time.monotonic()
+
+    def _reach(self, patience_s: float) -> Link | None:
+        """Return the link to the leader; None: this machine is taken away meanwhile."""
+        end = time.monotonic() + patience_s
+        while self._asked_at is None:
+            try:
+                return reach(self._nodes)
+            except (OSError, RuntimeError) as error:
+                if time.monotonic() > end:
+                    raise ConnectionError(
+                        f"the first node ({self._nodes.address}) could not be reached for {patience_s:g} s ({error}): "
+                        "start the same command again on it and here, with --resume"
+                    ) from None
+                time.sleep(_TRY_S)
+        return None
+
+    def _serve(self, link: Link) -> Over | None:
+        """Do what the leader says until it is over; None: it is heard no more, or this machine is taken away."""
+        stops = Stops()
+        with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as kept:  # of mode 0700
+            try:
+                while not link.down:
+                    over = self._obey(link, kept)
+                    if over is not None:
+                        return over
+                    self._look(link, stops)
+                    if self._back:
+                        self._back = False
+                        link.send(Back())
+                    if self._drained(link):
+                        link.close("it was taken away")
+                        return Over()
+                return None
+            finally:
+                dismiss(list(self._crew.values()))
+                self._crew.clear()
+                link.close("")
+
+    def _obey(self, link: Link, kept: str) -> Over | None:
+        """Take one order, if there is one within a moment."""
+        signs = [link.connection, *(s for m in self._live() for s in (m.connection, m.process.sentinel))]
+        multiprocessing.connection.wait(signs, BEAT_S / 4)
+        message = link.hear(0.0)
+        if isinstance(message, Start):
+            environment = {
+                **{k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
+                KEPT: kept,
+                "GROUP_RANK": str(self._nodes.number),
+            }
+            seat = replace(message.seat, environment=environment, log_level=log.shown())
+            given = (seat, message.number, message.late, message.grace_s, message.work, None)
+            self._crew[message.number] = start(self._context, message.number, run_member, *given)
+        elif isinstance(message, Kill) and message.number in self._crew:
+            forget(self._crew.pop(message.number))
+        elif isinstance(message, Stop):
+            self._stopping = True
+        return message if isinstance(message, Over) else None
+
+    def _live(self) -> list[RankHandle]:
+        return [member for member in self._crew.values() if member.outcome is None]
+
+    def _look(self, link: Link, stops: Stops) -> None:
+        """Take in how processes ended, and tell it."""
+        waiting = self._live()
+        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
+        ready = set(multiprocessing.connection.wait(signs, 0)) if signs else set()
+        stopped = stops.look(waiting, others_run=True)
+        for member in waiting:
+            if not ready.isdisjoint((member.connection, member.process.sentinel)):
+                member.outcome = outcome_of(member)
+            elif stopped is not None and stopped[0] == member.rank:
+                member.outcome = Died(time.monotonic(), stopped[1])
+            if member.outcome is not None:
+                link.send(Ended(member.rank, member.outcome))
+                if not isinstance(member.outcome, Returned):  # who returned stays until all have
+                    forget(self._crew.pop(member.rank))
+
+    def _drained(self, link: Link) -> bool:
+        """Pass a notice that this machine is taken away on to its ranks; return whether all have gone.
+
+        A stop of the whole work (a job that is cancelled) reaches all machines: then the leader's ranks decide.
+        """
+        if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
+            return False
+        if not self._told:
+            self._told = True
+            self._say("this node is asked to end: its ranks hand over what only they have")
+            link.send(Leaving())
+            for member in self._live():
+                member.process.terminate()
+        return not self._live()

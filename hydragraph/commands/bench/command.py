@@ -1,0 +1,252 @@
+"""`hydragraph bench`: kernels, link, step, and the page that puts their results together."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydragraph.commands.bench.bench_table import Report
+
+
+class Size(str, Enum):  # noqa: UP042  typer reads the values
+    """How large the computations are."""
+
+    SMALL = "small"
+    FULL = "full"
+
+
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")]
+_Compiled = Annotated[
+    bool | None,
+    typer.Option("--compiled/--no-compiled", help="Compare with torch.compile, too; default: on a GPU only."),
+]
+_Csv = Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")]
+_Picture = Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")]
+_Json = Annotated[Path | None, typer.Option(help="Also write everything to this file, for hydragraph bench report.")]
+_Markdown = Annotated[Path | None, typer.Option(help="Also write a page with targets met or missed to this file.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def kernels_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
+    ] = None,
+    device: _Device = None,
+    size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None,
+    compiled: _Compiled = None,
+    csv: _Csv = None,
+    picture: _Picture = None,
+    json: _Json = None,
+    markdown: _Markdown = None,
+    debug: _Debug = False,
+) -> None:
+    """Time every kernel beside all other ways to compute the same, over a sweep of sizes.
+
+    Each side's result is checked before it is timed, and sides take turns. GB/s are compared with one large copy,
+    TFLOP/s with one large matrix product, both measured in the same run. "dispatch" is what hydragraph chooses.
+    """
+    import torch
+
+    from hydragraph.commands.bench.device_ceiling import choose_device
+    from hydragraph.commands.bench.kernel_bench import bench_kernels
+    from hydragraph.commands.bench.kernel_cases import Sweep
+
+    where = choose_device(device)
+    cuda = where.type == "cuda"
+    full = cuda if size is None else size is Size.FULL
+    sweep = Sweep(where, torch.bfloat16 if cuda else torch.float32, full, cuda if compiled is None else compiled)
+    keep = (lambda report: None) if json is None else (lambda report: report.save(json))
+    _show(bench_kernels(names or (), sweep, _tell, keep), csv, picture, json, markdown)
+
+
+def link_command(
+    source: Annotated[
+        str, typer.Option("--from", help="The strategy whose step ends: a text, a YAML file, or home.")
+    ] = "home",
+    target: Annotated[str, typer.Option("--to", help="The strategy whose step begins, likewise.")] = "<tp2,pp1>",
+    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, whose model it is.")] = "7b",
+    dtype: Annotated[str, typer.Option(help="That weights are pulled in: bfloat16 or float32.")] = "bfloat16",
+    cluster: Annotated[
+        Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight in a node.")
+    ] = None,
+    home: Annotated[
+        str, typer.Option(help='The share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares.')
+    ] = "equal",
+    tokens: Annotated[int, typer.Option(min=1, help="Of one simulated micro-batch.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of every pipeline in the simulation.")] = 4,
+    measure: Annotated[
+        bool | None,
+        typer.Option("--measure/--no-measure", help="Run it, too, on local CPU ranks; default: tiny and small models."),
+    ] = None,
+    csv: _Csv = None,
+    picture: _Picture = None,
+    json: _Json = None,
+    markdown: _Markdown = None,
+    debug: _Debug = False,
+) -> None:
+    """Show what switching strategies moves: the push of one step's gradients, and the pull of the next one's weights.
+
+    State lives in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
+    Bytes between each two ranks are exact; seconds and the percent overlapped with computing are simulated, and
+    measured where local ranks can run it.
+    """
+    import torch
+
+    from hydragraph.commands.bench.bench_models import SHAPES
+    from hydragraph.commands.bench.link_report import LinkSettings, bench_link
+    from hydragraph.spec.cluster import Cluster
+    from hydragraph.spec.home import Home
+
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"--dtype {dtype}: use bfloat16 or float32")
+    run = measure if measure is not None else model in SHAPES and SHAPES[model].hidden <= 256
+    if run and dtype != "float32":
+        dtype = "float32"
+        _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
+    devices = None if cluster is None else Cluster.load(cluster)
+    settings = LinkSettings(
+        model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run, home=Home.parse(home)
+    )
+    _show(bench_link(settings, _tell), csv, picture, json, markdown)
+
+
+def step_command(
+    device: _Device = None,
+    model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=64, help="Of a mini-batch; default: 32,768, or 1,024.")] = None,
+    longest: Annotated[int | None, typer.Option(min=16, help="Sequence; default: a quarter of the tokens.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="That count, after two of warming up.")] = 5,
+    compiled: _Compiled = None,
+    backend: Annotated[
+        str | None, typer.Option(help="What hydragraph compiles its graphs with, where hydragraph.compile takes one.")
+    ] = None,
+    csv: _Csv = None,
+    picture: _Picture = None,
+    json: _Json = None,
+    markdown: _Markdown = None,
+    debug: _Debug = False,
+) -> None:
+    """Time one rank's training step on variable-length batches: tokens/s and MFU, beside the Hugging Face model.
+
+    The other sides are the eager model on padded batches, on packed ones with PyTorch's flash attention, and the same
+    under torch.compile. All train on the same sequences; losses and gradient norms are compared first.
+    """
+    from hydragraph.commands.bench.bench_models import SHAPES
+    from hydragraph.commands.bench.device_ceiling import choose_device
+    from hydragraph.commands.bench.step_bench import StepSettings, bench_step
+
+    where = choose_device(device)
+    cuda = where.type == "cuda"
+    name = model or ("1b" if cuda else "small")
+    if name not in SHAPES:
+        raise ValueError(f"--model {name}: use one of {', '.join(SHAPES)}")
+    count = tokens or (32768 if cuda else 1024)
+    most = longest or count // 4
+    use_compile = cuda if compiled is None else compiled
+    settings = StepSettings(
+        SHAPES[name], count, most, rounds, where, use_compile, backend, shortest=max(2, min(64, most // 16))
+    )
+    _show(bench_step(settings, _tell), csv, picture, json, markdown)
+
+
+def report_command(
+    parts: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
+    markdown: Annotated[Path, typer.Option(help="The page to write.")],
+    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the page's head.")] = None,
+    debug: _Debug = False,
+) -> None:
+    """Put results together on one page that begins with all targets, met or missed."""
+    from hydragraph.commands.bench.bench_table import Report
+
+    _write_page([Report.load(part) for part in parts], markdown, tuple(facts or ()))
+    print(markdown)
+
+
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    (
+        "kernels",
+        kernels_command,
+        "Example: hydragraph bench kernels adamw slice_copy --device cpu --csv kernels.csv --picture kernels.png",
+    ),
+    (
+        "link",
+        link_command,
+        "Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; and one that runs here: "
+        "hydragraph bench link --from '<tp2,pp1>' --to '<tp1,pp2>' --model small",
+    ),
+    ("step", step_command, "Example: hydragraph bench step --model small --tokens 1024 --compiled"),
+    ("report", report_command, "Example: hydragraph bench report kernels.json step.json --markdown results.md"),
+)
+
+
+def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
+    """Return the commands.
+
+    Args:
+        in_sentences: what wraps a command so that its errors become a sentence and an exit code.
+    """
+    app = typer.Typer(
+        help="Measure kernels, links and training steps beside other ways to do the same; small sizes on a CPU.",
+        no_args_is_help=True,
+    )
+    for name, function, example in _COMMANDS:
+        app.command(name, epilog=example)(in_sentences(function))
+    return app
+
+
+def _tell(what: str) -> None:
+    print(f"bench: {what}", file=sys.stderr)
+
+
+def _show(report: Report, csv: Path | None, picture: Path | None, json: Path | None, markdown: Path | None) -> None:
+    """Print a report and write what was asked for."""
+    from rich.console import Console
+
+    from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(to_table(report))
+    for text in (*report.blocks, *report.notes):
+        print(text)
+    if report.targets:
+        console.print(target_table(report.targets))
+    if csv is not None:
+        csv.write_text(to_csv(report), encoding="utf-8")
+    if json is not None:
+        report.save(json)
+    if picture is not None:
+        from hydragraph.commands.bench.bench_picture import write_picture
+
+        write_picture(report, picture)
+    if markdown is not None:
+        _write_page([report], markdown, ())
+
+
+def _write_page(reports: list[Report], path: Path, facts: tuple[str, ...]) -> None:
+    import torch
+
+    from hydragraph.commands.bench.bench_table import to_markdown
+    from hydragraph.commands.bench.device_ceiling import choose_device, device_name
+    from hydragraph.version import __version__
+
+    name = device_name(choose_device(None))
+    versions = f"hydragraph {__version__}, PyTorch {torch.__version__}, {_triton()}, Python {sys.version.split()[0]}"
+    heading = f"Benchmarks on {name}, {datetime.date.today():%Y-%m-%d}"
+    path.write_text(to_markdown(reports, heading, (versions, *facts)), encoding="utf-8")
+
+
+def _triton() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"Triton {version('triton')}"
+    except PackageNotFoundError:
+        return "no Triton"

@@ -1,0 +1,87 @@
+"""What a device can do at best, measured in the same run: one large copy, one large matrix product."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from hydragraph.commands.bench.interleaved_timing import timed
+
+ROUNDS = 7
+
+# Dense bf16 FLOP/s that NVIDIA's data sheets give, by a word of the device's name.
+NOMINAL = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A device's limits.
+
+    Attributes:
+        device: its name.
+        dtype: of the products.
+        copy_bytes_per_s: read and written by one copy.
+        product_flops_per_s: of one square matrix product; a multiplication and an addition count as two.
+        nominal_flops_per_s: what the maker says, where this table knows the device.
+    """
+
+    device: str
+    dtype: torch.dtype
+    copy_bytes_per_s: float
+    product_flops_per_s: float
+    nominal_flops_per_s: float | None = None
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """What a utilisation is a part of: the maker's number, or else the measured product."""
+        return self.nominal_flops_per_s or self.product_flops_per_s
+
+    @property
+    def peak_name(self) -> str:
+        """What `peak_flops_per_s` is, for headings."""
+        kind = "nominal" if self.nominal_flops_per_s else "measured"
+        return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
+
+    def __str__(self) -> str:
+        copy = self.copy_bytes_per_s / 1e9
+        product = self.product_flops_per_s / 1e12
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.device}: copy {copy:.4g} GB/s, {name} products {product:.4g} TFLOP/s"
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure a device: a copy of 1 GiB (64 MiB on CPU), and a product of 8192 (1024) rows and columns."""
+    cuda = device.type == "cuda"
+    source = torch.zeros((1024 if cuda else 64) * 2**18, device=device)
+    target = torch.empty_like(source)
+    copy_s = min(timed(lambda _: target.copy_(source), i, device) for i in range(ROUNDS))
+    n = 8192 if cuda else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    product_s = min(timed(lambda _: a @ b, i, device) for i in range(ROUNDS))
+    name = device_name(device)
+    nominal = next((flops for word, flops in NOMINAL.items() if word in name and dtype == torch.bfloat16), None)
+    return Ceilings(name, dtype, 2 * source.nbytes / copy_s, 2 * n**3 / product_s, nominal)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device is called."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the device that was asked for, or a GPU where there is one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {error}".split("\n")[0]) from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device {name}: PyTorch finds no such device here; leave it out, or use --device cpu")
+    return device

@@ -1,0 +1,220 @@
+"""The eager and compiled Hugging Face model that `bench step` trains beside hydragraph, on padded or packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.frontend import huggingface
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_inputs import IGNORED, shift, token_cross_entropy
+from hydragraph.kernels.varlen_attention import attention_backend
+from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
+from hydragraph.private.inductor import may_vary
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.workload import sequence_of
+
+ATTENTION = "hydragraph_bench"  # the name under which transformers finds `attention`
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Batch], Tensor]
+"""Takes a micro-batch, returns the loss summed over its targets."""
+
+
+def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torch.device) -> list[Batch]:
+    """Pack sequences into the micro-batches that hydragraph makes of them under a strategy of one pipeline."""
+    checked = [sequence_of(s, i, causal=True) for i, s in enumerate(sequences)]
+    (micro_batches,) = assign(strategy, [len(s) for s in sequences]).micro_batches
+    return [pack([checked[i] for i in m], device=device) for m in micro_batches]
+
+
+def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
+    """Pad sequences to the longest of their micro-batch; neighbours in length share one, which pads least.
+
+    Args:
+        most: tokens of a micro-batch, padding included, where one sequence is not longer.
+    """
+    groups: list[list[Tensor]] = []
+    for sequence in sorted(sequences, key=len, reverse=True):
+        if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
+            groups.append([])
+        groups[-1].append(sequence)
+    return [_padded(group, device) for group in groups]
+
+
+def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
+    rows = len(group)
+    longest = max(map(len, group))
+    batch = {
+        "input_ids": torch.zeros(rows, longest, dtype=torch.int64),
+        "attention_mask": torch.zeros(rows, longest, dtype=torch.int64),
+        "labels": torch.full((rows, longest), IGNORED),
+    }
+    for row, sequence in enumerate(group):
+        batch["input_ids"][row, : len(sequence)] = sequence
+        batch["attention_mask"][row, : len(sequence)] = 1
+        batch["labels"][row, : len(sequence)] = shift(sequence)
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A plain model and how a step of it runs.
+
+    Attributes:
+        model: its weights are fp32, perhaps shared with other baselines.
+        optimizer: over them.
+        batches: makes micro-batches of sequences.
+        loss: of one micro-batch.
+        context: what forward and backward run in.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Callable[[Sequence[Tensor]], list[Batch]]
+    loss: Loss
+    context: Callable[[], AbstractContextManager[None]]
+
+    def step(self, sequences: Sequence[Tensor]) -> float:
+        """Train on one mini-batch; return the mean loss over its targets."""
+        loss = self.backward(sequences)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def backward(self, sequences: Sequence[Tensor]) -> float:
+        """Add up the gradients of one mini-batch; return the mean loss over its targets."""
+        targets = sum(len(s) - 1 for s in sequences)
+        losses = []
+        for batch in self.batches(sequences):
+            with self.context():
+                loss = self.loss(batch) / targets
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum())
+
+    def checked(self, sequences: Sequence[Tensor]) -> tuple[float, float]:
+        """Return loss and gradient norm of a mini-batch, updating nothing."""
+        loss = self.backward(sequences)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.stack([g.double().norm() for g in gradients]).norm())
+        self.optimizer.zero_grad()
+        return loss, norm
+
+
+def baselines(
+    first: nn.Module,
+    build: Callable[[], nn.Module],
+    strategy: Strategy,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool,
+) -> dict[str, Baseline]:
+    """Return the sides beside hydragraph; all train the fp32 weights of `first`, with one optimizer.
+
+    Args:
+        first: the model on the device.
+        build: makes another one there, whose weights are then replaced by those of `first`.
+        dtype: what is computed in: bf16 by autocast over fp32 weights and gradients.
+        compiled: add the packed side under torch.compile, loss included.
+    """
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
+
+    def autocast() -> AbstractContextManager[None]:
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)  # type: ignore[return-value]
+
+    def packed(sequences: Sequence[Tensor]) -> list[Batch]:
+        return packed_batches(sequences, strategy, device)
+
+    def forced() -> AbstractContextManager[None]:
+        return _Both(autocast(), attention_backend("torch" if device.type == "cuda" else "loop"))
+
+    def with_packed_attention() -> nn.Module:
+        model = _sharing(build(), first)
+        _use_attention(model)
+        return model
+
+    sides = {
+        "eager, padded": Baseline(first, optimizer, lambda s: padded_batches(s, device), _padded_loss(first), autocast)
+    }
+    model = with_packed_attention()
+    sides["eager, packed"] = Baseline(model, optimizer, packed, _packed_loss(model), forced)
+    if compiled:
+        model = with_packed_attention()
+        sides["compiled, packed"] = Baseline(model, optimizer, packed, _compiled_loss(model), forced)
+    return sides
+
+
+def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
+    """Replace a model's weights by another's: the same Parameter objects."""
+    model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+    return model
+
+
+def _use_attention(model: nn.Module) -> None:
+    """Make a model call `attention` in every layer."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = ATTENTION
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend within packed sequences, in the dtype of the values.
+
+    Under autocast a Llama rotates queries and keys in fp32; transformers' own flash attention casts them back, too.
+    """
+    return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
+
+
+def _padded_loss(model: nn.Module) -> Loss:
+    def loss(batch: Batch) -> Tensor:
+        outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+        return token_cross_entropy(outputs, batch)
+
+    return loss
+
+
+def _packed_loss(model: nn.Module) -> Loss:
+    call = huggingface.caller(model)
+    return lambda batch: token_cross_entropy(call(model, batch), batch)
+
+
+def _compiled_loss(model: nn.Module) -> Loss:
+    """Compile model and loss, with the numbers of tokens and of sequences left open."""
+    inner: Any = torch.compile(_packed_loss(model))
+
+    def loss(batch: Batch) -> Tensor:
+        for name in ("input_ids", "position_ids", "labels"):
+            may_vary(batch[name], 1)
+        may_vary(batch["cu_seqlens"], 0)
+        value: Tensor = inner(batch)
+        return value
+
+    return loss
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)

@@ -1,0 +1,191 @@
+"""Measure kernels beside other ways to compute the same, and beside a ceiling measured in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.commands.bench.bench_table import Bar, Report, Target
+from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
+from hydragraph.commands.bench.interleaved_timing import alternate, peak_bytes
+from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
+from hydragraph.errors import Unsupported
+
+ROUNDS = 7
+AT_LEAST_S = 0.01  # of one timing: launches then wait for the device, not it for them
+TOLERANCE = 2e-2  # relative, of bf16 results over sequences of thousands
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # what is not ours may fail: no compiler, other arguments
+NOISE = 0.98  # two timings of the same kernel differ by up to 2 %
+COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One measured side: work per second in GB/s or TFLOP/s, percent of the ceiling, and what it allocates."""
+
+    kernel: str
+    size: str
+    side: str
+    milliseconds: float
+    rate: float
+    percent: float
+    peak_megabytes: float
+
+
+def bench_kernels(
+    names: Sequence[str],
+    sweep: Sweep,
+    tell: Callable[[str], None] = lambda what: None,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Measure kernels by name; none means all.
+
+    Args:
+        tell: called with what is measured next.
+        keep: called with the report so far after every case, so that a time limit loses one case at most.
+
+    Raises:
+        ValueError: an unknown name, or a side that computes something else than the reference.
+    """
+    if unknown := [name for name in names if name not in CASES]:
+        raise ValueError(f"no kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
+    ceilings = measure_ceilings(sweep.device, sweep.dtype)
+    rows: list[KernelRow] = []
+    notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
+    for name in names or CASES:
+        for case in CASES[name](sweep):
+            tell(f"{case.kernel}, {case.size}")
+            case_rows, refused = measure(case, sweep.device, ceilings)
+            rows += case_rows
+            notes += [note for note in refused if note not in notes]
+            keep(_report(rows, notes, sweep, ceilings))
+    return _report(rows, notes, sweep, ceilings)
+
+
+def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceilings: Ceilings) -> Report:
+    bars = tuple(Bar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
+    title = f"Kernels on {ceilings.device}"
+    targets = kernel_targets(rows if sweep.full and sweep.device.type == "cuda" else ())
+    cells = tuple(astuple(row) for row in rows)
+    return Report(title, COLUMNS, cells, tuple(notes), (), targets, bars, "% of the measured ceiling")
+
+
+def _left_out(sweep: Sweep) -> Iterator[str]:
+    """Say what is not compared, and why."""
+    yield "Attention and slice_copy have no compiled side: both eager forms are loops over sequences or ranges."
+    if not sweep.compiled:
+        yield "torch.compile was left out: --compiled adds its sides."
+    if sweep.device.type == "cpu":
+        yield "On the CPU the operators run plain PyTorch: Triton's interpreter is not timed."
+
+
+def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
+    """Check every side of a case against the first, time all in turn, and say which refused.
+
+    Raises:
+        ValueError: a side computes something else.
+    """
+    sides, refused = checked(case)
+    calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
+    seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
+    ceiling = ceilings.copy_bytes_per_s if case.bound == "memory" else ceilings.product_flops_per_s
+    scale = 1e9 if case.bound == "memory" else 1e12
+    rows = []
+    for name, call in sides.items():
+        rate = case.work / seconds[name]
+        peak = peak_bytes(call, device) / 1e6
+        rows.append(
+            KernelRow(case.kernel, case.size, name, seconds[name] * 1e3, rate / scale, 100 * rate / ceiling, peak)
+        )
+    return rows, refused
+
+
+def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
+    """Return the sides that compute what the first does, and why others refused.
+
+    Raises:
+        ValueError: a side computes something else.
+    """
+    first, *_ = case.sides
+    expected = case.sides[first]().detach().float().clone()
+    sides = {first: case.sides[first]}
+    refused = []
+    for name, call in case.sides.items():
+        if name == first:
+            continue
+        try:
+            result = call().detach().float()
+        except (Unsupported, RuntimeError, TypeError) as error:
+            if not isinstance(error, Unsupported) and name not in FOREIGN:
+                raise
+            refused.append(f"{case.kernel}: no side {name}: {str(error).splitlines()[0]}.")  # such as: no C++ compiler
+            continue
+        error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
+        if not error_size < TOLERANCE:
+            raise ValueError(
+                f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of its norm: "
+                "a kernel is wrong on this device, so run tests/kernels"
+            )
+        sides[name] = call
+    return sides, refused
+
+
+# The targets. Without rows nothing was measured where they hold.
+
+
+def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:
+    """Compare measured rows with what has to be reached on one H200."""
+    return (*_attention_targets(rows), *_memory_targets(rows), *_loss_targets(rows))
+
+
+def _times(rows: Sequence[KernelRow], kernel: str, size: str) -> dict[str, KernelRow]:
+    return {r.side: r for r in rows if r.kernel == kernel and r.size == size}
+
+
+def _ratio(rows: dict[str, KernelRow], side: str, other: str) -> float | None:
+    """Return how many times faster one side is than another; None where one is missing."""
+    return rows[other].milliseconds / rows[side].milliseconds if side in rows and other in rows else None
+
+
+def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
+    sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
+    large = sizes.get("T 16384, 32/8 heads of 128", {})
+    name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
+    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # the same kernels, called by us
+    yield Target.at_least(name, 0.9, _ratio(large, "triton", theirs), "{:.2f}x")
+    backends = ("flash_attn", "torch", "triton")
+    worst = [
+        min(side[name].milliseconds for name in backends if name in side) / side["dispatch"].milliseconds
+        for side in sizes.values()
+        if "dispatch" in side and any(name in side for name in backends)
+    ]
+    name = "attention: dispatch against the fastest backend, at every size"
+    text = f">= 1x (from {NOISE:.2f} on: noise)"
+    yield Target.at_least(name, NOISE, min(worst, default=None), "{:.2f}x", text)
+
+
+def _memory_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
+    for kernel in ("slice_copy", "adamw"):
+        percents = [
+            r.percent
+            for r in rows
+            if r.kernel.startswith(kernel) and r.side == "hydragraph" and int(r.size.split()[0]) >= 256
+        ]
+        name = f"{kernel}, from 256 MB on: of the measured copy bandwidth"
+        yield Target.at_least(name, 90, min(percents, default=None), "{:.1f} %")
+
+
+def _loss_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
+    for vocabulary, name in ((32000, "32K"), (131072, "128K")):
+        sides = _times(rows, "linear_cross_entropy", f"T 16384, E 4096, V {vocabulary}")
+        head = f"head and loss, 16K tokens, {name} vocabulary"
+        eager, compiled = (_ratio(sides, other, "hydragraph") for other in ("eager", "compiled"))
+        yield Target.at_most(f"{head}: time against eager", 1.0, eager, "{:.2f}x")
+        yield Target.at_most(f"{head}: time against compiled", 1.05, compiled, "{:.2f}x")
+        memory = None
+        if "hydragraph" in sides and "eager" in sides:
+            memory = sides["hydragraph"].peak_megabytes / sides["eager"].peak_megabytes
+        yield Target.at_most(f"{head}: peak memory against eager", 0.25, memory, "{:.2f}x")

@@ -1,0 +1,223 @@
+"""The computations that `bench kernels` times: every kernel at several sizes, beside other ways to compute the same.
+
+A case is made when the one before it is done, so that their tensors are never held together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydragraph.commands.bench.bench_models import mixed_lengths
+from hydragraph.commands.bench.torch_attention import torch_varlen
+from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
+from hydragraph.kernels.varlen_attention import varlen_attention
+
+BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
+RANGES = 2000  # mutual slices of one bucket
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation at one size.
+
+    Attributes:
+        kernel, size: what the table shows.
+        work: bytes moved, or floating-point operations.
+        bound: "memory" or "products": which ceiling it has.
+        sides: how it can be computed -> call that returns what it computed; the first is the reference.
+    """
+
+    kernel: str
+    size: str
+    work: float
+    bound: str
+    sides: Mapping[str, Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Where and how large.
+
+    Attributes:
+        device, dtype: of the computations that are not bound to fp32.
+        full: sizes for a GPU; otherwise those that a CPU takes a moment for.
+        compiled: add torch.compile'd sides.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    full: bool
+    compiled: bool
+
+
+def attention(sweep: Sweep) -> Iterator[Case]:
+    """Causal attention, forward and backward, over packed sequences of mixed lengths.
+
+    Half of every sequence's square counts, and the backward as 2.5 forwards: it computes the scores again.
+    """
+    small = [(256, 4, 2, 32), (512, 4, 2, 64)]
+    full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
+    full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]
+    for tokens, heads, kv, size in full if sweep.full else small:
+        lengths = mixed_lengths(tokens)
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=sweep.device)
+        q, k, v = (
+            torch.randn(tokens, h, size, device=sweep.device, dtype=sweep.dtype).requires_grad_()
+            for h in (heads, kv, kv)
+        )
+        grad = torch.randn_like(q)
+        longest = torch.tensor(max(lengths))
+        ours = partial(varlen_attention, q, k, v, starts, max_length=longest)
+        forwards: dict[str, Callable[[], Tensor]] = {"eager": partial(_per_sequence, q, k, v, lengths)}
+        if sweep.device.type == "cuda":
+            forwards["varlen_attn"] = partial(torch_varlen, q, k, v, starts, max(lengths), size**-0.5)
+        forwards |= {name: partial(ours, backend=name) for name in BACKENDS[sweep.device.type]}
+        forwards["dispatch"] = ours
+        work = 3.5 * sum(2.0 * n * n * heads * size for n in lengths)
+        sides = {name: partial(_differentiated, forward, (q, k, v), grad) for name, forward in forwards.items()}
+        yield Case("varlen_attention", f"T {tokens}, {heads}/{kv} heads of {size}", work, "products", sides)
+
+
+def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, one sequence after the other."""
+    parts = []
+    for a, b in pairwise(accumulate(lengths, initial=0)):
+        query, key, value = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    """Run forward and backward; return the first gradient."""
+    return torch.autograd.grad(forward(), inputs, grad)[0]
+
+
+def slice_copies(sweep: Sweep) -> Iterator[Case]:
+    """The cast of a pull and the sum of a push, over ranges of uneven lengths in another order."""
+    for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
+        count = megabytes * 2**18
+        table = _table(count, sweep.device)
+        size = f"{megabytes} MB, {len(table.ranges[0])} ranges"
+        master = torch.randn(count, device=sweep.device)
+        kinds = {"fp32->bf16": (torch.bfloat16, False, 6.0), "fp32->fp32 add": (torch.float32, True, 12.0)}
+        for kind, (dtype, add, bytes_each) in kinds.items():
+            ways = {"eager": slice_copy.reference, "hydragraph": _kernel_copy}
+            targets = {name: torch.zeros(count, dtype=dtype, device=sweep.device) for name in ways}
+            sides = {n: partial(_returning, targets[n], way, master, targets[n], table, add) for n, way in ways.items()}
+            yield Case(f"slice_copy {kind}", size, bytes_each * table.elements, "memory", sides)
+
+
+def _table(count: int, device: torch.device) -> slice_copy.SliceTable:
+    lengths = (torch.rand(RANGES, generator=torch.Generator().manual_seed(0)) * count * 2 / RANGES).long() // 8 * 8
+    lengths = lengths[lengths.cumsum(0) <= count]
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1))
+    source = lengths.cumsum(0) - lengths
+    target = torch.empty_like(lengths)
+    target[order] = lengths[order].cumsum(0) - lengths[order]
+    return slice_copy.SliceTable.make(source, target, lengths, device=device)
+
+
+def _kernel_copy(source: Tensor, target: Tensor, table: slice_copy.SliceTable, accumulate: bool) -> None:
+    slice_copy.slice_copy(source, target, table, accumulate=accumulate)
+
+
+def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -> Tensor:
+    call(*arguments)
+    return value
+
+
+def adamw_steps(sweep: Sweep) -> Iterator[Case]:
+    """One update of one flat shard, with the 16-bit copy: 30 bytes per element are read or written."""
+    settings = adamw.AdamWSettings(1e-3)
+    for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
+        count = megabytes * 2**18
+        weight, gradient = torch.randn(2, count, device=sweep.device).unbind()
+        ways: dict[str, Callable[[adamw.Shard], object]] = {
+            "eager": lambda shard: adamw.reference([shard], settings),
+            "torch fused": partial(_fused, settings=settings),
+            "hydragraph": lambda shard: adamw.update([shard], settings),
+        }
+        if sweep.compiled:
+            ways["compiled"] = torch.compile(partial(_formula, settings=settings), dynamic=False)
+        sides = {}
+        for name, way in ways.items():
+            zeros = torch.zeros(2, count, device=sweep.device)
+            copy = torch.empty(count, dtype=torch.bfloat16, device=sweep.device)
+            shard = adamw.Shard(weight.clone(), gradient, zeros[0], zeros[1], copy, 1)
+            sides[name] = partial(_returning, shard.weight, way, shard)
+        yield Case("adamw + bf16 copy", f"{megabytes} MB", 30.0 * count, "memory", sides)
+
+
+def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
+    """PyTorch's own fused kernel, as torch.optim.AdamW(fused=True) calls it."""
+    assert shard.copy is not None
+    torch.ops.aten._fused_adamw_(
+        [shard.weight],
+        [shard.gradient],
+        [shard.moment],
+        [shard.square],
+        [],
+        [torch.ones((), device=shard.weight.device)],  # the number of this step
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    shard.copy.copy_(shard.weight)
+
+
+def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
+    """The update in plain operators, for torch.compile to fuse."""
+    decay, first_rate, keep, second_rate, size, root, eps = settings.numbers(1)
+    shard.moment.lerp_(shard.gradient, first_rate)
+    shard.square.mul_(keep).add_(second_rate * shard.gradient * shard.gradient)
+    shard.weight.mul_(decay).sub_(size * shard.moment / (shard.square.sqrt() / root + eps))
+    assert shard.copy is not None
+    shard.copy.copy_(shard.weight)
+
+
+def head_losses(sweep: Sweep) -> Iterator[Case]:
+    """Forward and backward of the head and its loss: three products."""
+    full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
+    for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
+        options = {"device": sweep.device, "dtype": sweep.dtype}
+        x = torch.randn(tokens, hidden, **options).requires_grad_()  # type: ignore[call-overload]
+        weight = (torch.randn(vocabulary, hidden, **options) / hidden**0.5).requires_grad_()  # type: ignore[call-overload]
+        labels = torch.randint(vocabulary, (tokens,), device=sweep.device)
+        ways: dict[str, Callable[..., Tensor]] = {"eager": _eager_loss}
+        if sweep.compiled:
+            ways["compiled"] = torch.compile(_eager_loss, dynamic=False)
+        ways["hydragraph"] = linear_cross_entropy.linear_cross_entropy
+        one = torch.ones((), device=sweep.device)
+        losses = {name: partial(way, x, weight, labels) for name, way in ways.items()}
+        sides = {name: partial(_loss_gradient, loss, (x, weight), one) for name, loss in losses.items()}
+        work = 6.0 * tokens * hidden * vocabulary
+        yield Case("linear_cross_entropy", f"T {tokens}, E {hidden}, V {vocabulary}", work, "products", sides)
+
+
+def _eager_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+
+
+def _loss_gradient(loss: Callable[[], Tensor], inputs: tuple[Tensor, ...], one: Tensor) -> Tensor:
+    value = loss()
+    return torch.autograd.grad(value, inputs, one.to(value.dtype))[0]
+
+
+CASES: dict[str, Callable[[Sweep], Iterator[Case]]] = {
+    "varlen_attention": attention,
+    "slice_copy": slice_copies,
+    "adamw": adamw_steps,
+    "linear_cross_entropy": head_losses,
+}

@@ -1,0 +1,169 @@
+"""Pulls and pushes measured on ranks: beside a step's computing, and alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydragraph.cluster.communicators import Role
+from hydragraph.commands.bench.bench_models import draw_sequences, meta_model, mixed_lengths
+from hydragraph.commands.bench.interleaved_timing import WARM_UP
+from hydragraph.commands.bench.link_overlap import Overlap
+from hydragraph.cost.link_bytes import DIRECTIONS, Direction
+from hydragraph.engine import api
+from hydragraph.engine.executable import Executable
+from hydragraph.passes.weight_layouts import BucketLayouts, layouts
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.exchange import hand_exchange, pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.pending_work import Finish
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """One direction under one strategy, on one rank.
+
+    Attributes:
+        sent: bytes that this rank gave its communicator for other ranks in one step.
+        overlap: what they took.
+    """
+
+    sent: int
+    overlap: Overlap
+
+
+def measure_rank(
+    model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
+) -> list[dict[Direction, LinkMeasurement]]:
+    """Measure on this rank, which all ranks call together; return a dict for each strategy.
+
+    Args:
+        model: as `shapes.meta_model` takes it.
+        strategies: steps run under them in turn, so that each pull and push follows a switch.
+        tokens: of a mini-batch.
+        rounds: that count.
+        home: who owns state.
+    """
+    skeleton = meta_model(model)
+    exe = api.compile(
+        skeleton,
+        strategies[0],
+        lambda named: torch.optim.AdamW(named, lr=1e-4),
+        device="cpu",
+        check="off",
+        home=home,
+    )
+    sent = _count_bytes(exe)
+    config: Any = skeleton.config
+    seen: list[list[_Step]] = [[] for _ in strategies]
+    for turn in range(WARM_UP + rounds):
+        lengths = mixed_lengths(tokens, turn, longest=max(16, tokens // 8), shortest=8)
+        sequences = draw_sequences(lengths, config.vocab_size, turn)
+        for i, strategy in enumerate(strategies):
+            sent.clear()
+            report = exe.step(sequences, strategy)
+            waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
+            pushed = sent[Role.PUSH] + sent[Role.COMMIT]  # on to second owners: with no others there does each exchange
+            seen[i].append(_Step({"pull": sent[Role.PULL], "push": pushed}, waits, report.seconds))
+    results = []
+    for strategy, steps in zip(strategies, seen, strict=True):
+        placed = layouts(exe.program, strategy, exe.home.layouts)
+        alone = {direction: _alone(exe, placed, direction, rounds) for direction in DIRECTIONS}
+        results.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
+    exe.close()
+    return results
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes sent and seconds waited for, by direction, and seconds in all."""
+
+    sent: Mapping[Direction, int]
+    waited: Mapping[Direction, float]
+    seconds: float
+
+
+def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkMeasurement:
+    waited = statistics.median(step.waited[direction] for step in steps)
+    return LinkMeasurement(
+        steps[-1].sent[direction], Overlap(alone, waited, statistics.median(s.seconds for s in steps))
+    )
+
+
+def _count_bytes(exe: Executable) -> Counter[Role]:
+    """Have the communicators count the bytes that they are given for other ranks, by role."""
+    sent: Counter[Role] = Counter()
+    rank = exe.rank
+    ranks = exe.ranks
+    groups = exe.groups
+    exchange = groups.all_to_all
+    gather = groups.all_gather
+    scatter = groups.reduce_scatter
+
+    def add(role: Role, size: int) -> None:
+        sent[role] += size
+
+    def all_to_all(role: Role, out: Any, inp: Any, out_splits: Any, in_splits: Any) -> Any:
+        add(role, (sum(in_splits) - in_splits[rank]) * inp.element_size())
+        return exchange(role, out, inp, out_splits, in_splits)
+
+    def all_gather(role: Role, out: Any, inp: Any) -> Any:
+        add(role, inp.nbytes * (ranks - 1))
+        return gather(role, out, inp)
+
+    def reduce_scatter(role: Role, out: Any, inp: Any) -> Any:
+        add(role, inp.nbytes * (ranks - 1) // ranks)
+        return scatter(role, out, inp)
+
+    for name, counted in (("all_to_all", all_to_all), ("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
+        setattr(groups, name, counted)
+    return sent
+
+
+def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
+    """Return the median seconds in which this rank has all that one direction brings it, with nothing beside it."""
+    buffers = Buffers(exe.world.device)
+    rank = exe.rank
+    ranks = exe.ranks
+    starts: list[Callable[[], Finish]] = []
+    for bucket_layouts in placed:
+        weights = exe.home.weights[bucket_layouts.bucket.name]
+        shard = exe.home.gradients[bucket_layouts.bucket.name]
+        if direction == "pull":
+            pull = pull_exchange(bucket_layouts.home, bucket_layouts.used, rank, ranks)
+            starts.append(partial(start_pull, pull, weights, exe.program.dtype, exe.groups, buffers))
+        else:
+            push = push_exchange(bucket_layouts.used, bucket_layouts.home, rank, ranks)
+            handing = hand_exchange(bucket_layouts.home, rank, ranks)
+            starts.append(partial(start_push, push, torch.zeros(push.source), shard, exe.groups, buffers, handing))
+    seconds = []
+    for turn in range(1 + rounds):
+        buffers.begin()
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        with torch.no_grad():
+            finishes = [start() for start in starts]
+            for finish in finishes:
+                finish()
+        if turn:
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
+    """Join ranks: all bytes, and the means of their seconds, as a step's report has them."""
+    count = len(per_rank)
+    alone, exposed, step = (
+        sum(getattr(m.overlap, name) for m in per_rank) / count for name in ("alone_s", "exposed_s", "step_s")
+    )
+    return LinkMeasurement(sum(m.sent for m in per_rank), Overlap(alone, exposed, step))

@@ -1,0 +1,74 @@
+"""How well pulls and pushes hide behind computation: seconds and overlap by event simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.instruction_work import Without
+from hydragraph.cost.link_bytes import Direction, Traffic
+from hydragraph.cost.timeline import simulate
+from hydragraph.ir.program import Program
+from hydragraph.passes.pipeline import rank_programs
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How well communication hides behind computation.
+
+    Attributes:
+        alone_s: what it takes with nothing beside it.
+        exposed_s: what it adds to a step.
+        step_s: the step with it.
+    """
+
+    alone_s: float
+    exposed_s: float
+    step_s: float
+
+    @property
+    def percent(self) -> float:
+        """100 (1 - exposed / alone), from 0 to 100: sharing processors with computation may expose more than all."""
+        if self.alone_s <= 0:
+            return 100.0
+        return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
+
+
+def simulated(
+    program: Program,
+    strategy: Strategy,
+    cluster: Cluster,
+    tokens: int,
+    micro_batches: int,
+    direction: Direction,
+    moved: Traffic,
+    home: Home | None = None,
+) -> Overlap:
+    """Simulate a step with and without one direction's traffic, and that traffic with nothing beside it.
+
+    Args:
+        tokens: of a micro-batch, one sequence.
+        micro_batches: of every pipeline.
+        moved: the traffic; where there is none, nothing is alone or exposed.
+        home: who owns state; None: equal shares of all ranks.
+    """
+    counts = [micro_batches] * len(strategy.pipelines)
+    programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
+    degrees = sorted({stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages})
+    costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
+    work = costs.work(strategy, Assignment.even(counts, tokens))
+    other: Direction = "push" if direction == "pull" else "pull"
+    without = Without(work, direction)
+    alone = Without(work, "computing", "messages", "ending", other)
+    idle = Without(work, "computing", "messages", "ending", "pull", "push")
+    whole, less, by_itself, nothing = (
+        simulate(programs, cluster, variant).seconds for variant in (work, without, alone, idle)
+    )
+    if not moved.total:
+        return Overlap(0.0, 0.0, whole)
+    return Overlap(by_itself - nothing, max(0.0, whole - less), whole)

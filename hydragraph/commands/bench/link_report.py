@@ -1,0 +1,197 @@
+"""The report of `bench link`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydragraph.cluster.launch import launch
+from hydragraph.commands.bench.bench_models import meta_model
+from hydragraph.commands.bench.bench_table import Bar, Cell, Report
+from hydragraph.commands.bench.link_measure import measure_rank, over_ranks
+from hydragraph.commands.bench.link_overlap import Overlap, simulated
+from hydragraph.cost.link_bytes import Direction, Traffic, traffic
+from hydragraph.engine.candidate_strategies import home_on
+from hydragraph.frontend.capture import capture
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.program import Program
+from hydragraph.passes.weight_layouts import layouts
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.home import EQUAL, Home
+from hydragraph.spec.strategy import Strategy
+
+COLUMNS = (
+    "link",
+    "how",
+    "MB between ranks",
+    "MB kept local",
+    "most MB in or out of a rank",
+    "ms alone",
+    "ms exposed",
+    "ms of the step",
+    "% overlapped",
+)
+HOME = "home"
+MATRIX_RANKS = 8
+MEASURED_RANKS = 4
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """What is linked.
+
+    Attributes:
+        model: as `shapes.meta_model` takes it.
+        source: the strategy whose step ends, "home" for none: its gradients are pushed.
+        target: the strategy whose step begins, "home" for none: its weights are pulled.
+        dtype: of pulled weights.
+        cluster: what is simulated; None: `default_cluster`.
+        tokens: of one simulated micro-batch; micro_batches: of every pipeline.
+        measure: also run it, on local ranks over gloo.
+        measured_tokens, rounds: of that.
+        home: who owns state.
+    """
+
+    model: str
+    source: str
+    target: str
+    dtype: torch.dtype
+    cluster: Cluster | None = None
+    tokens: int = 4096
+    micro_batches: int = 4
+    measure: bool = False
+    measured_tokens: int = 512
+    rounds: int = 5
+    home: Home = EQUAL
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """One direction of the way."""
+
+    direction: Direction
+    strategy: Strategy
+    traffic: Traffic
+
+    @property
+    def name(self) -> str:
+        ends = (HOME, self.strategy.name) if self.direction == "pull" else (self.strategy.name, HOME)
+        return f"{self.direction}: {ends[0]} -> {ends[1]}"
+
+
+def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
+    """Say what a push from one strategy and a pull to another move and take.
+
+    Args:
+        tell: called with what happens next.
+
+    Raises:
+        ValueError: a strategy does not fit the model or the cluster, or both ends are home.
+    """
+    if settings.source == settings.target == HOME:
+        raise ValueError("--from home --to home moves nothing: name a strategy, such as --to '<tp2,pp1>'")
+    tell("capturing the model")
+    program = capture(meta_model(settings.model), dtype=settings.dtype)
+    strategies = _strategies(settings, program)
+    ranks = _ranks(settings, [strategy for _, strategy in strategies])
+    cluster = settings.cluster or default_cluster(ranks)
+    settings.home.check(ranks, [bucket.name for bucket in program.buckets])
+    nodes = [device.node for device in cluster.devices]
+    settings = replace(settings, home=home_on(program, [strategy for _, strategy in strategies], settings.home, nodes))
+    owners = HomeLayouts(settings.home.on(nodes), ranks)
+    homes = owners.by_name(program.buckets)
+    placed = {strategy: layouts(program, strategy, homes) for _, strategy in strategies}
+    legs = [_Leg(way, strategy, traffic(program, placed[strategy], way)) for way, strategy in strategies]
+    rows: list[tuple[Cell, ...]] = []
+    bars: list[Bar] = []
+    for leg in legs:
+        tell(f"simulating {leg.name}")
+        sizes = (settings.tokens, settings.micro_batches)
+        prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
+        rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
+        bars += [Bar(leg.name, "alone", 1e3 * prediction.alone_s), Bar(leg.name, "exposed", 1e3 * prediction.exposed_s)]
+    notes = list(_notes(settings, program, cluster, ranks))
+    if settings.measure:
+        tell(f"measuring on {ranks} local ranks")
+        rows += _measured(settings, legs, ranks)
+        notes.append(
+            f"Measured: {ranks} local ranks over gloo in fp32, {settings.measured_tokens} tokens, medians of "
+            f"{settings.rounds} steps, means over ranks; ranks share processors with their own messages."
+        )
+    blocks = tuple(_matrix(leg, ranks) for leg in legs if 1 < ranks <= MATRIX_RANKS)
+    count = sum(b.size for b in program.buckets)
+    size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+    title = f"Link, {settings.model}, {size} parameters, {ranks} ranks"
+    return Report(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
+
+
+def _strategies(settings: LinkSettings, program: Program) -> list[tuple[Direction, Strategy]]:
+    ends: tuple[tuple[Direction, str], ...] = (("push", settings.source), ("pull", settings.target))
+    chosen = [(d, _strategy(text, program.layers)) for d, text in ends if text != HOME]
+    ranks = 1 + max(device for _, strategy in chosen for device in strategy.devices)
+    for _, strategy in chosen:
+        strategy.check(program.layers, ranks, program.heads)
+    return chosen
+
+
+def _strategy(text: str, layers: int) -> Strategy:
+    return Strategy.load(text) if Path(text).is_file() else Strategy.parse(text, layers)
+
+
+def _ranks(settings: LinkSettings, strategies: Sequence[Strategy]) -> int:
+    ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
+    if settings.cluster is not None and len(settings.cluster.devices) != ranks:
+        has = len(settings.cluster.devices)
+        raise ValueError(f"--cluster has {has} devices, but the strategies are of {ranks} ranks: give one for each")
+    if settings.measure and ranks > MEASURED_RANKS:
+        raise ValueError(f"--measure runs up to {MEASURED_RANKS} local ranks, not {ranks}: use --no-measure")
+    return ranks
+
+
+def _row(leg: _Leg, how: str, total: int, overlap: Overlap) -> tuple[Cell, ...]:
+    sizes = (total / 1e6, leg.traffic.local / 1e6, leg.traffic.most / 1e6)
+    times = (1e3 * overlap.alone_s, 1e3 * overlap.exposed_s, 1e3 * overlap.step_s)
+    return (leg.name, how, *sizes, *times, overlap.percent)
+
+
+def _measured(settings: LinkSettings, legs: Sequence[_Leg], ranks: int) -> list[tuple[Cell, ...]]:
+    strategies = tuple(leg.strategy for leg in legs)
+    args: tuple[Any, ...] = (settings.model, strategies, settings.measured_tokens, settings.rounds, settings.home)
+    if ranks == 1:
+        per_rank = [measure_rank(*args)]
+    else:
+        per_rank = launch(measure_rank, ranks, *args, timeout=timedelta(minutes=5))
+    rows = []
+    for i, leg in enumerate(legs):
+        spread = over_ranks([rank[i][leg.direction] for rank in per_rank])
+        rows.append(_row(leg, "measured", spread.sent, spread.overlap))
+    return rows
+
+
+def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: int) -> tuple[str, ...]:
+    name = str(program.dtype).removeprefix("torch.")
+    device = cluster.devices[0]
+    inner = cluster.node(cluster.node_of(0)).inner
+    what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
+    return (
+        f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "
+        "own layouts, a rank takes what it holds from itself.",
+        f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens for "
+        "every pipeline. Alone: nothing beside it; exposed: what the step takes longer for it; overlapped: 1 - "
+        "exposed / alone. Computation takes its FLOPs at 45 % of the datasheet's rate; streams share ports and cards.",
+    )
+
+
+def _matrix(leg: _Leg, ranks: int) -> str:
+    """Return the MB from every rank (row) to every other (column)."""
+    lines = [f"{leg.name}: MB from rank (row) to rank (column)", "     " + "".join(f"{r:>9}" for r in range(ranks))]
+    for source in range(ranks):
+        cells = (leg.traffic.pairs.get((source, target), 0) / 1e6 for target in range(ranks))
+        lines.append(f"{source:>5}" + "".join(f"{cell:>9.3g}" if cell else f"{'.':>9}" for cell in cells))
+    return "\n".join(lines)

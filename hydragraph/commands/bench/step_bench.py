@@ -1,0 +1,255 @@
+"""One rank's training step: hydragraph beside the Hugging Face model, on the same sequences."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.commands.bench.bench_models import Shape, draw_sequences, mixed_lengths, training_flops
+from hydragraph.commands.bench.bench_table import Bar, Report, Target
+from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
+from hydragraph.commands.bench.eager_baselines import Baseline, baselines
+from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, alternate, peak_bytes
+from hydragraph.engine import api
+from hydragraph.engine.executable import Executable
+from hydragraph.ir.layout import whole
+from hydragraph.kernels.adamw import AdamW
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
+from hydragraph.runtime.streams import streams_of
+from hydragraph.spec.strategy import Strategy
+
+COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
+OURS = "hydragraph"
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses and gradient norms beside eager ones
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What is trained.
+
+    Attributes:
+        shape: of the model.
+        tokens: of one mini-batch; longest, shortest: sequence of it.
+        rounds: that count.
+        device: what it computes on; in bf16 on CUDA, fp32 on the CPU.
+        compiled: add the side under torch.compile.
+        backend: what hydragraph compiles its graphs with, where its compile() lets one choose; None: its default.
+    """
+
+    shape: Shape
+    tokens: int
+    longest: int
+    rounds: int
+    device: torch.device
+    compiled: bool
+    backend: str | None = None
+    shortest: int = 64
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def sequences(self, turn: int) -> list[Tensor]:
+        """Draw the mini-batch of a round, of other lengths and tokens every time."""
+        lengths = mixed_lengths(self.tokens, turn, self.longest, self.shortest)
+        return draw_sequences(lengths, self.shape.vocabulary, turn)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one side measured.
+
+    Attributes:
+        seconds: median of one step.
+        peak_megabytes: allocated beyond what was held.
+        loss, norm: of the first mini-batch.
+    """
+
+    seconds: float
+    peak_megabytes: float
+    loss: float
+    norm: float
+
+
+def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
+    """Train one rank's model on every side in turn.
+
+    Args:
+        tell: called with what happens next.
+
+    Raises:
+        ValueError: a side computes something else than the eager model on packed batches.
+    """
+    ceilings = measure_ceilings(settings.device, settings.dtype)
+    tell("building the model and compiling it")
+    torch.manual_seed(0)
+    model = settings.shape.build(settings.device)
+    strategy = Strategy.parse("<tp1,pp1>", settings.shape.layers)
+    exe = compile_ours(copy.deepcopy(model).cpu(), strategy, settings)
+    build = partial(settings.shape.build, settings.device)
+    others = baselines(model, build, strategy, settings.device, settings.dtype, settings.compiled)
+    try:
+        times, notes = _measure(exe, others, settings, tell)
+        tell("pulls and pushes alone")
+        linked = link_seconds(exe, settings.device, settings.rounds)
+    finally:
+        exe.close()
+    timed_rounds = range(WARM_UP, WARM_UP + settings.rounds)
+    flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
+    return _report(settings, ceilings, model, times, linked, flops, notes)
+
+
+def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
+    """Compile the model for one rank, with AdamW over fp32 master weights.
+
+    Raises:
+        ValueError: a backend was named and hydragraph.compile takes none.
+    """
+    options: dict[str, Any] = {"check": "off"} if "check" in inspect.signature(api.compile).parameters else {}
+    if settings.backend is not None:
+        if "backend" not in inspect.signature(api.compile).parameters:
+            raise ValueError(f"--backend {settings.backend}: this version compiles in one way only; leave it out")
+        options["backend"] = settings.backend
+    factory = lambda named: AdamW(named, lr=1e-4)  # noqa: E731
+    return api.compile(model, strategy, factory, dtype=settings.dtype, device=settings.device, **options)
+
+
+def _measure(
+    exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
+) -> tuple[dict[str, Found], list[str]]:
+    """Check that all sides compute the same, time their steps in turn, and say which was left out."""
+    first = settings.sequences(0)
+    tell("the first step of hydragraph")
+    report = exe.step(first)
+    values = {OURS: (report.loss, report.grad_norm)}
+    notes = []
+    for name, other in others.items():
+        tell(f"the first step: {name}")
+        try:
+            values[name] = other.checked(first)
+        except RuntimeError as error:
+            if not name.startswith("compiled"):
+                raise
+            notes.append(f"No side {name!r}: {str(error).splitlines()[0]}.")
+    check_same(values, TOLERANCES[settings.dtype])
+    sides: dict[str, Side] = {OURS: lambda turn: exe.step(settings.sequences(turn))}
+    for name in values:
+        if name != OURS:
+            sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))  # type: ignore[misc]
+    tell("steps of all sides in turn")
+    seconds = alternate(sides, settings.device, settings.rounds)
+    peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}  # type: ignore[misc]
+    return {n: Found(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
+
+
+def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> None:
+    """Compare every side's loss and gradient norm with those of the eager model on packed batches.
+
+    Raises:
+        ValueError: naming the side that differs by more than `tolerance`, relatively.
+    """
+    expected = values["eager, packed"]
+    for name, value in values.items():
+        for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
+            if not abs(a - b) <= tolerance * abs(b):
+                raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} of the eager model on packed batches")
+
+
+def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
+    """Return the seconds of all pulls and of all pushes of one step of one rank, with nothing beside them."""
+    streams = streams_of(device, exe.world.backend, 1)
+    buffers = Buffers(device, streams)
+    links = {}
+    for name, home in exe.home.layouts.items():
+        here = whole(home.size, 0)
+        links[name] = (pull_exchange(home, here, 0, 1, device), push_exchange(here, home, 0, 1, device))
+
+    def pull(turn: int) -> None:
+        for name, (exchange, _) in links.items():
+            buffers.give(start_pull(exchange, exe.home.weights[name], exe.program.dtype, exe.groups, buffers)())
+
+    def push(turn: int) -> None:
+        for name, (_, exchange) in links.items():
+            gradient = exe.home.gradients[name]
+            start_push(exchange, gradient, gradient, exe.groups, buffers)()
+
+    with torch.no_grad():
+        seconds = alternate({"pull": pull, "push": push}, device, rounds)
+    return seconds["pull"], seconds["push"]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _report(
+    settings: StepSettings,
+    ceilings: Ceilings,
+    model: nn.Module,
+    sides: Mapping[str, Found],
+    linked: tuple[float, float],
+    flops: float,
+    notes: Sequence[str],
+) -> Report:
+    rows = []
+    for name, side in sides.items():
+        rate = flops / side.seconds
+        mfu = 100 * rate / ceilings.peak_flops_per_s
+        numbers = (side.seconds * 1e3, settings.tokens / side.seconds, rate / 1e12, mfu)
+        rows.append((name, *numbers, side.peak_megabytes, side.loss, side.norm))
+    count = sum(p.numel() for p in model.parameters())
+    size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+    title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
+    share = 100 * sum(linked) / sides[OURS].seconds
+    said = (
+        f"Ceilings, measured in this run: {ceilings}. MFU is of {ceilings.peak_name}, by the operations that "
+        "training_flops counts: causal halving, sum of squared lengths, nothing computed twice.",
+        f"Lengths {settings.shortest} to {settings.longest}, other ones every round; medians of {settings.rounds} "
+        "rounds in which all sides take turns; tokens/s counts no padding.",
+        _precision(settings),
+        f"Pull {linked[0] * 1e3:.3g} ms and push {linked[1] * 1e3:.3g} ms, measured alone: {share:.2f} % of a step.",
+        *([] if settings.compiled else ["torch.compile was left out: --compiled adds its side."]),
+    )
+    bars = tuple(Bar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
+    measured = settings.device.type == "cuda"
+    targets = step_targets(sides, flops, share) if measured else step_targets({}, 0, None)
+    return Report(title, COLUMNS, tuple(rows), (*said, *notes), (), targets, bars, "tokens/s")
+
+
+def _precision(settings: StepSettings) -> str:
+    if settings.device.type == "cuda":
+        return (
+            "hydragraph computes in bf16 from fp32 master weights; the other sides under autocast to bf16 over fp32 "
+            "weights, so that their hidden states between layers are fp32. All update by AdamW in fp32, fused."
+        )
+    return "All sides compute in fp32 and update by AdamW."
+
+
+def step_targets(sides: Mapping[str, Found], flops: float, share: float | None) -> tuple[Target, ...]:
+    """Compare a step with what has to be reached on one H200.
+
+    Args:
+        sides: by name; empty where nothing was measured.
+        flops: of one step.
+        share: percent of the step that pulls and pushes take.
+    """
+    ratio = None
+    mfu = None
+    if OURS in sides:
+        mfu = 100 * flops / sides[OURS].seconds / 989e12
+        if "compiled, packed" in sides:
+            ratio = sides["compiled, packed"].seconds / sides[OURS].seconds
+    return (
+        Target.at_least("training step, about 1 B parameters, packed: against torch.compile", 1.0, ratio, "{:.2f}x"),
+        Target.at_least("training step: MFU, of 989 TFLOP/s", 45, mfu, "{:.1f} %"),
+        Target.at_most("one rank: pull and push, of the step", 2, share, "{:.2f} %"),
+    )

@@ -1,0 +1,35 @@
+"""A run's model, captured without weights or devices, for verbs that price it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hydragraph.commands.launch_process import quieten
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hydragraph.ir.program import Program
+    from hydragraph.passes.variants import Variants
+
+
+def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
+    """Return a config's model on the meta device, its program, and its graphs as a run compiles them.
+
+    Raises:
+        Unsupported: the model cannot be captured.
+        ValueError: naming the field of the config that describes no model.
+    """
+    import torch
+
+    from hydragraph.frontend.capture import capture
+    from hydragraph.passes.compile_with_inductor import choose_backend
+    from hydragraph.passes.variants import Variants
+    from hydragraph.train.model import adapted, skeleton
+
+    quieten()
+    model = adapted(skeleton(config.model, config.data.vocab_size), config.adapter, config.seed)
+    program = capture(model, dtype=getattr(torch, config.dtype))
+    inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
+    return model, program, Variants(program, fused_head=inductor, added=not inductor)

@@ -1,0 +1,244 @@
+"""Compile a model for strategies ahead of time: no data, no devices, no process group, no weights.
+
+What comes of it are values: records that become `summary.json`, rank programs, and graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.link_bytes import traffic
+from hydragraph.engine.api import RankPrograms, lower
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.program import Block, Program, short
+from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.passes.place import place
+from hydragraph.passes.variants import Variants, pass_seconds
+from hydragraph.passes.weight_layouts import layouts
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Strategy
+
+_KEPT = 1 << 20  # nothing may be forgotten: a variant that was compiled twice would be taken for two
+_TOKENS = 1024  # at which saved bytes are counted, and at twice as many
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class VariantRecord:
+    """One template compiled for some ranks of a kind of stage.
+
+    Attributes:
+        name: its files are `graphs/{name}.forward.py` and `.backward.py`.
+        template: the template's name.
+        blocks: the blocks of the model that it serves.
+        tp, sequence_parallel, recompute: the kind of stage.
+        indices: the places in the stage whose ranks run it: several variants where a parameter's shards are unequal.
+        forward_nodes, backward_nodes: operators.
+        saved_values: what its forward hands to its backward.
+        saved_bytes_per_token: of that, what is neither an input nor the output, per token of the micro-batch.
+        seconds: that compiling took here; next to none where this process had compiled it before.
+        pass_seconds: graph pass -> the seconds that it took, whenever that was.
+    """
+
+    name: str
+    template: str
+    blocks: tuple[str, ...]
+    tp: int
+    sequence_parallel: bool
+    recompute: bool
+    indices: tuple[int, ...]
+    forward_nodes: int
+    backward_nodes: int
+    saved_values: int
+    saved_bytes_per_token: float
+    seconds: float
+    pass_seconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "indices"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class StrategyRecord:
+    """What became of one strategy.
+
+    Attributes:
+        strategy: its text with its fingerprint; as it was given, where it does not fit.
+        folder: of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" where it does not fit.
+        micro_batches: of each pipeline.
+        instructions: of all ranks' programs.
+        pull_bytes, push_bytes: that travel between ranks in one iteration, with work for all pipelines.
+        variants: the names of those it needs.
+        problem: why it does not fit; "" where every rank's program is proven complete, and to come to its end together
+            with the others.
+    """
+
+    strategy: str
+    folder: str = ""
+    micro_batches: tuple[int, ...] = ()
+    instructions: int = 0
+    pull_bytes: int = 0
+    push_bytes: int = 0
+    variants: tuple[str, ...] = ()
+    problem: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batches", "variants"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledVariant:
+    """A variant's record and its graphs before any backend took them."""
+
+    record: VariantRecord
+    variant: Variant
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStrategy:
+    """A strategy's record with its programs; None where it does not fit."""
+
+    record: StrategyRecord
+    programs: RankPrograms | None
+
+
+@dataclass(frozen=True)
+class _Need:
+    """A template in a kind of stage, by the first block of the model that has the template."""
+
+    block: Block
+    kind: StageKind
+
+
+class Compiler:
+    """Compiles one program for strategies, each variant once.
+
+    Args:
+        program: the captured model.
+        owners: where state lives, over all ranks of the world.
+        backend: "eager", or "inductor", whose cache on disk is filled.
+        device: for which Inductor compiles.
+        tell: called with what comes next.
+    """
+
+    def __init__(self, program: Program, owners: HomeLayouts, backend: str, device: torch.device, tell: Tell) -> None:
+        self.ranks = owners.ranks
+        self._homes = owners.by_name(program.buckets)
+        self.backend = backend
+        self.device = device
+        self._program = program
+        self._tell = tell
+        inductor = backend == "inductor"
+        # Those whose graphs can be read.
+        self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
+        self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
+        self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
+        first: dict[str, Block] = {}
+        for block in program.blocks:
+            first.setdefault(block.template, block)
+        self._first: Mapping[str, Block] = first
+
+    @property
+    def traced(self) -> Variants:
+        """What was compiled, before any backend took it."""
+        return self._traced
+
+    @property
+    def variants(self) -> tuple[CompiledVariant, ...]:
+        """All that were compiled, in that order."""
+        return tuple(variant for variants in self._known.values() for variant in variants)
+
+    def steps(self, strategies: Sequence[Strategy]) -> int:
+        """Return how many times `tell` is called for strategies, at most."""
+        fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
+        return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
+
+    def compile(self, strategy: Strategy, micro_batches: Sequence[int]) -> CompiledStrategy:
+        """Lower a strategy, prove its programs, and compile what it needs.
+
+        Raises:
+            ValueError: it does not fit the model, the ranks or the micro-batches.
+        """
+        self._tell(strategy.name)
+        programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
+        programs.verify()
+        placed = layouts(self._program, strategy, self._homes)  # the link refuses what does not reach every owner
+        moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
+        variants = [variant.record.name for need in self._needs(strategy) for variant in self._variants(need)]
+        record = StrategyRecord(
+            str(strategy),
+            folder=_folder(strategy),
+            micro_batches=tuple(micro_batches),
+            instructions=programs.programs.instructions,
+            pull_bytes=moved[0],
+            push_bytes=moved[1],
+            variants=tuple(variants),
+        )
+        return CompiledStrategy(record, programs)
+
+    def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
+        """Return what a strategy needs, the model's first block first."""
+        needs: dict[_Need, None] = {}
+        for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
+            kind = stage.kind
+            templates = dict.fromkeys(block.template for block in self._program.blocks[slice(*stage.blocks)])
+            needs |= dict.fromkeys(_Need(self._first[template], kind) for template in templates)
+        return tuple(needs)
+
+    def _variants(self, need: _Need) -> tuple[CompiledVariant, ...]:
+        if need not in self._known:
+            self._tell(f"{need.block.name} {need.kind.text}")
+            self._known[need] = tuple(self._compile(need))
+        return self._known[need]
+
+    def _compile(self, need: _Need) -> Iterator[CompiledVariant]:
+        indices: dict[Variant, list[int]] = {}
+        seconds: dict[Variant, float] = {}
+        for part in need.kind.parts():
+            began = time.perf_counter()
+            variant = self._traced.get(need.block, part)
+            if self._filling is not None:
+                self._filling.get(need.block, part)
+            indices.setdefault(variant, []).append(part.index)
+            seconds[variant] = seconds.get(variant, 0.0) + time.perf_counter() - began
+        for variant, places in indices.items():
+            name = f"{need.block.name}.{need.kind.text}" + (f".rank{places[0]}" if len(indices) > 1 else "")
+            yield CompiledVariant(self._record(name, need, variant, tuple(places), seconds[variant]), variant)
+
+    def _record(
+        self, name: str, need: _Need, variant: Variant, indices: tuple[int, ...], seconds: float
+    ) -> VariantRecord:
+        part = StagePart(need.kind, indices[0])
+        less, more = (footprint(variant, part, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
+        return VariantRecord(
+            name,
+            short(need.block.template),
+            tuple(block.name for block in self._program.blocks if block.template == need.block.template),
+            *need.kind,
+            indices=indices,
+            forward_nodes=_operators(variant.forward.graph),
+            backward_nodes=_operators(variant.backward.graph),
+            saved_values=len({*variant.needs} & {*saved_names(len(variant.needs))}),
+            saved_bytes_per_token=(more - less) / _TOKENS,
+            seconds=seconds,
+            pass_seconds=dict(pass_seconds(variant)),
+        )
+
+
+def _operators(graph: torch.fx.Graph) -> int:
+    return sum(node.op in ("call_function", "call_method") for node in graph.nodes)
+
+
+def _folder(strategy: Strategy) -> str:
+    """Return a name that file systems and shells take, such as tp2-pp1-2-tp1-pp2-7c1e00."""
+    name = "".join(c if c.isalnum() else "-" for c in strategy.name)
+    short = "-".join(part for part in name.split("-") if part)[:60].rstrip("-")
+    return f"{short}-{strategy.fingerprint}"

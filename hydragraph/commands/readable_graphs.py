@@ -1,0 +1,165 @@
+"""A compiled variant's graphs as Python that a person can read: names of the model, shapes, and what is saved for what.
+
+The text runs, too: `forward` and `backward` take and return what the graphs do.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.differentiate import Variant
+from hydragraph.private.operator_schemas import is_operator
+from hydragraph.private.tracing import symbol_name
+
+_LEGEND = """\
+T is the number of tokens of what passes between blocks (under sequence parallelism, of a rank's part of it), S the
+number of sequences and one more. When values are freed is left out."""
+_HEAD = """import torch
+
+import hydragraph.kernels.varlen_attention  # registers torch.ops.hydragraph
+
+aten, hydragraph = torch.ops.aten, torch.ops.hydragraph
+"""
+
+
+def forward_code(variant: Variant, title: str) -> str:
+    """Return the forward as a function: parameters, buffers and inputs to outputs and saved values.
+
+    Args:
+        title: one line that says what this is.
+    """
+    names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
+    results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
+    results += [f"saved.{i}" for i in range(len(_returned(variant.forward)) - variant.outputs)]
+    return _text("forward", variant, variant.forward, names, variant.inputs, results, title)
+
+
+def backward_code(variant: Variant, title: str) -> str:
+    """Return the backward as a function: saved values, named as in the forward, and the tangent to gradients."""
+    forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
+    saved = {f"saved.{i}": forward[node] for i, node in enumerate(_returned(variant.forward)[variant.outputs :])}
+    arguments = [
+        *variant.needs,
+        *(argument for name in variant.added for argument in (f"total of {name}", f"beta of {name}")),
+    ]
+    names = _names(variant.backward, [saved.get(argument) or _identifier(argument) for argument in arguments])
+    results = [f"the gradient of {name}" for name in variant.gradients]
+    return _text("backward", variant, variant.backward, names, arguments, results, title)
+
+
+def _text(
+    name: str,
+    variant: Variant,
+    module: fx.GraphModule,
+    names: Mapping[fx.Node, str],
+    arguments: Sequence[str],
+    results: Sequence[str],
+    title: str,
+) -> str:
+    size = _sizes(variant)
+    lines = [f'"""{title}', "", _LEGEND, '"""', "", _HEAD, "", f"def {name}("]
+    for node, meaning in zip(_placeholders(module), arguments, strict=True):
+        comment = "" if names[node] == meaning else f"  # {meaning}"
+        lines.append(f"    {names[node]}{_annotation(node, size)},{comment}")
+    lines.append("):")
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            lines.append(f"    {names[node]}{_annotation(node, size)} = {_call(node, names)}")
+    lines.append("    return (")
+    for value, meaning in zip(_returned(module), results, strict=True):
+        lines.append(f"        {_argument(value, names)},  # {meaning}")
+    return "\n".join([*lines, "    )", ""])
+
+
+def _names(module: fx.GraphModule, placeholders: Sequence[str]) -> dict[fx.Node, str]:
+    """Name all nodes: placeholders as given, the others as they are called, unless a name is taken."""
+    names: dict[fx.Node, str] = {}
+    used: set[str] = set()
+    placeholder_names = iter(placeholders)
+    for node in module.graph.nodes:
+        name = next(placeholder_names) if node.op == "placeholder" else node.name
+        while name in used:
+            name += "_"
+        names[node] = name
+        used.add(name)
+    return names
+
+
+def _identifier(name: str) -> str:
+    """Return a parameter's or input's name as an identifier."""
+    return re.sub(r"\W", "_", name)
+
+
+def _sizes(variant: Variant) -> Callable[[object], str]:
+    """Return what writes sizes: the tokens' symbol as T, that of cu_seqlens as S."""
+    nodes = dict(zip(variant.inputs, _placeholders(variant.forward), strict=True))
+    first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
+    tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)
+
+    def write(size: object) -> str:
+        return re.sub(r"\b[su]\d+\b", lambda match: "T" if match[0] == tokens else "S", _expression(size))
+
+    return write
+
+
+def _expression(size: object) -> str:
+    return (symbol_name(size) if isinstance(size, torch.SymInt) else None) or str(size)
+
+
+def _symbols(size: object) -> Iterator[str]:
+    return (match[0] for match in re.finditer(r"\b[su]\d+\b", _expression(size)))
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = value_of(node)
+    return value.shape if isinstance(value, Tensor) else ()
+
+
+def _annotation(node: fx.Node, size: Callable[[object], str]) -> str:
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return f': "{str(value.dtype).removeprefix("torch.")}[{", ".join(size(s) for s in value.shape)}]"'
+    return f': "{size(value)}"' if isinstance(value, torch.SymInt) else ""
+
+
+def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    arguments = [_argument(a, names) for a in node.args]
+    arguments += [f"{key}={_argument(a, names)}" for key, a in node.kwargs.items()]
+    if node.target is operator.getitem:
+        return f"{arguments[0]}[{arguments[1]}]"
+    if node.op == "call_method":
+        return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    return f"{_target(node.target)}({', '.join(arguments)})"
+
+
+def _target(target: Any) -> str:
+    return str(target) if is_operator(target) else f"{target.__module__}.{target.__qualname__}"
+
+
+def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, tuple | list):
+        inside = ", ".join(_argument(item, names) for item in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    return repr(value) if not isinstance(value, float) or math.isfinite(value) else f'float("{value}")'
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _returned(module: fx.GraphModule) -> list[Any]:
+    return list(next(n for n in module.graph.nodes if n.op == "output").args[0])

@@ -1,0 +1,395 @@
+"""The event simulation itself: when every instruction of every actor begins and ends.
+
+Computation is a chain: an actor runs ahead for as long as all that it waits for has a known end. Transfers share
+ports and cards, so their ends are known only when the clock reaches them (`cost.flows`). Nothing begins before the
+clock: what becomes known at some time was made then or later.
+
+    a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
+    i       an instruction of an actor's program, by index
+    queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
+    hand    what first owners hand on to second ones: the second half of a push, in a queue of its own; the push ends
+            with it, but lets the next one begin when its sums are there
+    ready   when an instruction can begin;  cause: the one that it waited for last, for the critical path
+
+Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
+
+    stage 0  computes forward 0-1;  sends 1-1.5;                                    computes backward 5-7
+    stage 1                         computes forward 1.5-2.5 and backward 2.5-4.5;  sends 4.5-5
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.actors import Actor, StageMessage, message_of
+from hydragraph.cost.instruction_work import Priced
+from hydragraph.cost.shared_ports import Flow, Flows
+from hydragraph.cost.traffic import Passage, Roads, Transfers
+from hydragraph.ir.instruction import Op
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.spec.cluster import Cluster
+
+UNKNOWN = -1.0
+_PULL, _PUSH, _SEND, _HAND = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """When an actor's instructions begin and end, in seconds, and what each began after: an actor's instruction.
+
+    Attributes:
+        begin, end: by index.
+        actor, index: what the beginning waited for last; -1: for nothing.
+        alone: of a transfer: what it would have taken alone; of others 0.
+    """
+
+    begin: array[float]
+    end: array[float]
+    actor: array[int]
+    index: array[int]
+    alone: dict[int, float]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One exchange: who is still missing for each actor, when the last of them came, and which it was."""
+
+    passage: Passage
+    left: np.ndarray
+    latest: np.ndarray
+    last: np.ndarray
+    # Actor -> its instruction, when it came, and what let it enter.
+    entered: dict[int, tuple[int, float, tuple[int, int]]]
+
+
+class Engine:
+    """One run."""
+
+    def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
+        self.actors = actors
+        self._work = work
+        group = np.zeros(len(cluster.devices), dtype=np.int64)
+        for a, actor in enumerate(actors):
+            group[list(actor.ranks)] = a
+        # A transfer is priced for all ranks of an actor together: the slowest of them counts.
+        handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
+        self._roads = Roads(cluster, group, handling)
+        self._flows = Flows()
+        self._group = group.tolist()
+        self._passages: dict[Transfers, Passage] = {}
+        sizes = [len(actor.program.instructions) for actor in actors]
+        self.times = [
+            Times(array("d", [0.0]) * n, array("d", [UNKNOWN]) * n, array("i", [-1]) * n, array("i", [-1]) * n, {})
+            for n in sizes
+        ]
+        self._durations = [_durations(actor, work) for actor in actors]
+        self._arriving = [_receives(actor) for actor in actors]
+        self._meetings: dict[tuple[int, str], _Meeting] = {}
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when the sums of pushes were there, to hand on
+        self._at = [0] * len(actors)  # how far each actor is in its compute queue
+        self._clock = [0.0] * len(actors)  # when its last computation ended
+        self._latest = [-1] * len(actors)  # and which that was
+        self._queues = [
+            (p.pulls, p.pushes, p.sends, tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))))
+            for p in (actor.program for actor in actors)
+        ]
+        self._handed_on = [frozenset(queues[_HAND]) for queues in self._queues]
+        self._next = [[0] * 4 for _ in actors]
+        self._free: list[list[float]] = [[0.0] * 4 for _ in actors]  # UNKNOWN while one is under way
+        self._before = [[-1] * 4 for _ in actors]
+        self._open = [
+            len(p.pulls) + len(p.pushes) + len(p.sends) + len(p.receives) for p in (a.program for a in actors)
+        ]
+        self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # the last of these to end
+        self._committing: dict[int, tuple[float, int, int, int]] = {}
+        self._committers = sum(
+            any(a.program.instructions[i].op is Op.COMMIT for i in a.program.compute) for a in actors
+        )
+        self._dirty: deque[int] = deque()
+
+    def run(self) -> list[Times]:
+        """Return the times of every actor.
+
+        Raises:
+            ValueError: the programs never end.
+        """
+        # Everything that needs no transfer first; then whatever the end of each transfer lets begin.
+        self._dirty.extend(range(len(self.actors)))
+        self._settle()
+        for now, flow in self._flows.ended():
+            self._finish(flow.actor, flow.index, now)
+            self._settle()
+        for a, actor in enumerate(self.actors):
+            if self._at[a] < len(actor.program.compute) or self._open[a]:
+                raise ValueError(self._stuck(a, actor))
+            end = self.times[a].end
+            for i, before in actor.program.before.items():
+                self.times[a].begin[i] = end[i] = end[before] if before >= 0 else 0.0
+        return self.times
+
+    def _stuck(self, a: int, actor: Actor) -> str:
+        program = actor.program
+        at = program.compute[self._at[a]] if self._at[a] < len(program.compute) else None
+        if at is None:
+            at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
+        where = " ".join(instruction_text(program.instructions[at]).split())
+        return (
+            f"rank {actor.ranks[0]} never ends: verify() these programs, it names who waits for whom; "
+            f"instruction {at}, {where!r}, has not begun"
+        )
+
+    def _settle(self) -> None:
+        # Until nobody can go on without the clock. Computing makes values that transfers wait for, and a commit moves
+        # other actors on, which marks them again.
+        while self._dirty:
+            a = self._dirty.popleft()
+            self._compute(a)
+            for queue in (_PULL, _PUSH, _SEND, _HAND):
+                self._transfer(a, queue)
+
+    def _compute(self, a: int) -> None:
+        """Run an actor's computations for as long as all that they wait for has a known end."""
+        program = self.actors[a].program
+        times = self.times[a]
+        durations = self._durations[a]
+        # Local names: this loop runs once per instruction, of which there are millions.
+        queue = program.compute
+        needs = program.needs
+        begin = times.begin
+        end = times.end
+        by_actor = times.actor
+        by_index = times.index
+        at = self._at[a]
+        clock = self._clock[a]
+        latest = self._latest[a]
+        while at < len(queue):
+            i = queue[at]
+            ready = clock
+            cause = latest
+            for need in needs[i]:
+                made_at = end[need]
+                if made_at < 0:
+                    ready = UNKNOWN
+                    break
+                if made_at > ready:
+                    ready = made_at
+                    cause = need
+            if ready < 0:
+                break
+            seconds = durations[i]
+            # The commit is the one instruction whose end depends on the other actors.
+            if seconds < 0:
+                if not self._commit(a, i, ready, cause):
+                    break
+                # The commit has moved every actor on, this one too.
+                at = self._at[a]
+                clock = self._clock[a]
+                latest = self._latest[a]
+                continue
+            begin[i] = ready
+            clock = end[i] = ready + seconds
+            by_actor[i], by_index[i] = (a, cause) if cause >= 0 else (-1, -1)
+            latest = i
+            at += 1
+        self._at[a] = at
+        self._clock[a] = clock
+        self._latest[a] = latest
+
+    def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
+        """Let an actor come to the commit, which waits for its transfers; say whether all are there."""
+        # Transfers of its own must have ended, received messages too; those of others are theirs to wait for.
+        if self._open[a] or a in self._committing:
+            return False
+        other, index = self._other[a]
+        if other > ready:
+            ready = other
+            cause = index
+        self._committing[a] = (ready, i, a, cause)
+        if len(self._committing) < self._committers:
+            return False
+        last = max(self._committing.values(), key=lambda arrival: arrival[0])
+        over = last[0] + self._work.commit_s()
+        for b, (_, j, _, _) in self._committing.items():
+            times = self.times[b]
+            times.begin[j] = last[0]
+            times.end[j] = over
+            times.actor[j], times.index[j] = (last[2], last[3]) if last[3] >= 0 else (-1, -1)
+            self._at[b] += 1 if b != a else 0
+            self._clock[b] = over
+            self._latest[b] = j
+            if b != a:
+                self._dirty.append(b)
+        self._at[a] = self.actors[a].program.compute.index(i) + 1
+        return True
+
+    def _transfer(self, a: int, queue: int) -> None:
+        """Begin the next transfer of a queue, if the one before it has ended and what it waits for is made."""
+        while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
+            i = self._queues[a][queue][self._next[a][queue]]
+            ready = self._free[a][queue]
+            cause = self._before[a][queue]
+            if queue == _HAND:
+                if i not in self._summed[a]:
+                    return
+                self._free[a][queue] = UNKNOWN
+                self._next[a][queue] += 1
+                self._enter(a, i, max(ready, self._summed[a][i]), i, queue)
+                continue
+            end = self.times[a].end
+            for need in self.actors[a].program.needs[i]:
+                if end[need] < 0:
+                    return
+                if end[need] > ready:
+                    ready = end[need]
+                    cause = need
+            self._free[a][queue] = UNKNOWN
+            self._next[a][queue] += 1
+            if queue == _SEND:
+                self._send(a, i, ready, cause)
+            else:
+                self._enter(a, i, ready, cause, queue)
+
+    def _send(self, a: int, i: int, ready: float, cause: int) -> None:
+        actor = self.actors[a]
+        message, _ = actor.program.messages[i]
+        role = actor.role_of[message.micro_batch]
+        size = self._work.message_bytes(role.pipeline, message.micro_batch - role.micro_batches.start)
+        seconds, used = self._roads.message(actor.pairs(i), size) if size is not None else (0.0, ())
+        self._begin(a, i, ready, (a, cause), seconds, used)
+
+    def _begin(
+        self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
+    ) -> None:
+        times = self.times[a]
+        if i in self._summed[a]:  # the second half: a push is alone while it waits between its halves, too
+            times.alone[i] += ready - self._summed[a][i] + seconds
+        else:
+            times.begin[i] = ready
+            times.alone[i] = seconds
+            times.actor[i], times.index[i] = cause if cause[1] >= 0 else (-1, -1)
+        self._flows.begin(ready, Flow(a, i, seconds, used))
+
+    def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
+        """Let an actor enter an exchange; whoever has all its partners there begins."""
+        meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
+        # Who exchanges nothing, as both ends are on one rank, passes at once.
+        row = meeting.passage.partners[a]
+        if not row[a]:
+            self._begin(a, i, ready, (a, cause), 0.0, ())
+            return
+        meeting.entered[a] = (i, ready, (a, cause))
+        if meeting.passage.whole:
+            if len(meeting.entered) == len(self.actors):
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones the first that came
+                self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
+            return
+        # Every partner waits for the last of its own partners, and partners differ: groups that exchange nothing with
+        # each other do not wait for each other.
+        later = row & (meeting.latest < ready)
+        meeting.latest[later] = ready
+        meeting.last[later] = a
+        meeting.left[row] -= 1
+        there = np.flatnonzero(row & (meeting.left == 0))
+        self._begin_together(meeting, there.tolist(), meeting.last[there].tolist())
+
+    def _begin_together(self, meeting: _Meeting, actors: Sequence[int], lasts: Sequence[int]) -> None:
+        """Let actors begin an exchange, each when the last of its partners has come."""
+        passage = meeting.passage
+        for b, last in zip(actors, lasts, strict=True):
+            own = meeting.entered[b][0]
+            _, ready, cause = meeting.entered[last]
+            self._begin(b, own, ready, cause, float(passage.seconds[b]), passage.occupied[b])
+
+    def _meeting(self, queue: int, bucket: str) -> _Meeting:
+        if (queue, bucket) not in self._meetings:
+            moved = (
+                self._work.handed_on(bucket)
+                if queue == _HAND
+                else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
+            )
+            if moved not in self._passages:  # equal buckets have the same transfers
+                self._passages[moved] = self._roads.passage(moved)
+            passage = self._passages[moved]
+            count = len(self.actors)
+            self._meetings[queue, bucket] = _Meeting(
+                passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}
+            )
+        return self._meetings[queue, bucket]
+
+    def _finish(self, a: int, i: int, now: float) -> None:
+        times = self.times[a]
+        actor = self.actors[a]
+        op = actor.program.instructions[i].op
+        queue = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND}[op]
+        if queue == _PUSH and i in self._handed_on[a]:
+            if i in self._summed[a]:
+                queue = _HAND
+            else:
+                self._summed[a][i] = now
+                self._free[a][queue] = now
+                self._before[a][queue] = i
+                self._dirty.append(a)
+                return
+        times.end[i] = now
+        self._free[a][queue] = now
+        self._before[a][queue] = i
+        self._close(a, i, now)
+        if op is Op.SEND:
+            self._arrive(a, i, now)
+
+    def _close(self, a: int, i: int, now: float) -> None:
+        self._open[a] -= 1
+        if now >= self._other[a][0]:
+            self._other[a] = now, i
+        self._dirty.append(a)
+
+    def _arrive(self, a: int, i: int, now: float) -> None:
+        """Let a message be there once all ranks of the other stage have it."""
+        actor = self.actors[a]
+        message, turn = actor.program.messages[i]
+        target = actor.receivers(message)
+        # Where the other stage has more ranks, this one sends several times: only the last of these completes it.
+        if (turn + 1) * len(actor.ranks) < len(target):
+            return
+        b = self._group[target[0]]
+        index = self._arriving[b].get(message)
+        if index is None:
+            return
+        times = self.times[b]
+        times.begin[index] = times.end[index] = now
+        times.actor[index] = a
+        times.index[index] = i
+        self._close(b, index, now)
+
+
+def _receives(actor: Actor) -> dict[StageMessage, int]:
+    program = actor.program
+    return {message_of(program.instructions[i]): i for i in program.receives}
+
+
+def _durations(actor: Actor, work: Priced) -> list[float]:
+    """Return the seconds of every instruction of the compute queue; -1 for the commit, which all come to."""
+    program = actor.program
+    durations = [0.0] * len(program.instructions)
+    tables: dict[tuple[Op, str], dict[int, float]] = {}
+    numbers = tuple(actor.role_of)
+    for i in program.compute:
+        instruction = program.instructions[i]
+        op = instruction.op
+        if op is Op.FORWARD or op is Op.BACKWARD:
+            assert instruction.micro_batch is not None, "a computation has a micro-batch"
+            table = tables.get((op, instruction.target))
+            if table is None:
+                seconds = work.computing(op, instruction.target, actor.ranks, numbers)
+                table = tables[op, instruction.target] = dict(zip(numbers, seconds, strict=True))
+            durations[i] = table[instruction.micro_batch]
+        elif op is Op.COMMIT:
+            durations[i] = -1.0
+        elif op is Op.UPDATE:
+            durations[i] = max(work.update_s(rank) for rank in actor.ranks)
+    return durations

@@ -1,0 +1,186 @@
+"""How many tokens micro-batches may have: each rank's memory is walked, and tokens are added until it is full.
+
+Walks take a while, so those of stages are left out whose memory surely suffices where that of another one does. Under
+1F1B stage s of S has S - s micro-batches in flight: of two stages between the first and the last, built of equal blocks
+on equal terms, the one that comes later holds a micro-batch less, and the one with fewer layers holds less of each.
+
+Example: <tp2,pp8> of 8 + 8 + ... + 8 layers on equal ranks: stages 0, 1 and 7 are walked, and stages 2 to 6 hold less
+than stage 1. With 10 layers on stage 5, that one is walked, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.peak_memory import Peak
+from hydragraph.cost.rank_memory import Walk, telling
+from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program_outline import Outline
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+# Programs whose peaks are kept, of about a megabyte each.
+PEAKS = 256
+
+
+class Memories(Protocol):
+    """What is asked of `Costs`."""
+
+    profile: Profile
+    cluster: Cluster
+    outline: Outline
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def ranks(self) -> int: ...
+    def piece_profile(self, rank: int) -> Profile: ...
+    def memory_of(self, rank: int) -> float: ...
+    def owned(self, rank: int, learning: bool | None = None) -> int: ...
+    def owned_bytes(self, rank: int) -> int: ...
+    def walk(
+        self, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool = True
+    ) -> Walk: ...
+
+
+class Reach:
+    """How many tokens fit the ranks of a cluster.
+
+    Args:
+        costs: of the model on the cluster.
+        other: of costs with the same profile and types and as many ranks, whose peaks are used too: who is slow, who
+            owns what and where ranks are is not in them.
+    """
+
+    def __init__(self, costs: Memories, other: Reach | None = None) -> None:
+        self._costs = costs
+        self._peaks: dict[object, Peak] = {} if other is None else other._peaks
+
+    def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
+        """See `Costs.max_len`."""
+        limits = [self._alone(pipeline, beside)]
+        for stage in pipeline.stages:
+            sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
+            if len(sharing) > 1:
+                for rank in self._unlike(stage):
+                    limits.append(self._shared_peak(stage, sharing, rank).most(self._left(rank) - beside))
+        return min(limits)
+
+    def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
+        """See `Costs.beside`."""
+        found = [0.0] * self._costs.ranks
+        for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
+            for at, stage in enumerate(pipeline.stages):
+                sharing = [p for p in strategy.pipelines if stage in p.stages]
+                for rank in stage.devices:
+                    peak = self._stage_peak(pipeline, at, rank)
+                    found[rank] = max(found[rank], peak.needs(most))
+                    if len(sharing) > 1:
+                        found[rank] = max(found[rank], self._shared_peak(stage, sharing, rank).needs(most))
+        return found
+
+    def _alone(self, pipeline: Pipeline, beside: float) -> int:
+        profile = self._costs.piece_profile(pipeline.devices[0])
+        measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
+        if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
+            return int(measured)
+        most: int | None = None
+        for at, rank in self._deciding(pipeline):
+            peak = self._stage_peak(pipeline, at, rank)
+            # Most stages are not the one that decides, which one look at them tells.
+            left = self._left(rank) - beside
+            if most is None or not peak.holds(most, left):
+                found = peak.most(left)
+                most = found if most is None else min(most, found)
+        assert most is not None, "a pipeline has stages, and a stage ranks"
+        return most
+
+    def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
+        """Yield positions of stages and ranks of them that may decide: where these have room, all have."""
+        ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
+        contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
+        looked: list[tuple[StageKind, Counter[object], float]] = []  # between the first and the last
+        for at, stage in enumerate(pipeline.stages):
+            between = 0 < at < len(pipeline.stages) - 1
+            for rank in self._unlike(stage):
+                left = self._left(rank)
+                if between and any(
+                    kind == stage.kind and contents[at] <= held and room <= left for kind, held, room in looked
+                ):
+                    continue
+                if between:
+                    looked.append((stage.kind, contents[at], left))
+                yield at, rank
+
+    def _contents(self, first: int, end: int) -> Counter[object]:
+        """Return what of blocks [first, end) decides their memory, and how often.
+
+        Of each block its template, and whether it runs a backward; of all of them the buckets, which blocks may share.
+        """
+        outline = self._costs.outline
+        names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
+        templates = self._costs.profile.blocks
+        blocks = [(templates[at], at >= outline.lowest) for at in range(first, end)]
+        return Counter([*blocks, *(self._kinds[name] for name in names)])
+
+    @cached_property
+    def _kinds(self) -> dict[str, int]:
+        """The number of each bucket's kind: equal ones take as much."""
+        numbers: dict[object, int] = {}
+        kinds = {bucket.name: (bucket.form, bucket.learns) for bucket in self._costs.buckets}
+        return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
+
+    def _unlike(self, stage: Stage) -> list[int]:
+        """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
+        costs = self._costs
+        kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
+        return list(kinds.values())
+
+    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
+        """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
+        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
+        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
+        return self._peak((shape, at), Strategy((pipeline,)), [telling(len(pipeline.stages), at)], rank)
+
+    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
+        """Return what a rank of a stage holds that pipelines share, by the tokens of all their micro-batches.
+
+        In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
+        stage of a model one in all.
+        """
+        left = [len(p.stages) - p.stages.index(stage) for p in sharing]
+        # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
+        last = left[0] == 1
+        flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
+        counts = left if last else [left[0] + 1, *left[1:]]
+        return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
+
+    def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
+        """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
+
+        Args:
+            form: what it depends on: all devices hold the same of the same stage.
+        """
+        if form not in self._peaks:
+            if len(self._peaks) >= PEAKS:
+                self._peaks.pop(next(iter(self._peaks)))
+            every = [[MicroBatch(1, 1)] * count for count in counts]
+            walk = self._costs.walk(strategy, every, rank, messages=False)
+            owned = self._costs.owned_bytes(rank)
+
+            def bytes_at(tokens: int) -> float:
+                batches = [[MicroBatch(tokens, 1)] * count for count in counts]
+                return walk.again(batches).peak().total - owned
+
+            self._peaks[form] = Peak(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))
+        return self._peaks[form]
+
+    def _left(self, rank: int) -> float:
+        """Return the bytes that a rank may use beside what it owns."""
+        return self._costs.memory_of(rank) - self._costs.owned_bytes(rank)

@@ -1,0 +1,401 @@
+"""Measured constants: what a micro-batch costs under each scheme, and what fits into memory (Hydraulis, section 6).
+
+Formulas of Hydraulis -> functions:
+
+    T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
+    T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
+    MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
+    UtilLen(P)                                `Profile.util_len`
+    when a pipeline ends, exactly (ours)      `PipelineCost.seconds`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hydragraph.cost import profile_record
+from hydragraph.cost.block_pieces import HOME_BYTES, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import Scheme as Scheme
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.published_memory import MemoryModel
+from hydragraph.cost.stage_costs import StageCost, stages_end
+from hydragraph.errors import Unsupported
+from hydragraph.spec.cluster import Cluster, Interconnect
+from hydragraph.spec.cluster import Device as SpecDevice
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline
+from hydragraph.spec.strategy_text import regular_pipeline
+
+# Where no link was measured, as on one rank, which has none.
+INSTANT = Interconnect(1e300, 0.0)
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """What the planner knows of one pipeline.
+
+    Attributes:
+        a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
+        stages: its depth PP.
+        max_len: tokens that a micro-batch may have.
+        util_len: tokens from which a micro-batch uses the device well.
+        devices: how many it occupies.
+        parts: its stages one by one; empty where they are only known to be alike.
+        schedule: "1f1b" or "gpipe".
+    """
+
+    a: float
+    b: float
+    c: float
+    stages: int
+    max_len: int
+    util_len: int
+    devices: int
+    parts: tuple[StageCost, ...] = ()
+    schedule: str = "1f1b"
+
+    @property
+    def envelope(self) -> Constants:
+        """The constants of its slowest stage, which search goes by."""
+        return Constants(self.a, self.b, self.c)
+
+    def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Return when it ends, exactly, for micro-batches of these lengths in this order.
+
+        Where its stages are only known to be alike, a forward is a third of a micro-batch's time.
+        """
+        return stages_end(self.stage_costs, micro_batches, self.schedule)
+
+    @property
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        """Its stages one by one, alike where nothing else is known of them."""
+        return self.parts or (_alike(self.envelope),) * self.stages
+
+    def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """Return a l^2 + b l [s] of each sequence."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return np.asarray((self.a * tokens + self.b) * tokens, dtype=np.float64)
+
+    def micro_batch_seconds(self, lengths: ArrayLike) -> float:
+        """Return the seconds of one stage for one micro-batch of these sequences."""
+        return float(self.work(lengths).sum() + self.c)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured constants of one model on one kind of device.
+
+    Attributes:
+        name: of the measurement.
+        schemes: the constants of each measured scheme; those whose fit failed are in `failed`, not here.
+        util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
+        memory: the memory model; None: only `limits` bound a micro-batch.
+        limits: MaxLen by scheme where it was measured rather than modelled.
+        hetero_sync_s: what an iteration pays where its pipelines are not all alike.
+        failed: schemes whose fit failed, and why.
+        blocks: the template of every block of the model, in order; the first is the prologue, the last the epilogue.
+        pieces: what each template costs in each kind of stage; any pipeline can be priced from them. AUX stands for
+            what every stage computes once per micro-batch, such as rotary tables.
+        unfit: kinds of stage whose fit failed, and why.
+        device: where the pieces were measured.
+        link: between two ranks, fitted to `messages`.
+        messages: bytes of a message between two ranks, and the seconds it took.
+        residuals: root mean square relative error of each scheme's constants over what was measured.
+        notes: what else a reader of these numbers has to know.
+        type: the type of device that it was measured on, as clusters name it; "": any.
+        sizes: of the model; None: as far as the pieces tell (`model_sizes`).
+        update: seconds of an optimizer's step, and per element of a rank's home shard.
+        commit_s: of what ranks agree on before it.
+        norm_s: of the gradients' norm, which that begins with, per element of a rank's home shard.
+        efficiency: the part of a datasheet's FLOP/s that it was computed with; None: it was measured.
+        others: what was measured on other types of device (`merge`).
+    """
+
+    name: str
+    schemes: Mapping[Scheme, Constants]
+    util: Mapping[int, int]
+    memory: MemoryModel | None = None
+    limits: Mapping[Scheme, int] = field(default_factory=dict)
+    hetero_sync_s: float = 0.0
+    failed: Mapping[Scheme, str] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    pieces: Mapping[StageKind, Mapping[str, Piece]] = field(default_factory=dict)
+    unfit: Mapping[StageKind, str] = field(default_factory=dict)
+    device: PricedDevice | None = None
+    link: Interconnect | None = None
+    messages: tuple[tuple[int, float], ...] = ()
+    residuals: Mapping[Scheme, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    type: str = ""
+    sizes: ModelSizes | None = None
+    update: tuple[float, float] | None = None
+    commit_s: float = 0.0
+    norm_s: float = 0.0
+    efficiency: float | None = None
+    others: tuple[Profile, ...] = ()
+
+    @classmethod
+    def merge(cls, profiles: Sequence[Profile]) -> Profile:
+        """Return one profile of a model on several types of device; the first one's link and notes count.
+
+        Raises:
+            ValueError: they are of different models, or two of them of one type.
+        """
+        # Merged profiles may be merged again: they are taken apart first.
+        every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
+        if not every:
+            raise ValueError("no profiles: give at least one to merge")
+        first = every[0]
+        for other in every[1:]:
+            if other.blocks != first.blocks:
+                raise ValueError(
+                    f"profiles {first.name} and {other.name} are of different models ({len(first.blocks)} and "
+                    f"{len(other.blocks)} blocks, or others): measure one model on every type of device"
+                )
+        types = [profile.type for profile in every]
+        for name in types:
+            if types.count(name) > 1:
+                raise ValueError(
+                    f"two profiles of device type {name!r}: name the types (hydragraph profile --type), each once"
+                )
+        return replace(first, others=tuple(every[1:]))
+
+    def of(self, type_: str) -> Profile:
+        """Return what was measured on a type of device.
+
+        Raises:
+            Unsupported: nothing was.
+        """
+        for profile in (self, *self.others):
+            if profile.type == type_:
+                return profile
+        if not self.others and not (self.type and type_):  # one of the two has no types
+            return self
+        measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
+        more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
+        raise Unsupported(
+            f"device type {type_!r} was not measured" if type_ else "the cluster has devices of no type",
+            where=f"profile {self.name}",
+            remedy=f"use {measured} in the cluster{more}",
+        )
+
+    @property
+    def cuts(self) -> tuple[tuple[int, bool], ...]:
+        """The tensor-parallel degrees that were measured, each without and with sequence parallelism, ascending."""
+        every = (self, *self.others)
+        kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
+        return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
+
+    def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
+        """Return what was measured of stages of one tensor-parallel degree, with or without sequence parallelism."""
+        pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel) == (tp, sequence_parallel)}
+        schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
+        others = tuple(other.of_cut(tp, sequence_parallel) for other in self.others)
+        return replace(self, pieces=pieces, schemes=schemes, others=others)
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return as many ranks as there are here, where it was measured: one node, joined by the measured link.
+
+        Raises:
+            Unsupported: it does not say what its device's memory is.
+        """
+        if self.device is None:
+            raise Unsupported(
+                "the memory of its device is not known",
+                where=f"profile {self.name}",
+                remedy="measure the model with hydragraph profile, or give a cluster",
+            )
+        device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
+        return Cluster.homogeneous(ranks, device=device, within_node=self.link or INSTANT)
+
+    @property
+    def model_sizes(self) -> ModelSizes | None:
+        """The model's sizes; rough ones where only the elements of blocks are known; None where nothing is."""
+        if self.sizes is not None:
+            return self.sizes
+        if self.blocks and self.pieces and self.device is not None:
+            kind = min(self.pieces)
+            of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
+            return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
+        if self.memory is not None:
+            # Published constants give bytes per element of H^2; at home's bytes per element that is so many elements.
+            hidden = self.memory.hidden
+            layer = round(hidden**2 * self.memory.states / HOME_BYTES)
+            sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
+            return ModelSizes.rough(sizes, 2 * hidden, 2)
+        return None
+
+    @classmethod
+    def from_constants(cls, entry: Mapping[str, Any]) -> Profile:
+        """Read one entry of a table of published constants (milliseconds; see docs/planner.md for its fields)."""
+        return cls(**profile_record.published(entry))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError, ValueError: with the command that writes one.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: there is no such file; write a profile with hydragraph profile") from None
+        except (IsADirectoryError, UnicodeDecodeError):
+            raise ValueError(f"{path}: no profile, which is a JSON file; write one with hydragraph profile") from None
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict):
+                raise TypeError(f"a {type(data).__name__}, not an object")
+            others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
+            return cls(**profile_record.loaded(data), others=others)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: no profile ({error!r}); write one with hydragraph profile") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        data = profile_record.saved({f.name: getattr(self, f.name) for f in fields(self)})
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers of the model that was measured; None where the profile does not say."""
+        if self.blocks:
+            return len(self.blocks) - 2
+        return self.memory.layers if self.memory is not None else None
+
+    def constants(self, scheme: Scheme) -> Constants:
+        """Return the constants of a scheme.
+
+        Raises:
+            Unsupported: it was not measured, or its fit failed; nothing is extrapolated.
+        """
+        if scheme in self.schemes:
+            return self.schemes[scheme]
+        why = self.failed.get(scheme, "it was not measured")
+        measured = ", ".join(f"<tp{tp},pp{pp}>" for tp, pp in sorted(self.schemes))
+        raise Unsupported(
+            f"scheme <tp{scheme[0]},pp{scheme[1]}>: {why}",
+            where=f"profile {self.name}",
+            remedy=f"use a measured scheme ({measured}), or measure it: hydragraph profile --schemes "
+            f"tp{scheme[0]}pp{scheme[1]}",
+        )
+
+    @overload
+    def seconds(self, scheme: Scheme, length: float) -> float: ...
+    @overload
+    def seconds(self, scheme: Scheme, length: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]: ...
+    def seconds(self, scheme: Scheme, length: Any) -> Any:
+        """Return T(l) = a l^2 + b l + c [s]: one stage, forward and backward, for a micro-batch of one sequence.
+
+        Args:
+            length: tokens, or an array of them (one micro-batch each).
+        """
+        k = self.constants(scheme)
+        tokens = np.asarray(length, dtype=np.float64)
+        result = (k.a * tokens + k.b) * tokens + k.c
+        return float(result) if np.ndim(length) == 0 else result
+
+    def max_len(self, scheme: Scheme, devices: int) -> int:
+        """Return MaxLen: how many tokens a micro-batch may have, 0 where none fits; `devices` share the state."""
+        self.constants(scheme)
+        # A measured limit knows what no model does, such as an allocator's losses.
+        if scheme in self.limits:
+            return int(self.limits[scheme])
+        if self.memory is None:
+            raise Unsupported(
+                f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
+                where=f"profile {self.name}",
+                remedy="of a profile with blocks ask hg.Costs(profile, cluster), or add it to the profile's limits",
+            )
+        if scheme[0] not in self.memory.activation:
+            raise Unsupported(
+                f"tensor-parallel degree {scheme[0]} has no activation constant",
+                where=f"profile {self.name}",
+                remedy=f"use one of {sorted(self.memory.activation)}",
+            )
+        return self.memory.max_len(scheme, devices)
+
+    def util_len(self, scheme: Scheme) -> int:
+        """Return UtilLen: tokens from which a micro-batch uses the device well."""
+        self.constants(scheme)
+        if scheme[0] not in self.util:
+            raise Unsupported(
+                f"tensor-parallel degree {scheme[0]} has no utilisation length",
+                where=f"profile {self.name}",
+                remedy=f"use one of {sorted(self.util)}",
+            )
+        return self.util[scheme[0]]
+
+    def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
+        """Return what the planner needs of a pipeline of this scheme among `devices` devices."""
+        k = self.constants(scheme)
+        limit = self.max_len(scheme, devices)
+        useful = self.util_len(scheme)
+        return PipelineCost(k.a, k.b, k.c, scheme[1], limit, min(useful, max(limit, 1)), scheme[0] * scheme[1])
+
+    def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
+        """Return what published constants say of a regular pipeline of plain stages; `Costs` prices any from blocks.
+
+        Args:
+            pipeline: of a strategy for the model of this profile.
+            devices: how many share the optimizer state: those of the whole strategy.
+
+        Raises:
+            Unsupported: it is no such pipeline, its scheme was not measured, or a fit failed.
+            ValueError: it has another number of layers than the model.
+        """
+        if self.layers is not None and pipeline.layers != self.layers:
+            raise ValueError(
+                f"profile {self.name}: a pipeline of {pipeline.layers} layers, but it was measured on a model of "
+                f"{self.layers}: measure this model with hydragraph profile"
+            )
+        scheme = _scheme_of(pipeline)
+        if scheme is None:
+            raise Unsupported(
+                "it has constants of whole schemes only, not of blocks",
+                where=f"profile {self.name}",
+                remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
+            )
+        return self.pipeline(scheme, devices)
+
+    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
+        """Return them for a strategy's schemes, in their order; its devices are their sum."""
+        devices = sum(tp * pp for tp, pp in schemes)
+        by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
+        return tuple(by_scheme[scheme] for scheme in schemes)
+
+    def charge(self, schemes: Sequence[Scheme]) -> float:
+        """Return what published constants add to a strategy's iterations: one number, where pipelines are not alike."""
+        return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
+
+    def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
+        """Return the same: it costs a search nothing."""
+        return self.charge(schemes)
+
+    def only(self, schemes: Sequence[Scheme]) -> Profile:
+        """Return it with these schemes alone."""
+        return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
+
+
+def _alike(k: Constants) -> StageCost:
+    return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
+
+
+def _regular(scheme: Scheme, layers: int) -> list[tuple[StageKind, int]]:
+    """Return the stages of a scheme's pipeline: as even as they can be, remainders to the last stages."""
+    return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0)]
+
+
+def _scheme_of(pipeline: Pipeline) -> Scheme | None:
+    """Return the scheme of a regular pipeline of plain stages; None for any other."""
+    scheme = pipeline.stages[0].tp, len(pipeline.stages)
+    stages = [(s.kind, s.layers) for s in pipeline.stages]
+    return scheme if stages == _regular(scheme, pipeline.layers) else None

@@ -1,0 +1,125 @@
+"""What messages take that begin together, compiled: a loop over the pairs of a thousand ranks, of which there are 10^6.
+
+`cost.traffic` says what is assumed: a rank's messages go one after another, and those that cross nodes share cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.kernels.numba_compiler import compiled
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """Which link is between two ranks: by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
+
+    Attributes:
+        node, kind, card: of each rank [R].
+        kinds: K, how many kinds of nodes there are.
+        cards: how many cards there are.
+        handling: how many times as long as a healthy one each rank takes to begin and end a message [R].
+        latency_s, bytes_per_s: of each link [2 K K].
+        first: where a link's measured points begin, and where those of the last end [2 K K + 1]; a link may have none.
+        logs, speeds: of each point, the logarithm of the message's bytes, and bytes a second.
+    """
+
+    node: Ints
+    kind: Ints
+    card: Ints
+    kinds: int
+    cards: int
+    handling: Floats
+    latency_s: Floats
+    bytes_per_s: Floats
+    first: Ints
+    logs: Floats
+    speeds: Floats
+
+
+def together(links: Links, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return, of messages between pairs of ranks, seconds that each travels and fills a card, and those of each rank.
+
+    Args:
+        links: of the cluster.
+        src, dst: ranks [M].
+        size: bytes, above 0 [M].
+
+    Returns:
+        moving, filling [M], and rank_s [R].
+    """
+    moving, filling, rank_s = _together(
+        *(src, dst, size, links.node, links.kind, links.card, links.kinds, links.cards, links.handling),
+        *(links.latency_s, links.bytes_per_s, links.first, links.logs, links.speeds),
+    )
+    return moving, filling, rank_s
+
+
+@compiled
+def _together(
+    src: Ints,
+    dst: Ints,
+    size: Floats,
+    node: Ints,
+    kind: Ints,
+    card: Ints,
+    kinds: int,
+    cards: int,
+    handling: Floats,
+    latency_s: Floats,
+    bytes_per_s: Floats,
+    first: Ints,
+    logs: Floats,
+    speeds: Floats,
+) -> tuple[Floats, Floats, Floats]:
+    count = len(src)
+    link = np.empty(count, np.int64)
+    speed = np.empty(count)
+    fastest = bytes_per_s.copy()
+    for i in range(count):
+        a, b = src[i], dst[i]
+        link[i] = 2 * (kind[a] * kinds + kind[b]) + (node[a] != node[b])
+        speed[i] = _speed(np.log(size[i]), link[i], bytes_per_s, first, logs, speeds)
+        fastest[link[i]] = max(fastest[link[i]], speed[i])
+    moving = size / speed
+    filling = size / fastest[link]
+    sent, received = np.zeros(len(node)), np.zeros(len(node))
+    leave, enter = np.zeros(cards), np.zeros(cards)
+    for i in range(count):
+        a, b = src[i], dst[i]
+        alone = latency_s[link[i]] * max(handling[a], handling[b]) + moving[i]
+        sent[a] += alone
+        received[b] += alone
+        if node[a] != node[b]:
+            leave[card[a]] += filling[i]
+            enter[card[b]] += filling[i]
+    rank_s = np.maximum(sent, received)
+    # A card carries what all its ranks send to other nodes, and as much the other way at the same time.
+    for i in range(count):
+        a, b = src[i], dst[i]
+        if node[a] != node[b]:
+            shared = max(leave[card[a]], enter[card[b]]) + latency_s[link[i]] * max(handling[a], handling[b])
+            rank_s[a] = max(rank_s[a], shared)
+            rank_s[b] = max(rank_s[b], shared)
+    return moving, filling, rank_s
+
+
+@compiled
+def _speed(log: float, link: int, bytes_per_s: Floats, first: Ints, logs: Floats, speeds: Floats) -> float:
+    """Return a link's bytes a second for a message: measured ones are read by the logarithm of its size."""
+    begin, end = first[link], first[link + 1]
+    if begin == end:
+        return float(bytes_per_s[link])
+    if log <= logs[begin]:
+        return float(speeds[begin])
+    for i in range(begin + 1, end):
+        if log < logs[i]:
+            part = (log - logs[i - 1]) / (logs[i] - logs[i - 1])
+            return float(speeds[i - 1] + part * (speeds[i] - speeds[i - 1]))
+    return float(speeds[end - 1])

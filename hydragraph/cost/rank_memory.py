@@ -1,0 +1,494 @@
+"""Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
+
+At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` says
+what another optimizer keeps); 4 where it is frozen, or the loss does not reach it. Beyond that, what its instructions
+make: the program is walked, values come and go as the executor lets them, and the largest sum counts. Views share a
+storage, and a storage is counted once. Left out is what operators use inside a kernel, and what the optimizer uses
+while it updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
+from hydragraph.cost.live_values import Alive
+from hydragraph.cost.traffic_bytes import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    MessageBytes,
+    pulled,
+    pulled_bytes,
+    pushed,
+    summed_bytes,
+)
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.layout import GradientKind, Layout, propagation
+from hydragraph.ir.parameter import Bucket
+from hydragraph.ir.program import Block, Program
+from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.pipeline import rank_program
+from hydragraph.passes.place import place
+from hydragraph.spec.home import Home
+from hydragraph.spec.stage_kind import StagePart
+from hydragraph.spec.strategy import Strategy
+
+STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
+INTEGER_BYTES = 8  # token ids, positions and labels
+
+Compiled = Callable[[Block, StagePart], Variant]  # (block, which part of it) -> its graphs
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank holds at the moment when it holds most, in bytes.
+
+    Attributes:
+        state: home weights and optimizer state.
+        shard: the home gradients.
+        weights, gradients: of the rank's stage.
+        activations: the mini-batch, hidden states and what forwards save for backwards.
+        working: what a block's graph makes and drops again.
+        messages: what is copied for sending, or received and not yet added up.
+    """
+
+    state: int
+    shard: int
+    weights: int = 0
+    gradients: int = 0
+    activations: int = 0
+    working: int = 0
+    messages: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        kept = self.state + self.shard + self.weights + self.gradients
+        return kept + self.activations + self.working + self.messages
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What one rank holds over an iteration.
+
+    Attributes:
+        peak: in its parts, when it is most.
+        peak_s: when that is, in seconds from the start.
+        points: (seconds, bytes): it holds so many from then on; short peaks within an instruction are in `peak` only.
+    """
+
+    peak: Memory
+    peak_s: float
+    points: tuple[tuple[float, int], ...]
+
+    def at(self, seconds: float) -> int:
+        """Return the bytes that it holds at a time."""
+        size_then = self.points[0][1] if self.points else self.peak.total
+        for begin, size in self.points:
+            if begin > seconds:
+                break
+            size_then = size
+        return size_then
+
+
+class Blocks(Protocol):
+    """What a walk needs to know of a model: compiled graphs tell it exactly, a profile's lines nearly so."""
+
+    @property
+    def outline(self) -> Outline:
+        """The names that programs are built from."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What is pulled and pushed together."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element as it is pulled."""
+        ...
+
+    @property
+    def push_itemsize(self) -> int:
+        """Bytes of an element of a gradient as it is pushed."""
+        ...
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        ...
+
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
+        """Return what a block holds."""
+        ...
+
+    def adds(self, block: str, part: StagePart) -> bool:
+        """Say whether products of a block add gradients up where they are kept."""
+        ...
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """Return the bytes of a micro-batch's auxiliary values."""
+        ...
+
+
+class CompiledBlocks:
+    """A captured model and its compiled graphs.
+
+    Args:
+        compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
+    """
+
+    def __init__(self, program: Program, compiled: Compiled) -> None:
+        self._program = program
+        self._compiled = compiled
+        self._blocks = {b.name: b for b in program.blocks}
+        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        # Asked for again and again while a program is walked: which of the graphs it is takes longer to find out.
+        self._variants: dict[tuple[str, StagePart], Variant] = {}
+        self._aux_bytes: dict[MicroBatch, int] = {}
+        self.outline = program.outline
+        self.buckets = program.buckets
+        self.itemsize = program.dtype.itemsize
+        self.push_itemsize = program.push_dtype.itemsize
+        self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
+
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
+        """See `Blocks`."""
+        variant = self._variant(block, part)
+        key = (variant, batch)
+        if key not in self._known:
+            self._known[key] = footprint(variant, part, batch)
+        return self._known[key]
+
+    def adds(self, block: str, part: StagePart) -> bool:
+        """See `Blocks`."""
+        return bool(self._variant(block, part).added)
+
+    def _variant(self, block: str, part: StagePart) -> Variant:
+        key = (block, part)
+        if key not in self._variants:
+            self._variants[key] = self._compiled(self._blocks[block], part)
+        return self._variants[key]
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `Blocks`."""
+        if batch not in self._aux_bytes:
+            self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
+        return self._aux_bytes[batch]
+
+
+def rank_memory(
+    program: Program,
+    strategy: Strategy,
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    rank: int,
+    ranks: int,
+    compiled: Compiled,
+    messages: bool = True,
+    home: Home | None = None,
+) -> Memory:
+    """Estimate a rank's peak in one training iteration.
+
+    Args:
+        program: the model.
+        strategy: on ranks below `ranks`.
+        micro_batches: for each pipeline, those that it runs.
+        compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
+        messages: count what pull and push need too, as if all were under way until they must have arrived; False:
+            what the strategy itself needs.
+        home: who owns state; None: equal shares of all ranks. Without nodes, each rank counts as one.
+
+    Raises:
+        ValueError: when these do not fit one another.
+    """
+    blocks = CompiledBlocks(program, compiled)
+    owners = HomeLayouts(home or Home(), ranks)
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
+
+
+def batch_bytes(own: int, every: int) -> int:
+    """Return the bytes of a mini-batch on a rank: its own tokens' ids, positions and labels, shifted labels of all."""
+    return INTEGER_BYTES * (3 * own + every)
+
+
+def telling(stages: int, position: int) -> int:
+    """Return how many micro-batches show the most that a stage holds under 1F1B: more only add their tokens.
+
+    The first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its own and, once
+    its gradients are whole, the hidden state of the next, which comes early, and two gradients on their way back. With
+    one micro-batch alone, gradients would be sent as they come, and never be whole.
+    """
+    return stages + 1 if position == 0 else stages - position + 3
+
+
+def exchange_name(op: Op, bucket: str) -> str:
+    """Return what a walk calls a pull or a push that is under way."""
+    return f"{op.value} {bucket}"
+
+
+HomeOf = Callable[[Bucket], Layout]  # who owns a bucket
+
+
+class Walk:
+    """One rank's iteration, instruction by instruction, as `runtime.executor` runs it.
+
+    Args:
+        blocks: the model.
+        strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
+        home_of: who owns state; default: equal shares of all ranks.
+        state_bytes: per element at home that learns: its weight and what the optimizer keeps; default: AdamW's.
+        over: by the index of an instruction, the exchanges (`exchange_name`) that a rank has ended when it gets there,
+            because they are over; those that it waits for by name need not be among them. None: nobody knows when
+            they are over, so they are under way until they must have arrived.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        strategy: Strategy,
+        micro_batches: Sequence[Sequence[MicroBatch]],
+        rank: int,
+        ranks: int,
+        *,
+        messages: bool = True,
+        home_of: HomeOf | None = None,
+        state_bytes: int = STATE_BYTES,
+        over: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        counts = [len(pipeline) for pipeline in micro_batches]
+        placement = place(blocks.outline, strategy, counts)
+        self._model = blocks
+        self._rank = rank
+        self._ranks = ranks
+        self._messages = messages
+        self._state_bytes = state_bytes
+        self._over = over or {}
+        self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
+        self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
+        self._holders = dict(placement.holders)
+        self._stages = placement.stage_of
+        self._stage = placement.stage_of.get(rank)
+        self._part = self._stage.part_of(rank) if self._stage else StagePart()
+        self._buckets = {b.name: b for b in blocks.buckets}
+        self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
+        self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
+        self._known_links: dict[tuple[Op, int], MessageBytes] = {}
+        self._known_sums: dict[int, int] = {}
+        self._begin(micro_batches)
+
+    def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
+        """Return a walk of the same program with as many other micro-batches: most of what it asks for is known."""
+        walk = copy(self)
+        walk._begin(micro_batches)
+        return walk
+
+    def _begin(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> None:
+        self._batches = {
+            m: batch
+            for role in (self._stage.roles if self._stage else ())
+            for m, batch in zip(role.micro_batches, micro_batches[role.pipeline], strict=True)
+        }
+        self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
+        self._in_flight: list[str] = []
+        self._alive = Alive()
+
+    @cached_property
+    def at_home(self) -> Memory:
+        """What the rank holds in any case."""
+        layouts = [self._home_of(bucket) for bucket in self._model.buckets]
+        # Equal buckets have the same layout.
+        owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
+        both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
+        learning = sum(size for learns, size in both if learns)
+        frozen = sum(size for learns, size in both if not learns)
+        return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
+
+    def peak(self) -> Memory:
+        """Return the largest sum, in its parts."""
+        return self.curve()[0]
+
+    def curve(self) -> tuple[Memory, int, list[int]]:
+        """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
+        at_home = self.at_home
+        home_bytes = at_home.state + at_home.shard
+        own = sum(m.tokens for m in self._batches.values())
+        self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
+        best = at_home
+        most = -1
+        at = -1
+        after = []
+        for i, instruction in enumerate(self._instructions):
+            self._alive.drop(*self._over.get(i, ()))
+            for working in self._run(instruction):
+                now = self._alive.total + working
+                if now > most:
+                    most = now
+                    at = i
+                    best = Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
+            after.append(home_bytes + self._alive.total)
+        return best, at, after
+
+    def _run(self, instruction: Instruction) -> Iterator[int]:
+        """Follow one instruction; yield passing bytes wherever the sum may be largest."""
+        for value in instruction.after:
+            if value.kind is ValueKind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
+                self._alive.drop(exchange_name(Op.PULL, value.bucket))
+            elif instruction.op is Op.PUSH and value not in instruction.reads:
+                self._alive.drop(exchange_name(Op.PUSH, value.bucket))
+        if instruction.op is Op.PULL:
+            self._pull(instruction.target, held=bool(instruction.writes))
+        elif instruction.op is Op.FORWARD:
+            yield from self._forward(instruction)
+        elif instruction.op is Op.BACKWARD:
+            yield from self._backward(instruction)
+        elif instruction.op is Op.RECEIVE:
+            self._hidden(instruction.writes[0])
+        elif instruction.op is Op.SEND:
+            self._send(instruction)
+        elif instruction.op is Op.PUSH:
+            self._push(instruction.target)
+        yield 0
+        if instruction.op is Op.COMMIT:
+            self._alive.drop(*self._in_flight)
+        elif instruction.op is Op.FREE:
+            self._alive.drop(*instruction.reads)
+
+    def _send(self, instruction: Instruction) -> None:
+        # The message keeps what it sends until the program frees it.
+        (message,) = instruction.writes
+        self._alive.add(message, "messages", 0, *instruction.reads)
+
+    def _fly(self, message: str, size: int, *shared: str) -> None:
+        """Keep what a message needs until it has arrived, at the commit at the latest."""
+        if self._messages:
+            self._alive.add(message, "messages", size, *shared)
+            self._in_flight.append(message)
+
+    # Weights and gradients.
+
+    def _pull(self, bucket: str, held: bool) -> None:
+        if not (held or self._messages):
+            return
+        layouts = self._layouts(bucket)
+        key = (Op.PULL, id(layouts))
+        if key not in self._known_links:
+            # What is sent and received beside the weights takes longer to find out.
+            self._known_links[key] = (
+                pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
+                if self._messages
+                else MessageBytes(0, pulled_bytes(*layouts, self._rank, self._model.itemsize))
+            )
+        link = self._known_links[key]
+        self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
+        if held:
+            self._alive.add(weights(bucket), "weights", link.incoming)
+
+    def _push(self, bucket: str) -> None:
+        if not self._messages:
+            self._alive.drop(gradients(bucket))
+            return
+        layouts = self._layouts(bucket)
+        key = (Op.PUSH, id(layouts))
+        if key not in self._known_links:
+            self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
+        link = self._known_links[key]
+        total = gradients(bucket)
+        kept = () if link.outgoing else (total,)  # what is not copied is itself the message
+        size = max(link.outgoing + link.incoming, link.handed)  # one behind the other
+        self._fly(exchange_name(Op.PUSH, bucket), size, *kept)
+        self._alive.drop(total)
+
+    def _layouts(self, name: str) -> tuple[Layout, Layout]:
+        """Return a bucket's home layout, and that of the stages which use it; equal buckets get the same objects."""
+        if name in self._layouts_of:
+            return self._layouts_of[name]
+        bucket = self._buckets[name]
+        owners = self._home_of(bucket)
+        key = (bucket.form, self._holders[name], id(owners))
+        if key not in self._known_layouts:
+            kinds = [self._kind(ranks) for ranks in self._holders[name]]
+            each = [{p.name: kind for p in bucket.parameters} for kind in kinds]
+            self._known_layouts[key] = owners, propagation(bucket, self._holders[name], each)
+        self._layouts_of[name] = self._known_layouts[key]
+        return self._layouts_of[name]
+
+    def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
+        # Of what each rank of a stage holds whole; what is cut has one holder, so its kind makes no difference.
+        split = self._stages[ranks[0]].kind.sequence_parallel
+        return GradientKind.PARTIAL if split else GradientKind.REPLICA
+
+    # Activations.
+
+    def _forward(self, instruction: Instruction) -> Iterator[int]:
+        m = instruction.micro_batch
+        assert m is not None
+        if instruction.target == "aux":
+            self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
+            return
+        block = self._footprint(instruction.target, m)
+        (enters, leaves) = self._borders(instruction.target)
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of what came whole
+        yield block.forward + part
+        self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
+        if len(instruction.writes) > 1:
+            hidden = next((v for v in instruction.reads if v.kind is ValueKind.ACTIVATION), "")
+            names = {"hidden": "" if enters else hidden, "aux": aux(m), "output": instruction.writes[0]}
+            shared = (names[keep] for keep in block.keeps)
+            own = block.saved + (part if "hidden" in block.keeps else 0)
+            self._alive.add(instruction.writes[1], "activations", own, *shared)
+
+    def _backward(self, instruction: Instruction) -> Iterator[int]:
+        assert instruction.micro_batch is not None
+        block = self._footprint(instruction.target, instruction.micro_batch)
+        sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
+        assert self._stage is not None
+        if self._model.adds(instruction.target, self._part):  # while it runs
+            self._begin_sums(sums)
+        yield block.backward
+        self._alive.drop(instruction.reads[0])
+        for value in instruction.writes:
+            if value.kind is ValueKind.ACTIVATION_GRADIENT:
+                self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
+        self._begin_sums([value for value in sums if value not in self._alive])
+        yield block.gradients
+
+    def _begin_sums(self, values: Sequence[Value]) -> None:
+        for value in values:
+            self._alive.add(value, "gradients", self._summed_bytes(self._layouts(value.bucket)))
+
+    def _summed_bytes(self, layouts: tuple[Layout, Layout]) -> int:
+        key = id(layouts)
+        if key not in self._known_sums:
+            self._known_sums[key] = summed_bytes(*layouts, self._rank)
+        return self._known_sums[key]
+
+    def _hidden(self, value: Value, whole: bool = True) -> None:
+        size = self._hidden_bytes(value.micro_batch)
+        self._alive.add(value, "activations", size if whole else size // self._part.tp)
+
+    def _hidden_bytes(self, m: int) -> int:
+        return self._batches[m].tokens * self._model.hidden_bytes
+
+    def _borders(self, block: str) -> tuple[bool, bool]:
+        """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
+        # Pipelines that share a stage agree on its layers, and so on whether others come before and behind.
+        stage = self._stage
+        index = self._model.outline.index[block]
+        assert stage is not None
+        first = stage.blocks[0]
+        last = stage.blocks[1] - 1
+        split = self._part.sequence_parallel
+        role = stage.roles[0]
+        return split and index == first and bool(role.previous), split and index == last and bool(role.following)
+
+    def _footprint(self, block: str, m: int) -> Footprint:
+        assert self._stage is not None
+        return self._model.footprint(block, self._part, self._batches[m])

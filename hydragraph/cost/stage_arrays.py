@@ -1,0 +1,251 @@
+"""What stages take for a micro-batch, as arrays that compiled code reads; and when a pipeline of them ends.
+
+    K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
+    seconds[k, s, r, part]  [K, S, R, 5, 3]  what it takes per token^2, per token, and whatever is in the micro-batch
+    row[s, part]            [S, 5]           a micro-batch's seconds on each stage: of the slowest of its ranks
+
+A micro-batch counts by sum l^2 and sum l over its sequences alone: so constants and links say what `cost.stages` says,
+to the last digits. Tables and links with measured points are no such sums; constants that come near them stand for them
+in the search, and what it finds is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
+
+Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. Of a micro-batch of 4 and 6
+tokens it takes max(20, 31) = 31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.curves import Constants, Curve
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.spec.cluster import Interconnect
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Parts of a stage's time; see `cost.schedule.pipeline_end`.
+EARLY = 0
+FORWARD = 1
+BACKWARD = 2
+AHEAD = 3
+BACK = 4
+PARTS = 5
+
+
+class StageTerms(NamedTuple):
+    """Kinds of pipelines; see the head of this file.
+
+    Attributes:
+        seconds: [K, S, R, 5, 3].
+        stages: of each kind [K].
+        gpipe: it runs all forwards first [K].
+        faithful: its numbers are what `PipelineCost.seconds` computes with [K].
+    """
+
+    seconds: Floats
+    stages: Ints
+    gpipe: Bools
+    faithful: Bools
+
+
+class Scratch(NamedTuple):
+    """Memory that `end_of` writes to: when forwards and backwards end [S, V], and each stage's progress [S]."""
+
+    ends_f: Floats
+    ends_b: Floats
+    clock: Floats
+    done_f: Ints
+    done_b: Ints
+
+
+def stage_terms(kinds: Sequence[PipelineCost], shortest: int | None = None) -> StageTerms:
+    """Return the arrays of these kinds of pipelines.
+
+    Args:
+        kinds: of pipelines.
+        shortest: tokens that any micro-batch has at least; with it, tables and links with measured points are
+            replaced by lines that are nowhere above them, as bounds need, and not by such as come near them.
+    """
+    arrays = [_kind(kind, shortest) for kind in kinds]
+    deepest = max(len(array) for array, _ in arrays)
+    mixed = max(array.shape[1] for array, _ in arrays)
+    seconds = np.zeros((len(kinds), deepest, mixed, PARTS, 3))
+    for k, (array, _) in enumerate(arrays):
+        stages, ranks = array.shape[:2]
+        seconds[k, :stages, :ranks] = array
+        seconds[k, :stages, ranks:] = array[:, :1]  # the same kind of rank twice changes nothing
+    return StageTerms(
+        seconds,
+        np.array([len(array) for array, _ in arrays], dtype=np.int64),
+        np.array([kind.schedule == "gpipe" for kind in kinds]),
+        np.array([faithful for _, faithful in arrays]),
+    )
+
+
+@lru_cache(maxsize=256)
+def _kind(kind: PipelineCost, shortest: int | None) -> tuple[Floats, bool]:
+    """Return [S, R, 5, 3] of one kind, and whether it is faithful."""
+    stages = kind.stage_costs
+    mixed = max(len(stage.forward) for stage in stages)
+    seconds = np.zeros((len(stages), mixed, PARTS, 3))
+    span = (shortest, max(kind.max_len, shortest)) if shortest is not None else None
+    for s, stage in enumerate(stages):
+        for r in range(mixed):
+            at = r if r < len(stage.forward) else 0
+            rings = [_ring(ring, span) for ring in stage.rings] if stage.rings else [np.zeros(3)] * 2
+            seconds[s, r, EARLY] = _added(stage.aux[at], span) if stage.aux else 0.0
+            seconds[s, r, FORWARD] = _added(stage.forward[at], span) + rings[0]
+            seconds[s, r, BACKWARD] = _added(stage.backward[at], span) + rings[1]
+            seconds[s, r, AHEAD] = _hop(stage.ahead, span)
+            seconds[s, r, BACK] = _hop(stage.back, span)
+    return seconds, all(map(_faithful, stages))
+
+
+Span = tuple[int, int] | None  # tokens of a micro-batch, at least and at most, where a line may nowhere be above
+
+
+def _added(parts: Parts, span: Span) -> Floats:
+    total = np.zeros(3)
+    for times, curve in parts:
+        k = _constants(curve, span)
+        total += times * np.array([k.a, k.b, k.c])
+    return total
+
+
+def _constants(curve: Curve, span: Span) -> Constants:
+    if isinstance(curve, Constants):
+        return curve
+    return curve.constants() if span is None else Constants(0.0, curve.least_per_token(*span), 0.0)
+
+
+def _per_byte(link: Interconnect, span: Span) -> float:
+    """Return seconds per byte; of a link with measured points, those of its quickest one where they may not be more."""
+    quickest = max([link.bytes_per_s, *(speed for _, speed in link.points)])
+    return 1 / (link.bytes_per_s if span is None else quickest)
+
+
+def _ring(ring: Ring, span: Span) -> Floats:
+    messages = ring.times * 2 * (ring.ranks - 1)
+    per_token = ring.token_bytes / ring.ranks * _per_byte(ring.link, span)
+    return messages * np.array([0.0, per_token, ring.link.latency_s])
+
+
+def _hop(hop: Hop | None, span: Span) -> Floats:
+    if hop is None:
+        return np.zeros(3)
+    # Together they are never quicker than one alone, where bandwidth does not depend on the size.
+    size = hop.token_bytes * hop.part * max(1, hop.sharing)
+    per_token = size * sum(_per_byte(link, span) for link in hop.links)
+    return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
+
+
+def _faithful(stage: StageCost) -> bool:
+    curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
+    hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
+    links = [*(ring.link for ring in stage.rings or ()), *(link for hop in hops for link in hop.links)]
+    # Messages that hold up stages are another recurrence, in which nothing ends sooner than in this one.
+    return (
+        all(isinstance(curve, Constants) for curve in curves)
+        and not any(link.points for link in links)
+        and not any(hop.blocking for hop in hops)
+    )
+
+
+@compiled
+def scratch_of(stages: int, count: int) -> Scratch:
+    """Return memory for pipelines of so many stages and micro-batches."""
+    return Scratch(
+        np.empty((stages, count)),
+        np.empty((stages, count)),
+        np.empty(stages),
+        np.empty(stages, np.int64),
+        np.empty(stages, np.int64),
+    )
+
+
+@compiled
+def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float) -> None:
+    """Write what each stage takes for a micro-batch.
+
+    Args:
+        row: [S, 5] to write to.
+        seconds: of the pipeline's kind [S, R, 5, 3].
+        stages: how many it has.
+        squares: sum l^2 over the micro-batch's sequences.
+        tokens: sum l.
+    """
+    for s in range(stages):
+        for part in range(PARTS):
+            most = 0.0
+            for r in range(seconds.shape[1]):
+                k = seconds[s, r, part]
+                most = max(most, k[0] * squares + k[1] * tokens + k[2])
+            row[s, part] = most
+
+
+@compiled
+def end_of(rows: Floats, order: Ints, count: int, stages: int, gpipe: bool, scratch: Scratch) -> float:
+    """Return when a pipeline ends: `cost.schedule.pipeline_end`, compiled.
+
+    Args:
+        rows: seconds of micro-batches, by number [M, S, 5].
+        order: the number of the micro-batch at each position; the first `count` are read.
+        count: how many micro-batches there are.
+        stages: of the pipeline.
+        gpipe: all forwards come first.
+        scratch: of at least so many stages and micro-batches.
+    """
+    if count == 0:
+        return 0.0
+    ends_f, ends_b, clock, done_f, done_b = scratch
+    for s in range(stages):
+        clock[s] = 0.0
+        done_f[s] = 0
+        done_b[s] = 0
+    left = 2 * stages * count
+    # Stages in turn, each as far as it gets: forwards travel with the turns down the pipeline, backwards with those up.
+    down = True
+    while left:
+        for turn in range(stages):
+            s = turn if down else stages - 1 - turn
+            most = count if gpipe else min(stages - s, count)
+            now = clock[s]
+            f = done_f[s]
+            b = done_b[s]
+            while b < count:
+                if f < count and f - b < most:
+                    if s and done_f[s - 1] <= f:
+                        break
+                    m = order[f]
+                    now += rows[m, s, EARLY]
+                    if s:
+                        now = max(now, ends_f[s - 1, f] + rows[m, s - 1, AHEAD])
+                    now += rows[m, s, FORWARD]
+                    ends_f[s, f] = now
+                    f += 1
+                else:
+                    m = order[b]
+                    if s < stages - 1:
+                        if done_b[s + 1] <= b:
+                            break
+                        now = max(now, ends_b[s + 1, b] + rows[m, s, BACK])
+                    now += rows[m, s, BACKWARD]
+                    ends_b[s, b] = now
+                    b += 1
+                left -= 1
+            clock[s] = now
+            done_f[s] = f
+            done_b[s] = b
+        down = not down
+    last = 0.0
+    for s in range(stages):
+        last = max(last, clock[s])
+    return last

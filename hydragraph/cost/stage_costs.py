@@ -1,0 +1,201 @@
+"""What a stage of a pipeline takes for a micro-batch: its blocks' curves, on the slowest of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hydragraph.cost.curves import Constants, Curve, Table, squares
+from hydragraph.cost.schedule_replay import Rows, exchanged_end, pipeline_end
+from hydragraph.spec.cluster import Interconnect
+
+Parts = tuple[tuple[float, Curve], ...]  # (how many times, of what)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What tensor-parallel ranks add up, where their curves leave it out: a ring of 2 (t - 1) messages each time.
+
+    Attributes:
+        ranks: t.
+        times: how many hidden states they add up for one micro-batch.
+        token_bytes: of one token's hidden state.
+        link: the slowest between neighbours.
+    """
+
+    ranks: int
+    times: float
+    token_bytes: int
+    link: Interconnect
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds for a micro-batch."""
+        if not self.times:
+            return 0.0
+        return self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Messages from one stage to the next, which its ranks send at once.
+
+    Attributes:
+        links: those of its messages that the slowest rank sends, one after another.
+        token_bytes: of one token's hidden state.
+        sharing: the most that go through one network card together.
+        part: of a hidden state that each message is.
+        blocking: it holds up both of its ends.
+        buffer_bytes: a message of at most so many bytes does not hold up its sender.
+        gathering: how many receivers put their parts together, and over which link; None: nothing is to be gathered.
+        staging: over which each receiver fetches room for a hidden state from its host; None: it need not.
+    """
+
+    links: tuple[Interconnect, ...]
+    token_bytes: int
+    sharing: int = 1
+    part: float = 1.0
+    blocking: bool = False
+    buffer_bytes: int = 0
+    gathering: tuple[int, Interconnect] | None = None
+    staging: Interconnect | None = None
+
+    def buffered(self, tokens: int) -> bool:
+        """Say whether a sender goes on before its message has arrived."""
+        return tokens * self.token_bytes * self.part <= self.buffer_bytes
+
+    def receiving_s(self, tokens: int) -> float:
+        """Return what a receiver takes to make room and put parts together: a copy, and a ring of t - 1 messages."""
+        size = tokens * self.token_bytes
+        seconds = self.staging.seconds(size) if self.staging is not None else 0.0
+        if self.gathering is not None:
+            ranks, link = self.gathering
+            seconds += (ranks - 1) * link.seconds(size / ranks)
+        return seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds for a micro-batch."""
+        size = tokens * self.token_bytes * self.part
+        total = 0.0
+        for link in self.links:
+            # Messages through one card move together no faster than the card's full bandwidth.
+            together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
+            total += max(link.seconds(size), together)
+        return total
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage.
+
+    Attributes:
+        forward, backward: of each different kind of rank in it (a type of device at some rate), what it computes.
+        aux: of each, what it computes first, whether or not its message is there.
+        rings: forward and backward.
+        ahead, back: messages to the next stage, and the gradients from there; None behind the last.
+    """
+
+    forward: tuple[Parts, ...]
+    backward: tuple[Parts, ...]
+    aux: tuple[Parts, ...] = ()
+    rings: tuple[Ring, Ring] | None = None
+    ahead: Hop | None = None
+    back: Hop | None = None
+
+    def slower(self, factor: float) -> StageCost:
+        """Return a stage whose ranks take so many times as long, for example as others have them, too."""
+        forward, backward, aux = (
+            tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
+            for every in (self.forward, self.backward, self.aux)
+        )
+        rings = self.rings and (
+            replace(self.rings[0], times=factor * self.rings[0].times),
+            replace(self.rings[1], times=factor * self.rings[1].times),
+        )
+        return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
+
+    def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Return the seconds of forward, aux included, and backward for a micro-batch of sequences of these lengths."""
+        early, one, two = self.apart(lengths)
+        return early + one, two
+
+    def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
+        """Return the seconds of aux, forward and backward."""
+        return self.at(sum(lengths), squares(lengths))
+
+    def at(self, tokens: int, squared: int) -> tuple[float, float, float]:
+        """Return the same of a micro-batch of so many tokens, by the sum of its squared lengths."""
+        # The slowest kind of rank counts, and it may be another one forward than backward.
+        early, one, two = (
+            max((sum(n * curve.at(tokens, squared) for n, curve in parts) for parts in every), default=0.0)
+            for every in (self.aux, self.forward, self.backward)
+        )
+        if self.rings is None:
+            return early, one, two
+        return early, one + self.rings[0].seconds(tokens), two + self.rings[1].seconds(tokens)
+
+    @property
+    def constants(self) -> Constants:
+        """Constants of forward and backward together, for search: of the kind of rank with the largest b."""
+        by_rank_kind = []
+        for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
+            a = b = c = 0.0
+            for times, curve in (*one, *two, *(self.aux[i] if self.aux else ())):
+                k = curve.constants() if isinstance(curve, Table) else curve
+                a += times * k.a
+                b += times * k.b
+                c += times * k.c
+            # Rings are lines over the tokens, so they add to b and c exactly where the link is latency and bandwidth.
+            for ring in self.rings or ():
+                messages = ring.times * 2 * (ring.ranks - 1)
+                b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
+                c += messages * ring.link.latency_s
+            by_rank_kind.append(Constants(a, b, c))
+        return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
+
+
+def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = "1f1b") -> float:
+    """Return when a pipeline ends, whose micro-batches have sequences of these lengths and run in this order."""
+    if not micro_batches:
+        return 0.0
+    # Equal micro-batches cost the same: of each different one, the five seconds that `pipeline_end` asks for, by stage.
+    priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
+    for m in dict.fromkeys(map(tuple, micro_batches)):
+        tokens = sum(m)
+        priced[m] = [
+            (
+                *stage.apart(m),
+                stage.ahead.seconds(tokens) if stage.ahead else 0.0,
+                stage.back.seconds(tokens) if stage.back else 0.0,
+            )
+            for stage in stages
+        ]
+    early, forward, backward, ahead, back = (
+        [[priced[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
+    )
+    if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
+        return _exchanged_end(stages, [sum(m) for m in micro_batches], early, forward, backward, (ahead, back))
+    return pipeline_end(early, forward, backward, ahead, back, schedule)
+
+
+def _exchanged_end(
+    stages: Sequence[StageCost],
+    tokens: Sequence[int],
+    early: Rows,
+    forward: Rows,
+    backward: Rows,
+    ways: tuple[Rows, Rows],
+) -> float:
+    """Return when a pipeline ends whose messages hold up their ends; what receivers do with them is computing."""
+    nothing = [0.0] * len(tokens)
+    arrived: list[list[float]] = [nothing]  # what a stage does with the hidden state that it receives
+    returned: list[list[float]] = []  # and with the gradient
+    buffered: list[list[tuple[bool, bool]]] = []
+    for stage in stages:
+        if stage.ahead is not None and stage.back is not None:
+            arrived.append([stage.ahead.receiving_s(n) for n in tokens])
+            returned.append([stage.back.receiving_s(n) for n in tokens])
+            buffered.append([(stage.ahead.buffered(n), stage.back.buffered(n)) for n in tokens])
+    returned.append(nothing)
+    forward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(early, forward, arrived, strict=True)]
+    backward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(backward, returned, strict=True)]
+    return exchanged_end(forward, backward, *ways, buffered)

@@ -1,0 +1,252 @@
+"""Simulate: price the rank programs of one iteration, instruction by instruction.
+
+Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, the values it
+waits for are made, and whoever takes part is there too: a stage's ranks for a computation, the ranks it exchanges with
+for a pull or push, all ranks for the commit. A receive holds up nothing but the computation that reads it. Transfers
+share ports and network cards, those of other streams and of other ranks (`cost.flows`); a rank's tensor-parallel
+traffic is part of its computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydragraph.cost.actors import Actor, rank_actors
+from hydragraph.cost.critical_path import CriticalPath, critical_path
+from hydragraph.cost.event_simulation import Engine, Times
+from hydragraph.cost.instruction_work import Priced
+from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value
+from hydragraph.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from hydragraph.cost.rank_memory import MemoryCurve
+
+
+@dataclass(frozen=True)
+class SimulatedSpan:
+    """When an instruction ran: its index in its rank's program, itself, and its start and end in seconds."""
+
+    index: int
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.end_s - self.start_s
+
+
+class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
+    """Each rank's spans, made when they are asked for: a thousand ranks have millions."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def __len__(self) -> int:
+        return len(self._timeline.actor_of)
+
+    def __getitem__(self, rank: int) -> tuple[SimulatedSpan, ...]:  # type: ignore[override]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        a = self._timeline.actor_of[rank]
+        times = self._timeline.times[a]
+        instructions = self._timeline.actors[a].of(rank)
+        first = self._timeline.actors[a].program.instructions
+        if len(instructions) == len(first):
+            rows = zip(instructions, times.begin, times.end, strict=True)
+            return tuple(SimulatedSpan(i, instruction, begin, end) for i, (instruction, begin, end) in enumerate(rows))
+        return tuple(_aligned(instructions, first, times))
+
+
+def _aligned(
+    instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
+) -> Iterator[SimulatedSpan]:
+    """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
+    # Sends are what ranks of a stage differ in; all else they run at the same times, in the same order.
+    at = 0
+    end = 0.0
+    for i, instruction in enumerate(instructions):
+        if instruction.op is Op.FREE:
+            yield SimulatedSpan(i, instruction, end, end)
+            continue
+        while first[at].op is Op.FREE or (first[at].op is Op.SEND and instruction.op is not Op.SEND):
+            at += 1
+        yield SimulatedSpan(i, instruction, times.begin[at], times.end[at])
+        if instruction.stream is Stream.COMPUTE:
+            end = times.end[at]
+        at += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When every rank runs what, in seconds from the start of the iteration.
+
+    Attributes:
+        actors: who acted: ranks of a stage as one.
+        times: of each of them.
+        curves: gives what each rank holds over time.
+    """
+
+    actors: tuple[Actor, ...]
+    times: tuple[Times, ...] = field(repr=False)
+    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = field(default=None, repr=False)
+
+    @cached_property
+    def actor_of(self) -> dict[int, int]:
+        """The number of the actor that each rank belongs to."""
+        return {
+            rank: a for a, actor in sorted(enumerate(self.actors), key=lambda p: p[1].ranks) for rank in actor.ranks
+        }
+
+    @property
+    def ranks(self) -> Sequence[tuple[SimulatedSpan, ...]]:
+        """Each rank's spans, in the order of its instructions."""
+        return _Ranks(self)
+
+    @cached_property
+    def seconds(self) -> float:
+        """When the last instruction ends."""
+        return max((max(times.end, default=0.0) for times in self.times), default=0.0)
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What the end waited for; `str` tells it in words."""
+        return critical_path(self.actors, self.times)
+
+    @cached_property
+    def memory(self) -> Sequence[MemoryCurve]:
+        """What each rank holds over time.
+
+        Raises:
+            ValueError: this timeline was not made from costs, which know the sizes.
+        """
+        if self.curves is None:
+            raise ValueError("this timeline knows no sizes: simulate with hg.simulate(costs, strategy, assignment)")
+        return self.curves(self)
+
+    def busy_s(self, rank: int, stream: Stream) -> float:
+        """Return how long a rank's stream is at work."""
+        return self._busy[self.actor_of[rank]].get(stream, 0.0)
+
+    @cached_property
+    def _busy(self) -> list[dict[Stream, float]]:
+        by_actor = []
+        for actor, times in zip(self.actors, self.times, strict=True):
+            busy: dict[Stream, float] = {}
+            until: dict[Stream, float] = {}  # while sums of one push are handed on, the next one goes on beside it
+            for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
+                stream = instruction.stream
+                begin = max(begin, until.get(stream, 0.0))
+                if end > begin:
+                    busy[stream] = busy.get(stream, 0.0) + end - begin
+                    until[stream] = end
+            by_actor.append(busy)
+        return by_actor
+
+    def exposed_s(self, rank: int, stream: Stream) -> float:
+        """Return how long a rank's computation, or its commit, waits for what a stream brings.
+
+        Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, and what is waited
+        for may itself not have begun, as for an activation that another stage has yet to compute.
+        """
+        return self._exposed(self.actor_of[rank]).get(stream, 0.0)
+
+    def _exposed(self, a: int) -> dict[Stream, float]:
+        by_actor: dict[int, dict[Stream, float]] = self.__dict__.setdefault("_waited", {})
+        if a not in by_actor:
+            waited: dict[Stream, float] = {}
+            for stream, seconds in _waits(self.actors[a].program.instructions, self.times[a]):
+                waited[stream] = waited.get(stream, 0.0) + seconds
+            by_actor[a] = waited
+        return by_actor[a]
+
+    @property
+    def bubble(self) -> float:
+        """The share of time, from 0 to 1, in which ranks that compute anything do not; 0 when there are none."""
+        # Ranks without a stage only hold state; they do not wait for anybody's computation.
+        working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
+        if not working:
+            return 0.0
+        busy = sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
+        return max(0.0, 1 - busy)  # sums of spans round
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write it in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
+        from hydragraph.cost.trace_file import Event, write_events
+        from hydragraph.ir.instruction_text import instruction_text
+
+        def events(rank: int) -> Iterator[Event]:
+            for span in self.ranks[rank]:
+                if span.seconds > 0:
+                    name = " ".join(instruction_text(span.instruction).split())
+                    yield Event(0, span.instruction.stream.value, name, span.start_s, span.end_s)
+
+        write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
+
+    def __str__(self) -> str:
+        """One line per rank: milliseconds that each stream is at work, and how much of the time is no computation."""
+        names = "".join(f"{stream.value:>12}" for stream in Stream)
+        lines = [f"rank{names}        idle"]
+        for rank in range(len(self.actor_of)):
+            busy = "".join(f"{1e3 * self.busy_s(rank, stream):>9.3f} ms" for stream in Stream)
+            idle = 1 - self.busy_s(rank, Stream.COMPUTE) / self.seconds if self.seconds else 0.0
+            lines.append(f"{rank:>4}{busy}{idle:>11.1%}")
+        return "\n".join([*lines, f"iteration {1e3 * self.seconds:.3f} ms, bubble {self.bubble:.1%}"])
+
+
+def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
+    """Yield each wait of a rank's computation: for which stream, and its seconds."""
+    maker: dict[Value, int] = {}  # of each value
+    latest: dict[Stream, int] = {}  # of each stream, what ended last
+    free = 0.0  # when computation could go on
+    for i, instruction in enumerate(instructions):
+        if instruction.op is Op.FREE:
+            continue
+        if instruction.stream is Stream.COMPUTE:
+            needed = [maker[value] for value in instruction.after]
+            # The commit waits for all transfers, not for values: for what ends last on each stream.
+            if instruction.op is Op.COMMIT:
+                needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
+            for other in needed:
+                if times.end[other] > free:
+                    yield instructions[other].stream, times.end[other] - free
+                    free = times.end[other]
+            free = max(free, times.end[i])
+        if instruction.stream not in latest or times.end[i] >= times.end[latest[instruction.stream]]:
+            latest[instruction.stream] = i
+        for value in instruction.writes:
+            maker[value] = i
+
+
+def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
+    """Price programs that were lowered one by one.
+
+    Args:
+        programs: one per rank, in the order of the ranks; verified (`hydragraph.ir.verify`).
+        cluster: one device per rank.
+        work: what their instructions cost.
+
+    Raises:
+        ValueError: when ranks and devices differ in number, ranks of a stage in their programs, or the programs never
+            end.
+    """
+    if len(programs) != len(cluster.devices):
+        raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")
+    return run(rank_actors(programs), cluster, work)
+
+
+def run(
+    actors: Sequence[Actor],
+    cluster: Cluster,
+    work: Priced,
+    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = None,
+) -> Timeline:
+    """Simulate actors that together are all ranks of a cluster."""
+    return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)

@@ -1,0 +1,409 @@
+"""The public functions: the only module that puts capture, passes, planner and runtime together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.launch import World, apart, join
+from hydragraph.cluster.once_per_node import once_per_machine
+from hydragraph.cluster.processes.restart_cache import kept
+from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.timeline import Timeline
+from hydragraph.cost.timeline import simulate as simulate_programs
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
+from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
+from hydragraph.engine.executable import Executable
+from hydragraph.engine.recovery import survive
+from hydragraph.frontend import capture as frontend
+from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mode_of
+from hydragraph.frontend.check.numeric_check import CheckedModel
+from hydragraph.frontend.compiled_folder.load import load
+from hydragraph.frontend.compiled_folder.model_record import model_record
+from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
+from hydragraph.ir.program import Program
+from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.shared_programs import SharedPrograms
+from hydragraph.passes.check_strategy import check_strategy
+from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.pipeline import shared_programs
+from hydragraph.passes.variants import Variants
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.request import get_ready
+from hydragraph.private.torch_modes import own_modes
+from hydragraph.runtime.elementwise import OptimizerFactory
+from hydragraph.runtime.home_state import check_factory
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.home import Home, home_of
+from hydragraph.spec.strategy import Strategy
+
+T = TypeVar("T")
+
+
+@own_modes("capture")
+def capture(
+    model: nn.Module,
+    dtype: torch.dtype = torch.float32,
+    example: Mapping[str, Tensor] | None = None,
+    loss: Loss | None = None,
+    blocks: str | None = None,
+    check: str | bool = "auto",
+    compiled: str | Path | None = None,
+) -> Program:
+    """Trace a model once into blocks with pull, push and communicate placeholders, and check the result by numbers.
+
+    Args:
+        model, dtype, example, loss, blocks: see `hydragraph.frontend.capture.capture`.
+        check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone, loss and
+            every gradient: each structurally distinct block once; "full": every block; "off": nothing.
+        compiled: a folder of `hydragraph compile`: the program is read from there, and nothing is traced.
+
+    Raises:
+        Unsupported: what cannot be captured, or what differs from the model.
+        Refused: the folder is damaged, stale, or of another model (a ValueError).
+    """
+    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
+    if compiled is not None:
+        library = load(compiled, model_record(model, loss, example, blocks), dtype)
+        if not library.checked(mode_of(check)):
+            check_here(subject(library.program), check)
+        return library.program
+    program = frontend.capture(model, dtype, example, loss, blocks)
+    check_here(subject(program), check)
+    return program
+
+
+@own_modes("compile")
+def compile(
+    model: nn.Module,
+    strategy: Choices,
+    optimizer: OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    loss: Loss | None = None,
+    example: Mapping[str, Tensor] | None = None,
+    blocks: str | None = None,
+    profile: Profile | Costs | None = None,
+    lengths: Sequence[Sequence[int]] | None = None,
+    policy: Policy | None = None,
+    backend: str | None = None,
+    program: Program | None = None,
+    check: str | bool = "auto",
+    progress_s: float = PROGRESS_S,
+    home: Home | str | None = None,
+    compiled: str | Path | None = None,
+    trust: bool = False,
+    joining: bool = False,
+    deterministic: bool = False,
+    window: int | None = None,
+    push_dtype: torch.dtype = torch.float32,
+) -> Executable:
+    """Compile a model for training under a strategy that every step may change.
+
+    Args:
+        model: an unmodified Hugging Face model, or a module of your own, with weights on the CPU, the same on every
+            rank. Built on the meta device it takes no memory: weights come from `load`, or, at the first step, from
+            its own initialiser, block by block and seeded by `torch.manual_seed`.
+        strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); or several, of
+            which every step runs the one that is expected to finish first; or "auto", which proposes them for the data
+            (it needs a profile and lengths).
+        optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the tensor
+            having 0 elements where this rank owns nothing; returns a torch.optim optimizer. Called again where
+            `Executable.move` brings state elsewhere, and, where it makes groups, with tensors of whole shapes, to see
+            that it makes the same. None: no training.
+        max_grad_norm: clip gradients to this global norm.
+        dtype: what the model computes in; master weights and optimizer state are fp32.
+        device: "cpu" or "cuda"; default: a GPU where there is one.
+        loss: takes the model's outputs and the packed batch, returns the loss summed over targets (the positions
+            whose label is not -100); a step divides it by the targets of the global mini-batch.
+        example, blocks: for modules and fields of your own; see `hydragraph.capture`.
+        profile: what `hydragraph profile` measured here; or the costs that a plan was made with (`plan`), where devices
+            differ by type or by how fast they are today: pipelines then get sequences by their speed. Without either,
+            candidates are compared by rough costs.
+        lengths: sequence lengths of sample mini-batches: what "auto" proposes for, and by which it is decided whether
+            choosing every step is worth it (`Executable.decision`).
+        policy: how iterations are planned.
+        backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
+            Inductor on CUDA, eager elsewhere.
+        program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
+            `example` and `loss` were capture's, and so were `dtype` and the check against the model.
+        check: of what is captured, by one rank of each host for all its ranks; see `hydragraph.capture`. Unless "off",
+            what ranks run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its
+            first step.
+        progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
+            what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
+        home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
+            itself or its text: "3,1 copies=2", "equal" shares of all ranks, "stages" for the ranks that compute a
+            block, or "auto" for those that exchange least within the ranks' memory. None: "auto".
+        compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
+            it was written is not checked again. What it lacks is compiled here, with a line that says so.
+        trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
+        joining: of a process that is to join ranks that train already: it meets nobody now, has no weights, and
+            `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device. A
+            process that a launch with `elastic=` starts later joins by itself, unless this is given.
+        deterministic: losses, gradients and weights have the same bits whatever pipelines, micro-batches, ranks and
+            homes there are: sequences are computed one by one, and their gradients added up exactly. Strategies then
+            have one tensor-parallel degree for all stages; see docs/deterministic.md.
+        window: the most bytes of fp32 gradients that a rank may have in flight at once, and for as many elements those
+            of weights; one bucket always passes. Default: two of the largest blocks.
+        push_dtype: what gradients travel to their owners in: `torch.bfloat16` halves the bytes. Each rank rounds its
+            sum over micro-batches once; owners add up, and keep, fp32. Not together with `deterministic`.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: `program` is that of another model, or `home` does not fit the ranks or the model.
+        Refused: the folder is damaged, stale, or of another model (a ValueError).
+        Unsupported: what cannot be captured or trained.
+        RankFailure: another rank failed meanwhile.
+
+    Joins the process group from the launcher's environment, uses the one there is, or stays alone.
+    """
+    frontend.check_model(model, "compile")
+    check_factory(optimizer)
+    if window is not None and window < 0:
+        raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
+    if push_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
+    if deterministic and push_dtype != torch.float32:
+        raise ValueError(
+            f"compile: push_dtype {push_dtype} rounds each rank's sum, which depends on the ranks there are: leave it "
+            "out with deterministic"
+        )
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm >= 0):
+        raise ValueError(
+            f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
+        )
+    owners = home_of(home)
+    member = here()
+    late = member is not None and not member.generation.number
+    backend = "eager" if deterministic and backend is None else backend
+    mode, world = mode_of(check), apart(device) if joining or late else join(device)
+    world.watch.progress_s = progress_s
+    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
+    library = None
+    with world.watch.calling("compile"):
+        variants: Variants | None = None
+        if compiled is not None:
+            if program is not None:
+                raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
+            record = model_record(model, loss, example, blocks)
+            library = _on_all(world, lambda: load(compiled, record, dtype, world.ranks, trust))
+            program = library.program
+            if not library.checked(mode):
+                check_on_hosts(subject(program), check, world)
+        elif program is None:
+
+            def captured() -> tuple[Program, Variants | None]:
+                made = frontend.capture(model, dtype, example, loss, blocks)
+                check_here(subject(made), check)
+                return made, _compiled_for_all(made, strategy, world, backend)
+
+            key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
+            # Rank 0 plans, and captures only where it is alone on its machine.
+            plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
+            if joining or late:
+                program, variants = kept("capture", key, captured)
+            else:
+                program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
+        else:
+            _check_origin(program, model, dtype, given=example is not None or loss is not None)
+        limit = None if window is None else window // GRADIENT_BYTES
+        if (program.window, program.push_dtype) != (limit, push_dtype):
+            program = replace(program, window=limit, push_dtype=push_dtype)
+        planning = Planning(profile, lengths, policy or Policy())
+        executable = Executable(
+            model,
+            program,
+            strategy,
+            optimizer,
+            max_grad_norm,
+            world,
+            blocks,
+            planning,
+            backend,
+            mode,
+            owners,
+            library,
+            variants,
+            joining or late,
+            deterministic,
+        )
+    executable.progress_s = progress_s
+    if member is not None and not late:
+        member.hold()
+    elif late and not joining:
+        survive(executable)
+    return executable
+
+
+def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
+    """Return what the ranks of a machine run under the strategies that are known, where there are several to share it.
+
+    None under Inductor, which keeps its own code on disk, and where a strategy does not fit: every rank says why.
+    """
+    if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
+        return None
+    variants = Variants(program, device=world.device, added=True)
+    if given == "auto":
+        return variants
+    try:
+        for strategy in candidates_of(given, program, world.ranks, None, None):
+            variants.compile([strategy])
+    except ValueError:
+        return None
+    return variants
+
+
+def _key(model: nn.Module, *others: object) -> str:
+    """Return what ranks that may share a captured model agree on: its origin, and all that was asked for."""
+    said = [frontend.origin(model), *map(_said, others)]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
+def _said(value: object) -> str:
+    """Describe an argument of `compile` so that equal texts mean equal arguments on ranks that run one script."""
+    match value:
+        case Tensor():
+            return f"{value.dtype} {tuple(value.shape)}"
+        case Mapping():
+            return str({name: _said(part) for name, part in value.items()})
+        case str() | Strategy() | torch.dtype() | None:
+            return str(value)
+        case Sequence():
+            return str([_said(part) for part in value])
+        case _:
+            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _on_all(world: World, make: Callable[[], T]) -> T:
+    """Call a function on every rank; where one is refused on some rank, all raise."""
+    made: T | None = None
+    error: ValueError | None = None
+    try:
+        made = make()
+    except ValueError as refused:
+        error = refused
+    first = next((other for other in world.gather(error) if other is not None), None)
+    if error is not None or first is not None:
+        raise error or first  # type: ignore[misc]
+    assert made is not None
+    return made
+
+
+def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
+    name = type(model).__name__
+    if program.origin != frontend.origin(model):
+        raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
+    if given or dtype not in (torch.float32, program.dtype):
+        raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")
+
+
+@own_modes("precompile")
+def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
+    """Compile a program's templates for strategies; without Inductor, which keeps its own code on disk.
+
+    While the result is kept, no executable of this process, or of ranks that are forked from it (`launch`), compiles
+    them again.
+    """
+    variants = Variants(program, added=True)
+    variants.compile(strategies)
+    return variants
+
+
+@dataclass(frozen=True)
+class RankPrograms(Sequence[RankProgram]):
+    """The programs of all ranks for one iteration: print them, verify them, price them, run them."""
+
+    programs: SharedPrograms
+    program: Program
+    strategy: Strategy
+    mode: Mode
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.programs[rank]
+
+    def __len__(self) -> int:
+        return len(self.programs)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.programs))
+
+    def verify(self) -> None:
+        """Prove that no rank can hang, read what is not there, or miss a gradient; see `hydragraph.ir.verify`."""
+        from hydragraph.ir.verify import verify
+
+        verify(self.programs, self.program.outline, self.mode)
+
+    def simulate(
+        self,
+        cluster: Cluster | Costs,
+        tokens: int | Sequence[int] = 2048,
+        efficiency: float | None = None,
+        home: Home | str | None = None,
+    ) -> Timeline:
+        """Price the programs: an event simulation of every stream of every rank.
+
+        Args:
+            cluster: devices and links, priced from their datasheet; or costs.
+            tokens: of one micro-batch, one sequence, the same for all pipelines or one number for each.
+            efficiency: of the datasheet, the part of its FLOP/s that computation reaches; default:
+                `cost.datasheet.EFFICIENCY`.
+            home: of a cluster: who owns state; None: as `compile` chooses for the strategy. Costs have their own.
+        """
+        from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+
+        costs = cluster
+        if isinstance(costs, Cluster):
+            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home_of(home))
+        busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
+        counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
+        work = costs.work(self.strategy, Assignment.even(counts, tokens))
+        return simulate_programs(tuple(self.programs), costs.cluster, work)
+
+
+def lower(
+    program: Program,
+    strategy: Strategy,
+    micro_batches: Sequence[int],
+    ranks: int | None = None,
+    mode: Mode = "train",
+) -> RankPrograms:
+    """Lower a program for a strategy.
+
+    Args:
+        micro_batches: how many each pipeline runs.
+        ranks: the world size; default: as many as the strategy names.
+    """
+    world = ranks if ranks is not None else max(strategy.devices) + 1
+    check_strategy(program, strategy, world)
+    return RankPrograms(
+        shared_programs(program.outline, strategy, micro_batches, mode, ranks=world), program, strategy, mode
+    )
+
+
+def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
+    """Simulate one iteration of a strategy: when every rank runs what, and holds how much.
+
+    Args:
+        costs: of the model on a cluster.
+        strategy: on ranks that the cluster has.
+        assignment: which pipeline computes which sequences in which micro-batch; with their lengths.
+
+    Raises:
+        ValueError: these do not fit one another.
+        Unsupported: something was not measured, or a rank is lost.
+    """
+    return costs.simulate(strategy, assignment)

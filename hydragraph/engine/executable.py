@@ -1,0 +1,1056 @@
+"""A compiled model on one rank: what a training script calls, and how ranks agree before each iteration."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hydragraph import log
+from hydragraph.checkpoint import save_and_load
+from hydragraph.checkpoint.state_pieces import Pieces
+from hydragraph.checkpoint.weights import pretrained
+from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
+from hydragraph.cluster.agreement import together
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.rank_watch import CLOSED, agreed
+from hydragraph.cluster.launch import World
+from hydragraph.cluster.rendezvous.member import CALLED, here
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.background_compile import Readying
+from hydragraph.engine.candidate_strategies import (
+    Choices,
+    Chooser,
+    Planning,
+    candidates_among,
+    candidates_of,
+    home_among,
+    request_of,
+    strategy_for,
+)
+from hydragraph.engine.session import Session, agree, first_of
+from hydragraph.engine.state_transfer import Moved, Restore, bring, keep
+from hydragraph.engine.state_transition import Holding
+from hydragraph.engine.step_agreement import Call, Promise
+from hydragraph.engine.strategy_history import Past
+from hydragraph.errors import RankFailure, Stopped, Unsupported
+from hydragraph.frontend.check.stage_check import StageCheck
+from hydragraph.frontend.compiled_folder.load import Compiled
+from hydragraph.frontend.mask_patterns import window
+from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
+from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
+from hydragraph.frontend.packed_inputs import own_fields
+from hydragraph.frontend.peft_adapters import base_model, is_peft
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program import Program
+from hydragraph.ir.program_outline import Mode
+from hydragraph.passes.check_strategy import check_strategy
+from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.variants import Variants
+from hydragraph.planner.request import PlanRequest
+from hydragraph.private.torch_modes import own_modes
+from hydragraph.runtime.deterministic_sums import Deterministic
+from hydragraph.runtime.elementwise import OptimizerFactory, check_hooks
+from hydragraph.runtime.home_state import HomeState, settings_of
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span, mean_exposed
+from hydragraph.runtime.speed_probe import MOST_S, Probe
+from hydragraph.runtime.state_agreement import Progress, ProgressLog, meet
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import AUTO, Home, home_of
+from hydragraph.spec.home_text import owners_text
+from hydragraph.spec.padded import Batches
+from hydragraph.spec.strategy import Strategy
+from hydragraph.version import __version__
+
+_LOG = logging.getLogger(__name__)
+
+PROBED_EVERY = 4  # steps
+RECENT = 4  # strategies
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, equal on every rank but for `seconds`.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the target tokens of the global mini-batch.
+        tokens: those target tokens.
+        grad_norm: of all gradients, before clipping; 0 for an evaluation.
+        strategy: in use.
+        chosen: the same as an object.
+        sequences, micro_batches: how many, and per pipeline.
+        seconds: wall time on this rank.
+        padding: tokens added to micro-batches, so that they divide for sequence parallelism.
+        planning_s: seconds this step waited for a choice of which pipeline computes what.
+        planning_hidden_s: seconds of planning that it did not wait for.
+        preparing_s: seconds of building what it runs: graphs that were never compiled, and programs.
+        expected_s: seconds that the plan expected, traffic and update included, by the profile; 0 without one.
+        ranks: by rank, how long it took, and waited for communication.
+        assignment: which pipeline computed which sequences in which micro-batch.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    strategy: str
+    chosen: Strategy
+    sequences: int
+    micro_batches: tuple[int, ...]
+    seconds: float
+    padding: int
+    planning_s: float
+    planning_hidden_s: float
+    preparing_s: float
+    expected_s: float
+    ranks: tuple[RankTimes, ...]
+    assignment: Assignment
+
+    @property
+    def exposed(self) -> Exposed:
+        """Seconds that ranks waited for communication, on average."""
+        return mean_exposed(self.ranks)
+
+
+def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
+    """Make a method a call that all ranks make: in no mode of the caller's, watched, and not after `close`.
+
+    What is wrong with how it is called is raised before it counts as begun: it is no failure of this rank.
+    """
+
+    def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
+        signature = inspect.signature(method)
+
+        def call(self: Executable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{what}: {error}") from None
+            for name in ("path", "directory"):
+                if name in given and not isinstance(given[name], str | os.PathLike):
+                    raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
+            if self._closed:
+                raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
+            if self._promised is not None and what != "step":
+                raise ValueError(
+                    f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
+                )
+            with own_modes(what), self._watch.calling(what):
+                return method(self, *args, **kwargs)
+
+        functools.update_wrapper(call, method)
+        return call
+
+    return wrap
+
+
+class Executable:
+    """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
+
+    Attributes:
+        program, strategies: what it was made of, and what steps choose from now.
+        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
+        spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
+        past: what ran among ranks that there were (`survival`).
+        watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
+        stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
+        listens: called whenever ranks agree on a step; a number above 0 asks as `stopping` does, also amid a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        given: Choices,
+        optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+        world: World,
+        blocks: str | None = None,
+        planning: Planning | None = None,
+        backend: str | None = None,
+        check: str = "off",
+        home: Home | None = None,
+        library: Compiled | None = None,
+        variants: Variants | None = None,
+        joining: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        plans = planning or Planning()
+        backend = choose_backend(backend, world.device)
+        inductor = backend == "inductor"
+        self._sums = Deterministic.begin(world.device, backend) if deterministic else None
+        self.program = program
+        self._max_grad_norm = max_grad_norm
+        self._model_tensors = tensor_names(model)
+        self._fields = own_fields(program)
+        self._limits = limits_of(program)
+        self._window = window(getattr(base_model(model), "config", None))
+        self._shell = Shell.of(model)
+        self._adapted = is_peft(model)
+        self._epilogue = program.templates[program.blocks[-1].template]
+        self._several = "cu_seqlens" in self._epilogue.inputs
+        buffers = initial_buffers(model)
+        self._check = None
+        if check == "full" and not world.local_rank:
+            self._check = StageCheck(program, buffers, inductor, added=not inductor, library=library)
+        elif check != "off" and not world.local_rank:
+            passed = library.manifest.check.stages if library is not None else None
+            self._check = StageCheck(program, buffers, inductor, passed=passed)
+        self._library = library
+        if variants is None:
+            variants = Variants(
+                program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
+            )
+        # Another process of this machine may have made them, for a GPU of its own.
+        self._variants = variants.on(world.device) if variants.portable else variants
+        self._optimizer = optimizer
+        self._planning = plans
+        self._first_profile = plans.profile
+        self.given = given
+        self.wanted_home = AUTO if home is None else home
+        self.device = world.device
+        self.progress_s = PROGRESS_S
+        self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
+        seed = torch.initial_seed()
+        self._holding = Holding((lambda: initial_parameters(model, seed, blocks)) if is_meta(model) else None)
+
+        def fill(groups: Groups, state: HomeState) -> None:
+            if is_meta(model):
+                agree(groups, "random seed (torch.manual_seed)", str(seed))
+            else:
+                agree(groups, "weights", _weights_hash(model))
+                state.fill(dict(model.named_parameters()))
+
+        self._closed = False
+        self._choosing: Chooser | None = None
+        self._communications = 0
+        self._next: Promise | None = None  # for behind the step that comes
+        self._promised: Promise | None = None  # by all ranks: the step that comes
+        self.stopping = 0
+        self.listens: Callable[[], int] | None = None
+        self.watched = False
+        self._probe = Probe(world.device)
+        self._lasted: float | None = None  # seconds of the last step
+        self.spans: list[Span] | None = None
+        self._watch = world.watch
+        self.strategies: tuple[Strategy, ...] = ()
+        self.past = Past()
+        self._recent: tuple[Strategy, ...] = ()
+        self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
+        self._ran: dict[int, tuple[Strategy, tuple[int, ...], Mode]] = {}  # by the iteration's number, the last two
+        if joining and given != "auto":
+            several = [given] if isinstance(given, Strategy | str) else given
+            self._check_sums([strategy_for(each, program) for each in several])
+        if not joining:
+            known, wanted = self._variants.strategies, self.wanted_home
+
+            def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
+                return candidates_among(world, given, program, world.ranks, profile, plans.lengths, wanted, known)
+
+            alike = self._sums is not None and given == "auto"
+            self.strategies = _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
+            self._check_sums(self.strategies)
+            self._planning = replace(plans, profile=self.given_profile)
+            chosen = home_among(world, program, wanted, self.strategies, self._planning)
+            self._holding.held = self._begin_session(world, chosen, fill)
+            self._choose()
+
+    # What a training script calls.
+
+    @_call("step")
+    def step(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
+        """Train on one global mini-batch, the same on every rank.
+
+        Args:
+            sequences: 1-D tensors, or lists, of integers; or mappings with input_ids, labels (-100 where a token does
+                not count; causal models shift them) or shift_labels (which already stand where they are predicted), and
+                [L, ...] for each field of your own that compile's example= named. A mapping may also be a batch [B, L]
+                that an attention_mask says to be padded on the right, as tokenizers make it.
+            strategy: for this step, or its text; default: the one given to `compile`, or the best of those. Another
+                one costs no re-tracing of what is compiled already, and moves no optimizer state.
+
+        Raises:
+            Unsupported: no optimizer was given, or the strategy cannot cut the model.
+            FloatingPointError: the loss or a gradient is not finite; nothing was updated.
+            RankFailure: another rank failed; nothing was updated.
+            Stopped: a rank has set `stopping`.
+            ValueError: the mini-batch is malformed, differs between ranks, or is not the one that was promised.
+        """
+        if self.optimizer is None:
+            raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
+        return self._iterate(sequences, strategy, "train")
+
+    def announce(self, sequences: Batches) -> None:
+        """Tell what a later step will bring, so that it is planned while earlier ones run; any rank may call it.
+
+        Nothing has to be announced; a mini-batch that was not is planned when its step begins.
+        """
+        if self._chooser.plans:
+            self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
+
+    def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
+        """Promise that behind the next step comes another one, with this; all ranks promise alike.
+
+        Ranks then agree on it while that step's gradients are on their way, and the one that is promised begins without
+        a meeting (`hydragraph.engine.step_agreement`). Nothing has to be promised, and a promise goes with the next
+        call of `step` alone, also where that is refused. Once all have agreed, any other call but `close`, `leave` and
+        `move` is refused until the step is trained, and a rank that asks to stop is heard a step later.
+
+        Args:
+            sequences: the very object that `step` will be called with, which can be gone through twice; leave its
+                tensors as they are.
+            strategy: for that step.
+        """
+        self._next = Promise(sequences, strategy) if self.world.ranks > 1 else None
+
+    def choose_from(
+        self,
+        strategies: Sequence[Strategy],
+        request: PlanRequest,
+        static: int | None = None,
+        ready_first: bool = False,
+    ) -> None:
+        """Choose from other strategies from the next step on; rank 0 calls it alone, and all ranks follow at once.
+
+        No state moves. What a strategy needs that was never run is compiled in the first step that runs it, or before.
+
+        Args:
+            strategies: to choose from.
+            request: what their pipelines cost, in the same order.
+            static: the one to stay with; None: the best of every step.
+            ready_first: go on as before until what they need has been compiled beside training, and checked where
+                compiled graphs are; see `changing` and `change_refused`. Not yet for what Inductor compiles.
+
+        Raises:
+            Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or what was asked for
+                before has just got ready.
+        """
+        if not self._chooser.plans:
+            raise Unsupported(
+                "this rank does not plan",
+                where="choose_from",
+                remedy="call it on rank 0, of what was compiled with a profile or with several strategies",
+            )
+        for strategy in strategies:
+            self.check(strategy, self.world.ranks)
+        self._chooser.change(tuple(strategies), request, static, ready_first)
+
+    @property
+    def changing(self) -> bool:
+        """On rank 0: whether steps still choose from other strategies than `choose_from` has asked for."""
+        return self._chooser.changing
+
+    @property
+    def change_refused(self) -> str:
+        """On rank 0: why the strategies that `choose_from` has asked for cannot be run; "" where nothing says so."""
+        return self._chooser.refused
+
+    def check(self, strategy: Strategy, ranks: int) -> None:
+        """Check that a strategy fits the model, so many ranks, and what was asked of sums; on every rank alike.
+
+        Raises:
+            ValueError: it does not; `Unsupported` (a ValueError) where it asks for what cannot be done.
+        """
+        check_strategy(self.program, strategy, ranks)
+        self._check_sums([strategy])
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the strategies cost that it was compiled with, by its profile."""
+        return request_of(
+            self.strategies,
+            self._planning.profile,
+            self.world.ranks,
+            self._planning.policy.seed,
+            self._session.owners.home,
+        )
+
+    @_call("evaluate")
+    def evaluate(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
+        """Return the loss of a mini-batch without changing anything."""
+        return self._iterate(sequences, strategy, "evaluate")
+
+    @_call("gradients")
+    def gradients(self, sequences: Batches, strategy: Strategy | str | None = None) -> dict[str, Tensor]:
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
+
+        A parameter that is frozen, or that the loss does not reach, has none.
+        """
+        self._iterate(sequences, strategy, "gradients")
+        return self._session.gather(self.home.gradients)
+
+    @_call("full_state_dict")
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
+
+        Parameters are the fp32 master weights. Other ranks take part and get {}.
+        """
+        self._holding.begin()
+        return self._state(frozenset(self._model_tensors))
+
+    @_call("save_pretrained")
+    def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
+        """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
+
+        Of a peft model that is its adapters alone, in peft's format, for `peft.PeftModel.from_pretrained`.
+
+        Args:
+            directory: made if missing; only rank 0 needs to see it.
+            merged: of a peft model, write the base model with its active adapters added to its weights instead.
+
+        Raises:
+            Unsupported: the model is none of transformers', or has no adapters to merge.
+        """
+        self._holding.begin()
+        shell = check_shell(self._shell, merged)
+        keys = shell.keys(merged)
+        state = self._state(frozenset(self._model_tensors) if keys is None else keys)
+
+        def write() -> None:
+            if self.world.rank == 0:
+                shell.write(state, Path(directory), merged)
+
+        together(self.groups, f"write {directory}", write)
+
+    @_call("save")
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
+        """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
+
+        Args:
+            path: a directory that all ranks see.
+            extra: plain data of yours, which `load` returns.
+            asynchronous: return as soon as this rank's shards are copied to CPU memory, and write beside training.
+                The next `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; an error is
+                raised by the first of these or by the next step, on every rank.
+        """
+        self._holding.begin()
+        self._session.saver.wait()
+        save = self._session.saver.start if asynchronous else save_and_load.save
+        entry = {"steps": self._steps, "user": extra or {}, save_and_load.BUFFERS: self._persistent_buffers()}
+        save(Path(path), self.home, self.optimizer, entry, self.groups)
+
+    @_call("keep")
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
+        """Keep a checkpoint in pieces, for `move` to go back to where ranks are lost; all ranks call it.
+
+        Training waits until pieces are in memory and on the node's disk; the store has them a little later.
+
+        Args:
+            pieces: where this rank keeps them; all ranks have the same places.
+            extra: plain data of yours, which `move` returns where it goes back.
+        """
+        self._holding.begin()
+        keep(self._session, pieces, extra or {})
+
+    @_call("wait_saved")
+    def wait_saved(self) -> None:
+        """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
+        self._session.saver.wait()
+
+    @_call("load")
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
+        self._session.saver.wait()
+        self._stop_handover()
+        extra = save_and_load.load(Path(path), self.home, self.optimizer, self.groups)
+        self._holding.loaded()
+        for name, buffer in extra.get(save_and_load.BUFFERS, {}).items():  # checkpoints of earlier versions have none
+            self._session.buffers[name].copy_(buffer)
+        self._session.log.restored(int(extra["steps"]))
+        return dict(extra["user"])
+
+    @_call("load_pretrained")
+    def load_pretrained(self, path: str | Path) -> None:
+        """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer.
+
+        Raises:
+            Unsupported: the model has adapters.
+        """
+        if self._adapted:
+            raise Unsupported(
+                "a model with adapters, whose weights have other names than those of its base",
+                where="load_pretrained",
+                remedy="load the base model with from_pretrained, or peft's from_pretrained, before you compile it",
+            )
+        self._stop_handover()
+        names = pretrained.Names.of(None if self._shell is None else self._shell.model, self._model_tensors)
+        pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
+        self._holding.loaded()
+
+    def close(self) -> None:
+        """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
+        self._closed = True
+        if self._holding.held is None:
+            return
+        try:
+            self._chooser.close()
+            with self._calling("close"):
+                self._stop_handover()
+                self._session.saver.close()
+        finally:
+            self._watch.rest(f"{CLOSED} after step {self._steps}")
+            self.groups.close()
+
+    # When ranks come and go.
+
+    def leave(self) -> None:
+        """Drop the communicators, which a failure may have broken, and keep the state: before ranks meet anew.
+
+        Alone: no other rank is waited for, unless a save is being written. `move` calls it, too; call it before the
+        process group is destroyed that these communicators belong to.
+        """
+        if self._holding.held is not None:
+            try:
+                self._holding.held.saver.close()
+            except Exception as error:
+                _LOG.warning("a save was not completed: %s", error)
+            try:
+                with self._calling("leave"):
+                    self._stop_handover()
+            except RankFailure as failure:
+                _LOG.info("state did not come beside the steps: %s", failure)
+        for groups in self._holding.groups:
+            groups.close()
+
+    def move(
+        self,
+        world: World,
+        home: Home | str | None,
+        before: Sequence[int | None],
+        restore: Restore | None = None,
+        strategy: Choices | None = None,
+        profile: Profile | Costs | None = None,
+    ) -> Moved:
+        """Go on in another world, or under another home, with the state that ranks have; all ranks of it call it.
+
+        After a failure, or between two steps: survivors with the executable that they have, newcomers with one that was
+        compiled with `joining=True`. Weights, the optimizer's state and hyperparameters come from survivors, wherever
+        they live now; a step that some ranks have finished is finished by all (`runtime.standing`). Until everything
+        has arrived on all ranks, every one keeps what it has: if the move fails, meet again and move again.
+
+        Args:
+            world: this process's place from now on; its process group is there. The same as before: only the home is
+                another.
+            home: who owns the state from now on, itself or its text; with a rule ("auto"), owners are chosen for the
+                strategies. None: as in `compile`.
+            before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
+                are not named are lost.
+            restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
+                `save`, or the pieces of `keep`, each of which is read where it is nearest; newcomers give some, too.
+            strategy: what steps choose from now on, as in `compile`; None: what they did, which then must fit the
+                ranks.
+            profile: what strategies cost now; None: as before.
+
+        Raises:
+            ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
+            RankFailure: another rank failed meanwhile; nothing has changed.
+        """
+        if self._closed:
+            raise ValueError("move: this executable is closed; compile again")
+        began = time.perf_counter()
+        given = home_of(home)
+        home = self.wanted_home if given is None else given
+        holding = self._holding
+        self._next = self._promised = None
+        stays = holding.held is not None and world is holding.held.world and not world.watch.broken
+        stays = stays and list(before) == list(range(world.ranks))
+        chosen = stays and strategy is None and profile is None
+        self._stop_handover() if stays else self.leave()
+        self._watch = world.watch
+        with own_modes("move"), world.watch.calling("move"):
+            told = world.gather((holding.standing(world.rank), self.strategies, self._communications))
+            meeting = meet([standing for standing, _, _ in told], before)
+            self._communications = max(number for _, _, number in told)
+            finished = holding.agree(meeting, world.rank, self._max_grad_norm)
+            known = told[meeting.leader or 0][1]
+            self._planning = replace(self._planning, profile=self._alike(profile or self._planning.profile))
+            plans = self._planning
+            self.strategies = candidates_of(
+                known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
+            )
+            self._check_sums(self.strategies)
+            self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
+            home = home_among(world, self.program, home, self.strategies, self._planning)
+            counts = meeting.before[world.rank] is not None
+            log = ProgressLog(Progress(meeting.updates, meeting.norm))
+            ending = holding.held if stays else None
+            session = self._begin_session(world, home, lambda groups, state: None, log, ending)
+            holding.expect(session)
+            brought = bring(session, holding.held if counts else None, meeting, restore)
+            holding.arrived(meeting.generation + 1)
+            session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
+            holding.take()
+            self._choose(chosen)
+        step = self._steps
+        seconds = time.perf_counter() - began
+        _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
+        restored = step if brought.restored else None
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds)
+
+    @_call("rehome")
+    def rehome(self, home: Home | str) -> None:
+        """Let state go to where another home has it, beside the next step, which ends with it there; all ranks call it.
+
+        The step computes what it would have, and all that follows does so by the new home, to the bit as if `move` had
+        been called behind the step. Training waits for the gradients of what moves, as they are handed on to the new
+        owners. Before that step, `evaluate`, `save` and all else go by the home there is; if a rank is lost, or state
+        is loaded or moved otherwise, nothing has changed.
+
+        Args:
+            home: who owns the state from then on; with a rule ("auto"), owners are chosen for the strategies.
+
+        Raises:
+            ValueError: on all ranks: the home does not fit, or state is on its way to another already.
+        """
+        if self._holding.handover is not None:
+            on_its_way = self._holding.handover.arriving.owners.home
+            raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
+        self._holding.begin()
+        held = self._session
+        given = home_of(home) or self.wanted_home
+        chosen = home_among(held.world, self.program, given, self.strategies, self._planning)
+        arriving = self._begin_session(
+            held.world, chosen, lambda groups, state: None, ProgressLog(held.log.progress), held, agreed_before=True
+        )
+        self._holding.hand_over(arriving)
+
+    def _stop_handover(self) -> None:
+        self._holding.stop_handover(self._watch.broken)
+
+    def _update(self, norm: float) -> None:
+        """Update what this rank owns, which is what it owns from now on."""
+        self._holding.go_over()
+        self._session.update(norm, self._max_grad_norm)
+
+    def _calling(self, what: str) -> AbstractContextManager[object]:
+        """Let ranks watch each other in a call, unless a failure has parted them."""
+        return nullcontext() if self._watch.broken else self._watch.calling(what)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The one that `compile` was given, or the first of them."""
+        return self.strategies[0]
+
+    @property
+    def recent(self) -> tuple[Strategy, ...]:
+        """The strategies that these ranks have trained with, the last one first."""
+        return self._recent
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.world.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+        return self.world.ranks
+
+    @property
+    def steps(self) -> int:
+        """How many steps the state has had."""
+        return self._steps
+
+    @property
+    def given_profile(self) -> Profile | Costs | None:
+        """What strategies cost, of those that may run, as it was compiled with."""
+        return self._alike(self._first_profile)
+
+    @property
+    def planning(self) -> Planning:
+        """What choosing strategies goes by."""
+        return self._planning
+
+    @property
+    def profile(self) -> Profile | Costs | None:
+        """What strategies cost; None: nothing was measured."""
+        return self._planning.profile
+
+    @property
+    def world(self) -> World:
+        """This process's place among the ranks."""
+        return self._session.world
+
+    @property
+    def groups(self) -> Groups:
+        """The communicators of this process."""
+        return self._session.groups
+
+    @property
+    def home(self) -> HomeState:
+        """This rank's share of the fp32 weights and gradients."""
+        return self._session.home
+
+    @property
+    def owners(self) -> Home:
+        """Who owns the state now."""
+        return self._session.owners.home
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer over this rank's share; None: it was compiled without."""
+        return self._session.optimizer
+
+    @property
+    def decision(self) -> str:
+        """On rank 0: whether one strategy stays or one is chosen every step, in a sentence; "": nothing was decided."""
+        return self._chooser.decision
+
+    # How it is done.
+
+    @property
+    def _chooser(self) -> Chooser:
+        if self._choosing is None:
+            raise ValueError("this executable has joined no ranks yet: call move first")
+        return self._choosing
+
+    @property
+    def _session(self) -> Session:
+        return self._holding.session
+
+    @property
+    def _steps(self) -> int:
+        """Those that the state has had."""
+        return self._session.log.progress.updates
+
+    def _begin_session(
+        self,
+        world: World,
+        home: Home,
+        fill: Callable[[Groups, HomeState], None],
+        log: ProgressLog | None = None,
+        ending: Session | None = None,
+        agreed_before: bool = False,
+    ) -> Session:
+        """Begin a session in a world, at first or in place of one that ends; arguments as of `Session.begin`."""
+        alike = (
+            {}
+            if agreed_before
+            else {
+                "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
+                "program": self.program.fingerprint,
+                "compiled folder": self._library.digest if self._library is not None else "",
+                "strategies": str(list(map(str, self.strategies))),
+                "deterministic": "" if self._sums is None else str(self._sums),
+                "max_grad_norm": str(self._max_grad_norm),
+                "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
+                "loss": hashlib.blake2b(str(self._epilogue.graph).encode(), digest_size=8).hexdigest(),
+            }
+        )
+        variants, buffers, optimizer = self._variants, self._buffers, self._optimizer
+        session = Session.begin(
+            self.program,
+            variants,
+            buffers,
+            world,
+            home,
+            optimizer,
+            fill,
+            alike,
+            log,
+            ending,
+            deterministic=self._sums is not None,
+        )
+        names = [bucket.name for bucket in self.program.buckets]
+        _LOG.info("state: %s", owners_text(session.owners.home, names, world.ranks))
+        if self._sums is not None and session.optimizer is not None:
+            self._sums.check_optimizer(session.optimizer)
+        return session
+
+    def _choose(self, as_before: bool = False) -> None:
+        """Choose from the strategies there are, in the session there is, or by what chose before."""
+        self._running = None
+        self._recent = ()
+        self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
+        session = self._session
+        if not as_before:
+            before, planning = self._choosing, self._planning
+            readying = Readying(self._variants, self._check, session.world.local_rank == 0)
+            self._choosing = Chooser.of(
+                self.strategies, session.groups, planning, session.owners.home, readying, before
+            )
+
+    def _check_sums(self, strategies: Sequence[Strategy]) -> None:
+        """Check that strategies add up alike, where that is asked for; the first that are seen say how."""
+        if self._sums is not None:
+            self._sums.check(strategies)
+
+    def _alike(self, profile: Profile | Costs | None) -> Profile | Costs | None:
+        """Return the costs of strategies that add up alike, where that is asked for: nothing else is proposed."""
+        if self._sums is None or profile is None:
+            return profile
+        if isinstance(profile, Costs):
+            return profile.changed(profile=self._sums.alike(profile.profile))
+        return self._sums.alike(profile)
+
+    def _iterate(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> StepReport:
+        """Run one iteration on every rank; what all ranks refuse together is an agreed error, and no rank's failure."""
+        self._holding.begin()
+        log.at_step(self._steps + (mode == "train"))
+        began = time.perf_counter()
+        self._communications += 1
+        trains = mode == "train"
+        coming: Promise | None = None
+        if trains:  # also if this step is refused: it is promised by the next one anew, or not at all
+            coming, self._next = self._next, None
+        with self._watch.step(self._communications, self._describe):
+            batch, strategy = self._meet(sequences, given, mode)
+            work = self._work(batch, strategy)
+            assigned = time.perf_counter()
+            self._prepare(work, mode)
+            preparing_s = time.perf_counter() - assigned
+            self._session.executor.probe = self._probe if self._probes(mode) else None
+            self._session.executor.beside = self._holding.handover if trains else None
+            spans = self.spans if trains else None
+            says = functools.partial(self._says, coming)
+            outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans, says)
+            self._holding.go_over()  # also where nothing was updated, since nothing is finite
+        if trains:
+            self._lasted = time.perf_counter() - began
+            if coming is not None and coming.heard(outcome.said) and outcome.finite:
+                self._promised = coming
+        if not outcome.finite:
+            raise FloatingPointError(
+                f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
+                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            )
+        return StepReport(
+            step=self._steps,
+            loss=outcome.loss,
+            tokens=batch.tokens,
+            grad_norm=outcome.grad_norm,
+            strategy=str(work.strategy),
+            chosen=work.strategy,
+            sequences=len(batch.sequences),
+            micro_batches=work.assignment.counts,
+            seconds=time.perf_counter() - began,
+            padding=work.padding,
+            planning_s=work.planning.exposed_s,
+            planning_hidden_s=work.planning.hidden_s,
+            preparing_s=preparing_s,
+            expected_s=work.planning.expected_s,
+            ranks=outcome.ranks,
+            assignment=work.assignment,
+        )
+
+    def _probes(self, mode: Mode) -> bool:
+        """Say whether this rank probes its device: in the first step to know what is usual, then where it is idle."""
+        if not self.watched or mode != "train":
+            return False
+        assert self._running is not None
+        first = self._lasted is None
+        idle = not self._session.preparer.get(*self._running).program.roles
+        self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
+        return first or (idle and self._steps % PROBED_EVERY == 0)
+
+    def _meet(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> tuple[MiniBatch, Strategy | None]:
+        """Return the checked mini-batch and strategy, once all ranks are about to run them in the same way.
+
+        Raises, agreed: what is wrong with it, with a save in the background, or between the ranks; `Stopped`.
+        """
+        promised = self._promised
+        if promised is not None:
+            if not promised.is_of(sequences, given):
+                raise ValueError("step: all ranks have promised another mini-batch or strategy; call it with that one")
+            self._promised = None
+            call, ranks = promised.agreed
+        else:
+            call = self._checked(sequences, given, mode)
+            ranks = self._session.compare(call.mark, self._asked() if mode == "train" else 0)
+        if ranks.unsaved:
+            try:
+                self._session.saver.wait()
+            except Exception as error:
+                agreed(error)
+                raise
+            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
+        if not ranks.same:
+            try:
+                self._session.agree("optimizer's settings, such as the learning rate", self._update_settings(mode))
+                own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
+                self._session.agree("mini-batch, strategy or call", own)
+            except ValueError as error:
+                raise agreed(error) from call.refused
+            raise AssertionError("digests differ, so the agreement fails")
+        if call.refused is not None:
+            raise agreed(call.refused)
+        if ranks.stopping:
+            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
+            raise agreed(Stopped(ranks.stopping))
+        assert call.batch is not None
+        return call.batch, call.strategy
+
+    def _checked(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> Call:
+        """Check what this rank is about to run; what is wrong with it is part of what ranks agree on."""
+        batch: MiniBatch | None = None
+        strategy: Strategy | None = None
+        refused: Exception | None = None
+        try:
+            if given is not None:
+                strategy = strategy_for(given, self.program)
+                self.check(strategy, self.world.ranks)
+            batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
+            if self._window is not None and max(batch.lengths) > self._window:
+                raise ValueError(
+                    f"a sequence of {max(batch.lengths)} tokens, and the model attends within a sliding window of "
+                    f"{self._window}: cut sequences to that length"
+                )
+            if self._sums is not None:
+                self._sums.check_count(len(batch.sequences))
+            if mode == "train" and self.optimizer is not None:
+                check_hooks(self.optimizer)
+        except Exception as error:  # of the user's own iterable, too
+            refused = error
+        # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
+        text = repr(refused) if refused is not None else repr((str(strategy), mode, self._update_settings(mode)))
+        return Call(batch, strategy, refused, digest(text, batch))
+
+    def _update_settings(self, mode: Mode) -> str:
+        """Return the hyperparameters of this rank's optimizer, where the iteration updates."""
+        return settings_of(self.optimizer) if mode == "train" else ""
+
+    def _says(self, coming: Promise | None) -> tuple[int, ...]:
+        """Return what this rank says of the next step at the end of one."""
+        if coming is None:
+            return self._session.saying(-1, 0)
+        coming.call = self._checked(coming.sequences, coming.strategy, "train")
+        return self._session.saying(coming.call.mark, self._asked())
+
+    def _asked(self) -> int:
+        """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
+        member = here()
+        called = CALLED if member is not None and member.called else 0
+        return max(self.stopping, self.listens() if self.listens is not None else 0, called)
+
+    def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
+        """Assign a mini-batch that all ranks have, and pack this rank's part of it."""
+        choice = self._chooser.choose(batch.lengths, strategy)
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on the rank that plans
+        world = self.world
+        return packed(
+            batch,
+            choice.strategy,
+            choice.assignment if self._sums is None else choice.assignment.one_by_one,
+            world.rank,
+            world.device,
+            self._several,
+            choice.planned,
+            self.program.unplaced,
+        )
+
+    def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
+        """Build what this rank runs. If some rank cannot, all raise, agreed: nothing has been sent yet."""
+        self._running = (work.strategy, work.assignment.counts, mode)
+        self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
+        self._ran[self._communications] = self._running
+        if mode == "train":
+            others = (strategy for strategy in self._recent if strategy != work.strategy)
+            self._recent = (work.strategy, *others)[:RECENT]
+        first_time = (work.strategy, mode) not in self._agreed
+        if not first_time:
+            self._session.preparer.get(*self._running)
+            return
+        own: ValueError | None = None
+        try:
+            self._session.preparer.get(*self._running)
+            if self._check is not None:
+                self._check.check(work.strategy)
+        except Exception as error:  # whatever a trace or a compiler raises
+            own = error if isinstance(error, ValueError) else _failed(error, str(work.strategy))
+        in_words = own if isinstance(own, Unsupported) or own is None else _failed(own, str(work.strategy))
+        first = first_of(self.groups, in_words)
+        if first is not None:
+            raise agreed(own or first)
+        self._agreed.add((work.strategy, mode))
+        _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, mode)
+
+    def _state(self, keys: frozenset[str]) -> dict[str, Tensor]:
+        """Return some keys of the model's state dict as full CPU tensors on rank 0, {} elsewhere."""
+        sources = {key: source for key, source in self._model_tensors.items() if key in keys}
+        parameters = self._session.gather(self.home.weights, frozenset(sources.values()))
+        if self.world.rank:
+            return {}
+        buffers = {name: buffer.detach().cpu() for name, buffer in self._session.buffers.items()}
+        tensors = {**buffers, **parameters}
+        return {key: tensors[source] for key, source in sources.items()}
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that belong to the model's state dict, on the CPU."""
+        stored = set(self._model_tensors.values())
+        return {name: b.detach().cpu().clone() for name, b in self._session.buffers.items() if name in stored}
+
+    def _describe(self, rank: int, index: int, number: int) -> str:
+        """Return the text of an instruction; another rank may be one iteration behind, or ahead."""
+        if self._running is None:
+            return ""
+        if number > self._communications:
+            return f"instruction {index} of the next step"  # which nobody has told this rank
+        running = self._ran.get(number, self._running)
+        return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
+
+
+def _of_least_cut(
+    profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
+) -> tuple[Strategy, ...]:
+    """Return strategies whose stages are all cut alike, by the least degree that fits: it fits any ranks that are left.
+
+    Args:
+        profile: of all cuts.
+        among: returns the best strategies by what was measured, or raises `Unsupported`.
+    """
+    measured = profile.profile if isinstance(profile, Costs) else profile
+    refused: Unsupported | None = None
+    for cut in measured.cuts:
+        alike = measured.of_cut(*cut)
+        try:
+            return among(profile.changed(profile=alike) if isinstance(profile, Costs) else alike)
+        except Unsupported as error:
+            refused = refused or error
+    raise refused or Unsupported("nothing was measured", where="compile", remedy="measure: hydragraph profile")
+
+
+def _failed(error: Exception, strategy: str) -> Unsupported:
+    """Say that a strategy cannot be prepared, in words that every rank can be told."""
+    sentence = (str(error).splitlines() or [""])[0]
+    refusal = Unsupported(
+        f"it cannot be compiled ({type(error).__name__}: {sentence})",
+        where=f"strategy {strategy}",
+        remedy="choose another strategy; the cause is above on the rank that failed",
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Return every key of the model's state dict -> the canonical parameter or buffer that holds its value."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return {key: names.get(key, key) for key in model.state_dict()}
+
+
+def _weights_hash(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensor.detach().float().numpy()).data)
+    return digest.hexdigest()

@@ -1,0 +1,199 @@
+"""Plans made ahead of training by worker processes: training submits mini-batches that are to come, and takes choices.
+
+A worker that dies is replaced, and its mini-batch given to the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, cast
+
+from hydragraph.errors import Unsupported
+from hydragraph.planner.request import Answer, PlanRequest
+
+_LOG = logging.getLogger(__name__)
+
+Lengths = tuple[int, ...]
+
+# Workers that may die over one mini-batch: more than one, because memory may run out by chance.
+ATTEMPTS = 3
+# What a pipe to a process that is gone raises, in the middle of an answer or before it.
+_GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
+
+
+class PlanService:
+    """Worker processes, a bounded queue of mini-batches, and their choices.
+
+    A plan is found by the mini-batch's lengths, so it can never be used for another one.
+
+    Args:
+        request: the candidates and what they cost.
+        workers: how many processes.
+        ahead: how many mini-batches may be queued, in work or waiting to be taken.
+    """
+
+    def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
+        if workers < 1 or ahead < 1:
+            raise ValueError(f"{workers} workers, {ahead} mini-batches ahead: give at least one of each")
+        self._request = request
+        self._ahead = ahead
+        self._jobs: queue.Queue[Lengths | None] = queue.Queue()
+        self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
+        self._changed = threading.Condition()
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
+        self._number = 0  # of the request; it grows when that changes
+        self._told = [0] * workers  # the number of the request that each process has
+        self._closed = False
+        self.replaced = 0
+        self.answered = False  # once a process has: it has started
+        self._threads = [
+            threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lengths: Lengths) -> bool:
+        """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
+        # Bounded: plans that nobody takes, as when a run skips data, must not pile up.
+        with self._changed:
+            if lengths in self._plans:
+                return True
+            if len(self._plans) >= self._ahead or self._closed:
+                return False
+            self._plans[lengths] = None
+        self._jobs.put(lengths)
+        return True
+
+    def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
+        """Return the plan of a mini-batch and forget it; None where it was not asked for, or is not there in time."""
+        with self._changed:
+            if lengths not in self._plans:
+                return None
+            # Forgotten either way: a step that has gone on with the quick plan never comes back for this one.
+            self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
+            return self._plans.pop(lengths)
+
+    def change(self, request: PlanRequest, forget: bool = False) -> None:
+        """Plan by another request from now on, also what is queued, in work or waiting to be taken.
+
+        Args:
+            request: the candidates and what they cost.
+            forget: plan nothing of that, because other mini-batches come.
+        """
+        with self._changed:
+            self._request = request
+            self._number += 1
+            self._plans = {} if forget else dict.fromkeys(self._plans)
+            again = list(self._plans)
+        for lengths in again:
+            self._jobs.put(lengths)
+
+    def close(self) -> None:
+        """End the workers."""
+        with self._changed:
+            self._closed = True
+        # None wakes a thread that waits for a mini-batch; killing its process wakes one that waits for an answer.
+        for _ in self._threads:
+            self._jobs.put(None)
+        for process in self._processes:
+            if process is not None:
+                process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers that run."""
+        return [p.pid for p in self._processes if p is not None and p.poll() is None]
+
+    def _tend(self, index: int) -> None:
+        """Hand mini-batches to one worker, and start another one when it dies."""
+        while (lengths := self._jobs.get()) is not None and not self._closed:
+            with self._changed:
+                number = self._number
+                wanted = lengths in self._plans and self._plans[lengths] is None  # else it was queued twice
+            if not wanted:
+                continue
+            plan = self._answered(index, lengths)
+            with self._changed:
+                # Else its step has gone on without it, or it is planned again, by another request.
+                if lengths in self._plans and number == self._number:
+                    self._plans[lengths] = plan
+                self._changed.notify_all()
+        process = self._processes[index]
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                cast(IO[bytes], pipe).close()
+
+    def _answered(self, index: int, lengths: Lengths) -> Answer:
+        # A process that died has not answered; the next one is asked the same.
+        for _ in range(ATTEMPTS):
+            try:
+                return self._ask(index, lengths)
+            except _GONE:
+                if self._closed:
+                    break
+                self.replaced += 1
+                _LOG.info("planning process %d died; another one takes its mini-batch", index)
+                process = self._processes[index]
+                self._processes[index] = None
+                if process is not None:
+                    process.kill()
+                    process.wait()
+            except Exception as raised:  # nothing may end this thread: a step would wait for it in vain
+                return Answer(None, raised, 0.0)
+        died = Unsupported(
+            f"{ATTEMPTS} planning processes died over one mini-batch",
+            where="planner",
+            remedy="look at what they wrote to stderr, or plan without them (Policy(workers=0))",
+        )
+        return Answer(None, died, 0.0)
+
+    def _ask(self, index: int, lengths: Lengths) -> Answer:
+        process = self._processes[index] or self._start(index)
+        stdin = cast(IO[bytes], process.stdin)
+        if self._told[index] != self._number:
+            self._tell(index, stdin)
+        pickle.dump(lengths, stdin)
+        stdin.flush()
+        answer = cast(Answer, pickle.load(cast(IO[bytes], process.stdout)))
+        self.answered = True
+        return answer
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        # The worker must import this very package, installed or not.
+        package = str(Path(__file__).parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "hydragraph.engine.planning_worker",
+            ],  # -P: nothing comes from the current directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        # The request, again only where it changes; then lengths go out, and answers come back.
+        self._processes[index] = process
+        self._tell(index, cast(IO[bytes], process.stdin))
+        return process
+
+    def _tell(self, index: int, stdin: IO[bytes]) -> None:
+        """Send a process the request."""
+        with self._changed:
+            self._told[index] = self._number
+            request = self._request
+        pickle.dump(request, stdin)
+        stdin.flush()

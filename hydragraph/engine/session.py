@@ -1,0 +1,300 @@
+"""What an executable has of its world: everything here is made for one set of ranks and one home, and ends with them.
+
+Executable                      knows the model, its names, its strategies; one for the whole training
+  Variants                      compiled graphs; they depend on degrees, not on ranks
+  Session                       made anew when ranks come or go, or when state is to live elsewhere
+    Groups, Saver               communicators
+    HomeState, optimizer        this rank's share of the state
+    Preparer, Executor          programs of this rank, and what runs them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hydragraph.checkpoint.background_save import Saver
+from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.failure.rank_watch import agreed
+from hydragraph.cluster.launch import World
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.mini_batch import AssignedBatch
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.layout import Layout, whole
+from hydragraph.ir.program import Program
+from hydragraph.ir.program_outline import Mode
+from hydragraph.passes.variants import Variants
+from hydragraph.runtime.buffers import Buffers
+from hydragraph.runtime.elementwise import OptimizerFactory
+from hydragraph.runtime.exchange import pull_exchange, start_pull
+from hydragraph.runtime.executor import Executor, IterationOutcome
+from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
+from hydragraph.runtime.instruction_trace import Span, Timing
+from hydragraph.runtime.prepared_programs import Preparer
+from hydragraph.runtime.rounded_weights import rounded
+from hydragraph.runtime.state_agreement import ProgressLog
+from hydragraph.spec.home import Home
+
+TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
+
+CLIP_EPS = 1e-6  # that PyTorch adds to the norm it divides by
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """One rank's part of a world.
+
+    Attributes:
+        program: the model.
+        buffers: its buffers by name, on this rank's device.
+        world: this process's place.
+        groups, saver: communicators, and those of saves in the background.
+        owners: where every bucket's state lives.
+        home, optimizer: this rank's share of it; no optimizer: nothing is trained.
+        preparer, executor: give this rank's programs, and run them.
+        log: how far the state is.
+    """
+
+    program: Program
+    buffers: Mapping[str, Tensor]
+    world: World
+    groups: Groups
+    saver: Saver
+    owners: HomeLayouts
+    home: HomeState
+    optimizer: torch.optim.Optimizer | None
+    preparer: Preparer
+    executor: Executor
+    log: ProgressLog
+
+    @staticmethod
+    def begin(
+        program: Program,
+        variants: Variants,
+        buffers: Mapping[str, Tensor],
+        world: World,
+        home: Home,
+        optimizer: OptimizerFactory | None,
+        fill: Callable[[Groups, HomeState], None],
+        alike: Mapping[str, str],
+        log: ProgressLog | None = None,
+        ending: Session | None = None,
+        deterministic: bool = False,
+    ) -> Session:
+        """Connect the ranks of a world and give each its share of the state; all of them call it.
+
+        Args:
+            program, variants, buffers: the model, its compiled graphs, and its buffers on this rank's device.
+            world: this process's place.
+            home: who owns the state.
+            optimizer: as `compile` takes it.
+            fill: gives the home state its weights, before the optimizer sees them.
+            alike: what must be the same on all ranks, as texts by name.
+            log: how far the state is that `fill` gives; None: it is new.
+            ending: of the same world, whose place it will take: communicators go on, and so does the state of buckets
+                that live where they did.
+            deterministic: sums over micro-batches and ranks are exact.
+
+        Raises:
+            ValueError: on every rank: something differs between ranks, or the home does not fit them.
+            Unsupported: on every rank: the optimizer cannot work on some rank's shards.
+        """
+        world.watch.rest("")
+        groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
+        log = log or ProgressLog()
+        for what, text in {**alike, "home": str(home)}.items():
+            agree(groups, what, text)
+        home.check(world.ranks, [bucket.name for bucket in program.buckets])
+        if home.copies > 1:
+            nodes = groups.gather_objects(world.node)
+            home = home.on([nodes.index(node) for node in nodes])
+        owners = HomeLayouts(home, world.ranks)
+        layouts = owners.by_name(program.buckets)
+        if ending:
+            layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
+        old = ending.home if ending else None
+        state = HomeState.allocate(program, layouts, world.rank, world.device, old)
+        fill(groups, state)
+        trained_by = _optimizer(optimizer, state, groups)
+        preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
+        copies = rounded(state, program.dtype, trained_by)
+        executor = Executor(
+            program, state, groups, world.watch, world.device, rounded=copies, log=log, deterministic=deterministic
+        )
+        saver = ending.saver if ending else Saver(world, TIMEOUT)
+        return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
+
+    def agree(self, what: str, text: str) -> None:
+        """Check that a short text is the same on all ranks; all of them call it.
+
+        Raises:
+            ValueError: on every rank, naming the ranks that have each text.
+        """
+        agree(self.groups, what, text)
+
+    def compare(self, digest: int, stopping: int) -> RanksCompared:
+        """Compare what all ranks are about to do, in one small all-reduce.
+
+        Args:
+            digest: of this rank's call and data.
+            stopping: a number above 0 if this rank is to stop.
+        """
+        if self.world.ranks == 1:
+            return RanksCompared(True, self.saver.failed, stopping)
+        most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
+        most = self.groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX)
+        return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
+
+    def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
+        """Return what `compare` would compare, as this rank says it at a commit (`RanksCompared.of` reads it).
+
+        Args:
+            digest: 62 bits over the call that comes next; -1: it is not known.
+            stopping: as for `compare`.
+        """
+        high, low = divmod(digest, 1 << 31)
+        return high, low, int(self.saver.failed), stopping
+
+    def execute(
+        self,
+        work: AssignedBatch,
+        mode: Mode,
+        tokens: int,
+        update: Callable[[float], None],
+        step: int,
+        spans: list[Span] | None,
+        says: Callable[[], tuple[int, ...]],
+    ) -> IterationOutcome:
+        """Run one iteration that is prepared.
+
+        Args:
+            work: the mini-batch, assigned and packed.
+            mode: what is run; only "train" updates.
+            tokens: target tokens of the mini-batch.
+            update: called with the gradient norm where weights are updated.
+            step: its number, for the times of instructions.
+            spans: takes these times; None: they are not kept.
+            says: called once this rank has computed, for what it tells all others (`saying`).
+        """
+        prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
+        batches = {
+            m: batch
+            for role in prepared.program.roles
+            for m, batch in zip(role.micro_batches, work.batches[role.pipeline], strict=True)
+        }
+        timing = Timing(step, spans, self.executor.streams.clock())
+        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing, says)
+
+    def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
+        """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.
+
+        Args:
+            shards: by bucket, this rank's part: the weights or the gradients of `home`.
+            names: of the parameters that are wanted; None: all.
+        """
+        whole_tensors: dict[str, Tensor] = {}
+        for bucket in (b for b in self.program.buckets if b.name in shards):
+            parameters = [p for p in bucket.parameters if names is None or p.name in names]
+            if not parameters:
+                continue
+            layout = self.home.layouts[bucket.name]
+            world = self.world
+            exchange = pull_exchange(layout, whole(bucket.size, 0), world.rank, world.ranks, world.device)
+            shard = shards[bucket.name]
+            full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(world.device))()
+            if world.rank != 0:
+                continue
+            for parameter in parameters:
+                at = bucket.offsets()[parameter.name]
+                tensor = parameter.natural(full[at : at + parameter.size])
+                whole_tensors[parameter.name] = tensor.detach().contiguous().cpu().clone()
+        return whole_tensors
+
+    def update(self, norm: float, most: float | None) -> None:
+        """Update this rank's share, with gradients clipped as by `torch.nn.utils.clip_grad_norm_`.
+
+        Args:
+            norm: of all gradients together.
+            most: the largest norm allowed; None: any.
+        """
+        self.log.updating()
+        factor = 1.0 if most is None else most / (norm + CLIP_EPS)
+        if factor < 1:
+            for gradient in self.home.gradients.values():
+                gradient.mul_(factor)
+        assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
+        self.home.attach_gradients()
+        self.optimizer.step()
+        self.log.updated(norm)
+
+
+@dataclass(frozen=True)
+class RanksCompared:
+    """What ranks learn of one another before an iteration, equal on all.
+
+    Attributes:
+        same: all are about to do the same.
+        unsaved: a save in the background has failed on some rank.
+        stopping: the largest number by which a rank asks to stop; 0: none does.
+    """
+
+    same: bool
+    unsaved: bool
+    stopping: int
+
+    @staticmethod
+    def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
+        """Return what ranks have learned of one another at a commit, by what each has said (`Session.saying`)."""
+        high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
+        same = high >= 0 and len({each[:2] for each in said}) == 1
+        return RanksCompared(same, bool(unsaved), stopping)
+
+
+def _same(old: Layout, new: Layout) -> Layout:
+    """Return the old layout where the new one says the same."""
+    columns = ((old.rank, new.rank), (old.lo, new.lo), (old.hi, new.hi), (old.copy, new.copy))
+    return old if all(np.array_equal(before, after) for before, after in columns) else new
+
+
+def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
+    """Make this rank's optimizer once all ranks can make theirs, and check that all have the same settings.
+
+    Raises:
+        Unsupported, ValueError: on every rank, so that none waits for one that has refused.
+    """
+    optimizer: torch.optim.Optimizer | None = None
+    refused: Exception | None = None
+    try:
+        optimizer = make_optimizer(factory, state) if factory else None
+    except Exception as error:  # whatever a user's function raises
+        refused = error
+    if groups.world.ranks > 1:
+        told = refused
+        if refused is not None and not isinstance(refused, Unsupported):
+            sentence = f"rank {groups.world.rank} cannot make it ({type(refused).__name__}: {refused})"
+            told = Unsupported(sentence, where="optimizer", remedy="correct the function that makes it")
+        first = first_of(groups, told)
+        if first is not None:
+            raise agreed(told or first) from refused
+        agree(groups, "optimizer and its settings", settings_of(optimizer))
+    elif refused is not None:
+        raise refused
+    return optimizer
+
+
+def agree(groups: Groups, what: str, text: str) -> None:
+    """Check that a short text is the same on all ranks; a process that is alone agrees with itself."""
+    if groups.world.ranks > 1:
+        groups.same_everywhere(what, text)
+
+
+def first_of(groups: Groups, error: Exception | None) -> Exception | None:
+    """Return the error of the lowest rank that has one, on every rank alike; all of them call it."""
+    errors: Sequence[Exception | None] = groups.gather_objects(error)
+    return next((each for each in errors if each is not None), None)

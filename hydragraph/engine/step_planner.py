@@ -1,0 +1,145 @@
+"""The plan of one iteration: which candidate, and its assignment; made ahead, now, or quickly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.engine.planning_service import PlanService
+from hydragraph.planner.policy import Policy
+from hydragraph.planner.quick_plan import assign_pipelines
+from hydragraph.planner.request import Answer, PlanRequest, answer
+from hydragraph.spec.assignment import Assignment
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """What one iteration runs.
+
+    Attributes:
+        candidate: index of the strategy.
+        assignment: of its sequences.
+        seconds: expected; 0 for the quick plan, which expects nothing.
+        hidden_s: seconds of planning that training did not wait for.
+        exposed_s: seconds that it did.
+        late: the plan was not there in time, so this is the quick one.
+    """
+
+    candidate: int
+    assignment: Assignment
+    seconds: float
+    hidden_s: float
+    exposed_s: float
+    late: bool = False
+
+
+class IterationPlanner:
+    """Plans the iterations of one training; on one rank.
+
+    Args:
+        request: the candidates and what they cost.
+        policy: how to plan: in which processes, how far ahead, and how long to wait.
+        static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
+    """
+
+    def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
+        self._request = request
+        self._policy = policy
+        self._static = static
+        self._chosen = request if static is None else request.only(static)
+        self._service: PlanService | None = None
+        self._last = static or 0
+        self._hurries = False
+
+    def announce(self, lengths: Sequence[int]) -> None:
+        """Tell what an iteration to come will bring, so that it is planned meanwhile."""
+        # Processes are started by the first announcement: a run that never looks ahead needs none.
+        if self._policy.workers and self._service is None:
+            self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
+        if self._service is not None and self._static_takes(lengths):
+            self._service.submit(tuple(lengths))
+
+    def plan(self, lengths: Sequence[int]) -> IterationPlan:
+        """Return the plan of a mini-batch.
+
+        Raises:
+            Unsupported: no candidate takes the longest sequence.
+        """
+        began = time.perf_counter()
+        key = tuple(lengths)
+        # A sequence too long for the static candidate is planned here, with all of them; workers know only that one.
+        if not self._static_takes(key):
+            if self._service is not None:
+                self._service.take(key, 0.0)  # announced before the request changed, perhaps
+            return self._planned(answer(self._request, key), began, None)
+        if self._service is None or not self._service.submit(key):
+            return self._planned(answer(self._chosen, key), began, self._static)
+        starting = self._hurries and not self._service.answered
+        planned = self._service.take(key, 0.0 if starting else self._policy.patience_s)
+        return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
+
+    def change(self, request: PlanRequest, static: int | None) -> None:
+        """Go by other candidates or costs from now on, also for what was announced; arguments as at first."""
+        self._request = request
+        self._static = static
+        self._chosen = request if static is None else request.only(static)
+        self._last = static or 0
+        if self._service is not None:
+            self._service.change(self._chosen)
+
+    def take_over(self, before: IterationPlanner | None) -> None:
+        """Go on where training is under way: no step waits for a process to start, but takes the quick plan.
+
+        Args:
+            before: what planned until now in this process; its processes are this one's from now on, and what they
+                were told is forgotten. None: another rank planned, whose processes are gone.
+        """
+        self._hurries = True
+        if before is None:
+            return
+        self._service, before._service = before._service, None
+        if self._service is not None:
+            self._service.change(self._chosen, forget=True)
+
+    def close(self) -> None:
+        """End the processes that plan."""
+        if self._service is not None:
+            self._service.close()
+
+    def _static_takes(self, lengths: Sequence[int]) -> bool:
+        """Say whether the static candidate, if there is one, takes the longest sequence."""
+        return (
+            self._static is None
+            or self._request.guessed
+            or self._request.reach(self._static) >= max(lengths, default=0)
+        )
+
+    def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
+        """Return the plan of an answer; `static` is the candidate where it was the only one to choose from."""
+        if planned.choice is None:
+            raise planned.error or AssertionError("an answer is a choice or an error")
+        choice = planned.choice
+        self._last = choice.index if static is None else static
+        assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
+        # What planning took beyond what the step waited for was hidden behind training.
+        waited = time.perf_counter() - began
+        hidden = max(0.0, planned.seconds - waited)
+        seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
+        _LOG.debug("planned %s micro-batches of strategy %d, waited %.3g s", assignment.counts, self._last, waited)
+        return IterationPlan(self._last, assignment, seconds, hidden, waited)
+
+    def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
+        """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
+        # The last candidate's groups and programs are there already, and a late step should not wait for new ones.
+        longest = max(lengths, default=0)
+        request = self._request.reaching(longest)
+        reach = [request.reach(i) for i in range(len(request.candidates))]
+        chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
+        assignment = assign_pipelines(request.candidates[chosen], lengths)
+        waited = time.perf_counter() - began
+        _LOG.info("plan not there after %.2g s: strategy %d, assigned longest first", waited, chosen)
+        return IterationPlan(chosen, assignment, 0.0, 0.0, waited, late=True)

@@ -1,0 +1,183 @@
+"""Tell which blocks compute the same, from what each does: its operators, in order, on shapes alone.
+
+A block is run once on the meta device, and every operator is noted with its operands. That takes milliseconds where a
+trace takes tenths of a second, and nothing hides from it: not attributes of any name, layer indices, closures, classes
+made in functions, nor tables outside the block. Blocks whose notes are equal have equal graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.module_digest import LAYER_INDEX
+from hydragraph.frontend.skeleton import Site
+from hydragraph.frontend.untraceable import refuse_own_backward, watched
+from hydragraph.private.argument_trees import TorchDispatchMode
+from hydragraph.private.tracing import meta_as_cpu, symbol_name
+
+# The most elements of a constant tensor that is compared by its content.
+_LARGEST = 1 << 20
+
+
+def kind_of(site: Site, hints: dict[str, int]) -> str | None:
+    """Return a digest of all that a block computes; None: it cannot be noted, and must be traced by itself.
+
+    Args:
+        site: the block and the arguments it was called with.
+        hints: example values of symbolic sizes, by symbol.
+
+    Raises:
+        Unsupported: it does what no trace sees, or something else in each call.
+    """
+    notes = _noted(site, hints)
+    return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
+
+
+def is_without_index(site: Site, hints: dict[str, int]) -> bool:
+    """Say whether a block computes nothing with attributes that say where it stands (`LAYER_INDEX`).
+
+    So blocks that differ in these alone compute the same, without each being run. The block is run with something in
+    the place of its index that may be handed on, but not be computed, compared or looked up with.
+    """
+    plain = _noted(site, hints)
+    places = [(vars(m), name) for m in site.module.modules() for name in LAYER_INDEX if name in vars(m)]
+    kept = [attributes[name] for attributes, name in places]
+    try:
+        for attributes, name in places:
+            attributes[name] = _Nowhere()
+        return plain is not None and _noted(site, hints) == plain
+    except Unsupported:
+        return False
+    finally:
+        for (attributes, name), index in zip(places, kept, strict=True):
+            attributes[name] = index
+
+
+class _Nowhere:
+    """What can only be handed on."""
+
+    def _used(self, *_: object) -> Any:
+        raise TypeError("a layer's index is used")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used  # type: ignore[assignment]
+    __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
+
+
+def refuse_state(site: Site, hints: dict[str, int]) -> None:
+    """Run a block twice more; raise Unsupported where it does not do the same."""
+    _refuse_difference(_noted(site, hints), _noted(site, hints), site.name)
+
+
+def refuse_state_around(opaque: AbstractContextManager[nn.Module], batch: Mapping[str, Tensor], where: str) -> None:
+    """Run what stands around the blocks, and the loss; raise Unsupported where it does something else in each call.
+
+    Args:
+        opaque: `skeleton.with_opaque_blocks`.
+        batch: on the meta device.
+    """
+    notes = []
+    try:
+        with meta_as_cpu(), opaque as module:
+            module(batch)  # first calls may make what later ones find
+            for _ in range(2):
+                noted = _Notes(module, list(batch.values()))
+                with noted:
+                    result = module(batch)
+                notes.append(None if noted.unknown else [*noted.lines, noted.text(result)])
+    except Exception:  # what needs values cannot run on shapes; what else is wrong, the trace finds
+        return
+    refuse_own_backward(result, where)
+    _refuse_difference(notes[0], notes[1], where)
+
+
+def _refuse_difference(first: list[str] | None, second: list[str] | None, where: str) -> None:
+    if first is None or second is None or first == second:
+        return
+    differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
+    raise Unsupported(
+        f"its forward does something else in each call ({differing[:120]}), and a graph does the same always",
+        where=where,
+        remedy="compute from its arguments alone: no counters, clocks or random numbers of Python",
+    )
+
+
+def _noted(site: Site, hints: dict[str, int]) -> list[str] | None:
+    arguments = []
+    for tensor in site.inputs:
+        sizes = [hints.get(name) if (name := symbol_name(s)) else int(s) for s in tensor.shape]
+        if any(size is None for size in sizes):
+            return None
+        grad = tensor.is_floating_point()
+        arguments.append(torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=grad))  # type: ignore[arg-type]
+    notes = _Notes(site.module, arguments)
+    try:
+        with watched(site.name, site.module), notes:
+            result = site.flat()(*arguments)
+    except Unsupported:
+        raise
+    except Exception:  # what needs values cannot run on shapes
+        return None
+    refuse_own_backward(result, site.name)
+    return None if notes.unknown else [*notes.lines, notes.text(result)]
+
+
+class _Notes(TorchDispatchMode):
+    """Notes every operator that is called, each tensor by where it came from."""
+
+    def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.unknown = False  # a tensor without values came from nowhere
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no id is used twice
+        tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+        for name, tensor in tensors:
+            first_name = self._names.setdefault(id(tensor), name)
+            self.lines.append(f"{name} {first_name} {list(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
+        for i, tensor in enumerate(inputs):
+            self._names[id(tensor)] = f"input {i}"
+            self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before: an operator may write into its operands
+        result = func(*args, **(kwargs or {}))
+        self._name(result)
+        self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")
+        return result
+
+    def _name(self, result: Any) -> None:
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and id(tensor) not in self._names:
+                self._names[id(tensor)] = f"%{len(self._kept)}"
+                self._kept.append(tensor)
+
+    def text(self, value: Any) -> str:
+        """Describe an operand: tensors by name, everything else by type and value."""
+        if isinstance(value, Tensor):
+            return self._names.get(id(value)) or self._constant(value)
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k}: {self.text(v)}' for k, v in value.items())}}}"
+        return f"{type(value).__name__} {value!r}"
+
+    def _constant(self, tensor: Tensor) -> str:
+        self._kept.append(tensor)
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() > _LARGEST:
+            self.unknown = True
+            return "?"
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{_form(tensor)} {hashlib.sha256(content).hexdigest()}"
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} {value.device}"
+    return f"[{', '.join(map(_form, value))}]" if isinstance(value, tuple | list) else type(value).__name__

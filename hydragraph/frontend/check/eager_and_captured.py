@@ -1,0 +1,189 @@
+"""The two sides: the model as the user wrote it, one sequence at a time; and the graphs that were captured of it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.frontend import custom_modules, huggingface
+from hydragraph.frontend.check import scratch_pages
+from hydragraph.frontend.check.wide_dtype import computing, default_dtype, runner
+from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant, saved_names
+
+
+def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    """Return how the model is called with one sequence: one of transformers' with its ids, and nothing else."""
+    if not huggingface.is_huggingface(model):
+        return custom_modules.caller(model, list(fields))
+    return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
+
+
+def run_alone(
+    model: nn.Module,
+    loss: Loss,
+    batch: dict[str, Tensor],
+    times: int,
+    wide: torch.dtype | None,
+    done: Callable[[str, Tensor], None],
+) -> Tensor:
+    """Compute the loss of one sequence with a copy of the model, and its gradients.
+
+    Args:
+        times: how often the sequence counts.
+        done: gets each parameter's gradient as soon as it is complete; it is dropped afterwards.
+
+    Returns:
+        the loss, times that.
+    """
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
+        fields = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        value = loss(caller(model, fields)(model, fields), fields) * times
+    if value.requires_grad:
+        with _taken(model, done):
+            value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+@contextmanager
+def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Hand on each gradient of a model's parameters, and keep none."""
+
+    def take(name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            done(name, gradient)
+
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(take, name)) for name, p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
+    return value.to(wide) if value.is_floating_point() else value
+
+
+@dataclass(frozen=True)
+class Common:
+    """What the blocks of a program share on one packed batch: its fields, and the values that aux computes of them."""
+
+    fields: Mapping[str, Any]
+    aux: Sequence[Tensor]
+
+    @classmethod
+    def of(
+        cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
+    ) -> Common:
+        """Compute them."""
+        fields = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        template = program.templates[program.aux.template]
+        arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
+        return cls(fields, runner(template.graph, wide)(*arguments))
+
+    def inputs(self, program: Program, block: Block) -> dict[str, Any]:
+        """Return what one block takes of it, by its template's names."""
+        others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
+        return {**self.fields, **{n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}}
+
+
+def add_captured(
+    program: Program,
+    ran: Sequence[tuple[Block, Variant]],
+    tensors: Mapping[str, Tensor],
+    sums: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    wide: torch.dtype | None,
+) -> Tensor:
+    """Run some of a program's blocks forward and backward on a packed batch, on one device.
+
+    Args:
+        ran: the first and the last block of the program, and those between that are to run, with their variants.
+        tensors: parameters and buffers by name.
+        sums: gradients are added to these, by parameter, as those of micro-batches are; each has memory of its own.
+        wide: the dtype to compute in; None: as captured.
+
+    Returns:
+        the summed loss.
+    """
+    with torch.no_grad(), default_dtype(wide):
+        common = Common.of(program, tensors, batch, wide)
+        saved: list[list[Any]] = []
+        hidden: Any = None
+        for block, variant in ran:
+            values = common.inputs(program, block) | {"hidden": hidden}
+            values |= {n: tensors[c] for n, c in _local(program, block).items()}
+            hidden, *kept = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
+            saved.append(kept)
+        loss: Tensor = hidden
+        tangent = torch.ones_like(loss)
+        for block, variant in reversed(ran):
+            before = backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
+            if before is None:
+                break  # nothing before it learns
+            tangent = before
+        return loss
+
+
+def _local(program: Program, block: Block) -> dict[str, str]:
+    """Return a template's names of parameters and buffers -> the model's."""
+    template = program.templates[block.template]
+    names = [*zip(template.parameters, block.parameters, strict=True)]
+    return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
+
+
+def backward(
+    local: Mapping[str, str],
+    variant: Variant,
+    saved: Sequence[Any],
+    tangent: Tensor,
+    tensors: Mapping[str, Tensor],
+    sums: dict[str, Tensor],
+    wide: torch.dtype | None,
+) -> Tensor | None:
+    """Run one block backward, adding to `sums`; return the gradient of its hidden state, where it has one.
+
+    Args:
+        local: a template's names -> those in `tensors` and `sums`.
+        saved: what its forward kept.
+        tangent: the gradient of its output.
+    """
+    kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
+    arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
+    for name in variant.added:
+        # 0.0, and what lies in the new memory does not count.
+        counts = float(local[name] in sums)
+        if not counts:
+            like = tensors[local[name]]
+            sums[local[name]] = scratch_pages.zeros(like.shape, like.dtype)
+        arguments += [sums[local[name]], counts]
+    # A gradient may be a view of a saved value or of another gradient (two weights that are read as one). Adding to it
+    # would change that too, so only what nothing else holds is kept as the sum; of the rest a copy is.
+    before = None
+    gradients = runner(variant.backward, wide)(*arguments)
+    holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
+    for name, gradient in zip(variant.gradients, gradients, strict=True):
+        if name == "hidden":
+            before = gradient
+        elif local[name] in sums:
+            sums[local[name]].add_(gradient)
+        else:  # what lies in memory of its own can be added to
+            alone = holders[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
+            sums[local[name]] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
+    return before
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

@@ -1,0 +1,121 @@
+"""The ranks of one stage as threads of this process: what cut graphs compute is seen without a process group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.cluster.collectives import head_loss
+
+_END = "the end"
+
+
+class Meeting:
+    """Where the threads of a stage exchange values, each call by all of them; `size` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._calls: list[tuple[str, tuple[int, ...]]] = [("", ())] * size
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
+        """Return what all ranks gave, in their order.
+
+        Raises:
+            RuntimeError: ranks are in different calls, or give values of different shapes.
+        """
+        # Two barriers: behind the first all have written, behind the second all have read, and may write again.
+        self._calls[index] = call, tuple(getattr(value, "shape", ()))
+        self._values[index] = value
+        self._barrier.wait()
+        calls = list(self._calls)
+        values = list(self._values)
+        self._barrier.wait()
+        if len(set(calls)) > 1:
+            said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
+            raise RuntimeError(f"ranks of a stage do not meet: {said}")
+        return values
+
+    def leave(self) -> None:
+        """Let nobody wait for a rank that has failed."""
+        self._barrier.abort()
+
+
+class EmulatedCollectives:
+    """What `hydragraph.cluster.collectives.Collectives` offers to compiled graphs, between threads.
+
+    Attributes:
+        calls: the names of those made, in order.
+    """
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        self._meeting = meeting
+        self.index = index
+        self.size = meeting.size
+        self.calls: list[str] = []
+
+    def _all(self, call: str, x: Tensor) -> list[Tensor]:
+        self.calls.append(call)
+        return self._meeting.exchange(self.index, call, x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the stage."""
+        return _sum(self._all("all_reduce", x))
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over the stage."""
+        return torch.stack(self._all("all_reduce_max", x)).amax(0)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The concatenation along `dim` of the stage's parts."""
+        return torch.cat(self._all("all_gather", x), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum over the stage."""
+        return self.split(_sum(self._all("reduce_scatter", x)), dim)
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim`; no exchange."""
+        if x.shape[dim] % self.size:
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
+        return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
+
+    head_loss = head_loss
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:
+    """Call a function once per rank, in threads; return the results in rank order.
+
+    Raises:
+        Exception: what the first rank that failed by itself raised.
+    """
+    meeting = Meeting(size)
+    results = [None] * size
+    errors: list[Exception] = []
+
+    def work(index: int) -> None:
+        try:
+            results[index] = function(EmulatedCollectives(meeting, index))
+            meeting.exchange(index, _END)
+        except Exception as error:
+            errors.append(error)
+            meeting.leave()
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # A rank that fails breaks the barrier, and the others fail for that: their errors say nothing.
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results

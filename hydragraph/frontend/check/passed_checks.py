@@ -1,0 +1,82 @@
+"""What was checked before, in a folder of the user's: a right program need not be checked again.
+
+Only that something passed is remembered, under a fingerprint of all that the outcome depends on. Where that cannot be
+known (code without source, hooks, functions that close over values) nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import hydragraph
+from hydragraph.frontend.check.numeric_check import CheckedModel
+from hydragraph.frontend.model_description import Unknown, described, described_function
+from hydragraph.version import __version__
+
+
+def folder() -> Path:
+    """Return where outcomes are kept: `$XDG_CACHE_HOME/hydragraph/checks`, or that of `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hydragraph" / "checks"
+
+
+def fingerprint(subject: CheckedModel, mode: str) -> str | None:
+    """Return 32 hex digits over what a check's outcome depends on; None: it cannot be told."""
+    program = subject.program
+    digest = hashlib.sha256()
+    try:
+        for part in (
+            *(mode, subject.blocks, program.fingerprint, program.origin, torch.__version__, __version__, _own_source()),
+            getattr(sys.modules.get("transformers"), "__version__", ""),
+            *(template.content for template in program.templates.values()),
+            *(f"{n} {tuple(p.shape)} {p.requires_grad} {p.is_meta}" for n, p in subject.model.named_parameters()),
+            *described(subject.model),
+            described_function(subject.loss),
+            sorted((n, str(t.dtype), tuple(t.shape)) for n, t in (subject.example or {}).items()),
+        ):
+            digest.update(f"{part!r}\n".encode())
+    except Unknown:
+        return None
+    return digest.hexdigest()[:32]
+
+
+def key_of(content: str) -> str:
+    """Return 32 hex digits over a text that says what was compared, and the versions that compared it."""
+    versions = torch.__version__, __version__, _own_source()
+    return hashlib.sha256(repr((content, versions)).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _own_source() -> str:
+    """Return a digest over hydragraph's files, by size and time: a version number does not change as one works."""
+    root = Path(str(hydragraph.__file__)).parent
+    stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
+    return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
+
+
+def recall(key: str) -> str | None:
+    """Return the line about what passed under a fingerprint before; None: nothing did."""
+    try:
+        record = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+        return str(record["line"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(key: str, line: str) -> None:
+    """Note that something passed; where that cannot be written, it is checked again next time."""
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False, encoding="utf-8") as file:
+            json.dump({"line": line}, file)
+        os.replace(file.name, folder() / f"{key}.json")
+    except OSError:
+        return

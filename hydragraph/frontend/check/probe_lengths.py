@@ -1,0 +1,107 @@
+"""How long the compared sequences are: beyond every window, chunk and cap that a model's settings name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.program import Program
+from hydragraph.passes.graph_node import aten, operands
+
+# Names of settings from whose number of tokens on attention may differ.
+_LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
+_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
+# The most tokens: a comparison is to take seconds.
+LONGEST = 512
+# The same as floating-point operations of one side, about.
+_WORK = 4e11
+# Lengths where no setting asks for more: unequal, and none a power of two.
+_SHORT = (5, 11, 3)
+# The same for large models, of which every token costs.
+_FEW = (3, 7)
+# Tokens by which a sequence exceeds a setting, so that what lies behind the limit is compared.
+_BEYOND = 3
+# Models of more parameters than this are compared with two sequences, not three.
+LARGE = 100_000_000
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the compared sequences.
+
+    Attributes:
+        tokens: of each; the second lies beyond every limit that it can. With large blocks, where each sequence costs
+            a second, there are two.
+        untouched: limits that none reaches, by the setting's name.
+    """
+
+    tokens: tuple[int, ...]
+    untouched: tuple[tuple[str, int], ...]
+
+
+def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
+    """Choose lengths.
+
+    Args:
+        model: the user's.
+        program: captured from it.
+        parameters: how many compute at a time.
+    """
+    settings = set(_settings(model))
+    places = _places(settings, program)
+    most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
+    limits = {(name, value) for name, value in settings if _LIMITS.search(name) and value > 1}
+    reached = [value for _, value in limits if value + _BEYOND <= most]
+    beyond = sorted((n, v) for n, v in limits if most < v + _BEYOND <= min([v + _BEYOND, *places]))
+    first, second, *others = _FEW if parameters > LARGE else _SHORT
+    long = min(max([second, *(value + _BEYOND for value in reached)]), most)
+    return Lengths((min(first, most), long, *(min(n, most) for n in others)), tuple(beyond))
+
+
+def _settings(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers that a model's config and its modules hold, by their names."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        yield from _whole(config.to_dict())
+    for module in model.modules():
+        yield from _whole({n: v for n, v in vars(module).items() if type(v) is int})
+
+
+def _whole(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in values.items():
+        if type(value) is int:
+            yield str(name), value
+        elif isinstance(value, Mapping):
+            yield from _whole(value)
+
+
+def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
+    """Return how many positions a model has, by each that says so, less what offsets may take of a table."""
+    named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
+    tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
+    short = [] if program.positions is None else [program.positions[0]]
+    return [*short, *(n - 4 if n > 16 else max(2, n // 2) for n in (*named, *tables))]
+
+
+def embeddings(program: Program) -> list[tuple[int, set[str]]]:
+    """Return the tables before the first block: how many rows, and which of the batch's fields choose one."""
+    graph = program.templates[program.blocks[0].template].graph.graph
+    nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
+    return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]
+
+
+def _read(node: fx.Node) -> set[str]:
+    """Return the names of the placeholders whose values, and not only whose sizes, a value is computed from."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        entry = pending.pop()
+        if entry not in seen:
+            seen.add(entry)
+            pending += [n for n in entry.all_input_nodes if isinstance(value_of(n), Tensor)]
+    return {n.name for n in seen if n.op == "placeholder"}

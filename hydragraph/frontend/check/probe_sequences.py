@@ -1,0 +1,134 @@
+"""The sequences that both sides compute: drawn from what the model has names for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hydragraph.frontend.check.probe_lengths import Lengths, embeddings
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_inputs import FIELDS, own_fields, shift
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.program import Program
+from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.graph_node import aten, operands
+from hydragraph.spec.workload import IGNORED, Field, Sequence
+
+# The second batch's tokens are a multiple of one of these: padding must not count.
+_PADDED = (13, 17)
+# One in so many tokens is a target, where labels are no next tokens.
+_TARGETS = 3
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What tokens may be.
+
+    Attributes:
+        count: they are below it.
+        special: those with a meaning of their own, which are left out.
+        labels: labels are below it.
+    """
+
+    count: int
+    special: frozenset[int]
+    labels: int
+
+    def draw(self, length: int, generator: torch.Generator) -> Tensor:
+        """Draw tokens, [length] int64."""
+        plain = torch.tensor([i for i in range(min(self.count, 4096)) if i not in self.special] or [0])
+        ids = plain[torch.randint(0, len(plain), (length,), generator=generator)]
+        if self.count > len(plain) + len(self.special):
+            high = torch.randint(4096, self.count, (length,), generator=generator)
+            ids = torch.where(torch.rand(length, generator=generator) < 0.5, ids, high)
+            ids = torch.where(torch.isin(ids, torch.tensor([*self.special, -1])), plain[0], ids)
+        return ids
+
+
+def ids_read(program: Program, otherwise: int = 2) -> Ids:
+    """Find which ids a program's tables have rows for, and how many classes its loss tells apart.
+
+    Args:
+        otherwise: how many ids there are, where no table is indexed by the ids as they are.
+    """
+    limits = [limit for limit in limits_of(program) if limit.field == "input_ids"]
+    rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
+    count = min([limit.high for limit in limits] or rows or [otherwise])
+    least = max([limit.low for limit in limits], default=0)
+    return Ids(count, frozenset(range(max(least, 0))), _classes(program) or count)
+
+
+def ids_of(model: nn.Module, program: Program) -> Ids:
+    """Find which ids a model takes, without those that mean something to it."""
+    config: Any = getattr(model, "config", None)
+    read = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
+    named = config.to_dict() if hasattr(config, "to_dict") else {}
+    special = {v for n, v in named.items() if "token_id" in n and type(v) is int}
+    special |= {p for m in model.modules() if type(p := getattr(m, "padding_idx", None)) is int}
+    named_ones = special if len(special) < read.count // 2 else ()
+    return replace(read, special=read.special.union(named_ones))
+
+
+def _classes(program: Program) -> int | None:
+    """Return the size of the last dimension of what the loss takes the cross-entropy of; None: it takes none."""
+    graph = program.templates[program.blocks[-1].template].graph.graph
+    losses = [n for n in graph.nodes if n.target in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)]
+    sizes = [value_of(first).shape[-1] for n in losses if isinstance(first := operands(n)[0], fx.Node)]
+    return min((s for s in sizes if isinstance(s, int)), default=None)
+
+
+def draw_sequences(
+    lengths: Lengths, ids: Ids, program: Program, example: Mapping[str, Tensor] | None, seed: int
+) -> list[Sequence]:
+    """Draw a sequence of each length."""
+    generator = torch.Generator().manual_seed(seed)
+    fields = own_fields(program)
+    sequences = []
+    for length in lengths.tokens:
+        tokens = ids.draw(length, generator)
+        extra = {n: _field(f, length, (example or {}).get(n), generator) for n, f in fields.items() if n not in FIELDS}
+        sequences.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra))
+    return sequences
+
+
+def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
+    """Return the next tokens as labels; where those are none, random ones at the last and every third token."""
+    if causal and ids.labels >= ids.count:
+        return shift(tokens)
+    drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
+    counts = (torch.arange(len(tokens)) % _TARGETS == 0) | (torch.arange(len(tokens)) == len(tokens) - 1)
+    return torch.where(counts, drawn, IGNORED)
+
+
+def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Draw a field of the user's own, [length, ...]: tokens of its example, or fractions where that says nothing."""
+    if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
+        return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
+    if field.dtype.is_floating_point:
+        return torch.rand(length, *field.sizes, generator=generator).to(field.dtype) + 0.1
+    return torch.zeros(length, *field.sizes, dtype=field.dtype)
+
+
+def batches(sequences: list[Sequence]) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Return two packed batches of different sizes with the sequences that each holds; the second is padded."""
+    tokens = sum(map(len, sequences))
+    padded = next((n for n in _PADDED if tokens % n), tokens + 1)
+    orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))
+    return [(pack([sequences[i] for i in order], multiple), order) for order, multiple in orders]
+
+
+def alone(sequence: Sequence) -> dict[str, Tensor]:
+    """Return one sequence as a packed batch of its own, without padding."""
+    length = len(sequence)
+    return {
+        "input_ids": sequence.ids[None],
+        "position_ids": torch.arange(length)[None],
+        "labels": sequence.labels[None],
+        "cu_seqlens": torch.tensor([0, length], dtype=torch.int32),
+        "max_length": torch.tensor(length),
+        **{name: value[None] for name, value in sequence.extra.items()},
+    }

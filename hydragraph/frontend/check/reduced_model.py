@@ -1,0 +1,117 @@
+"""A copy of the user's model that holds few of its blocks: the others hand the hidden state on.
+
+It stays the user's model: the same modules, attributes, hooks and config, the same number of blocks, so that whatever
+goes by a block's index is right. Only the weights are others, and what is left out has none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.frontend.check.probe_weights import DrawnWeights
+from hydragraph.frontend.check.wide_dtype import widened
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.frontend.rebound_functions import rebind
+from hydragraph.frontend.repeated_blocks import block_list, computed
+from hydragraph.frontend.skeleton import hidden_output
+from hydragraph.private.argument_trees import tree_leaves
+
+# Attention functions of transformers that run on any CPU in any dtype.
+_ANYWHERE = ("eager", "sdpa")
+
+
+class Forms:
+    """How a block returns its hidden state, learnt from one that ran."""
+
+    def __init__(self) -> None:
+        self._rebuild: Callable[[Tensor], Any] | None = None
+
+    def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
+        """Note the form of a block's output (a forward hook)."""
+        self._rebuild = hidden_output(output, "block")[1]
+
+    def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the hidden state that a block was given, as a block would."""
+        leaves = tree_leaves((arguments, keywords))
+        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        return hidden if self._rebuild is None else self._rebuild(hidden)
+
+
+def reduced(
+    model: nn.Module,
+    blocks: str | None,
+    kept: Collection[int],
+    forms: Forms,
+    weights: DrawnWeights,
+) -> nn.Module:
+    """Copy a model, with weights of its own for what is around its blocks and for some of them.
+
+    Args:
+        blocks: the path of its list of blocks; None: as `capture` finds it.
+        kept: the indices of the blocks that compute.
+        forms: what blocks return; the first one that was ever kept teaches it.
+        weights: what stands for its parameters.
+
+    Raises:
+        Unsupported: naming a buffer on the meta device that no initialiser sets.
+    """
+    path, layers = block_list(model, blocks)
+    left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
+    names = {f"{path}.{i}." for i in range(len(layers))}
+    memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
+    memo |= computed(model)
+    model_copy = copy.deepcopy(model, memo)
+    rebind(model_copy, memo)
+    for i, (_, block) in enumerate(model_copy.get_submodule(path).named_children()):
+        if i in kept:
+            block.register_forward_hook(forms.learn)
+        else:
+            _leave_out(block, forms)
+    _use_attention_of_any_cpu(model_copy)
+    return model_copy
+
+
+def _prefix(name: str, prefixes: Collection[str]) -> str | None:
+    return next((p for p in prefixes if name.startswith(p)), None)
+
+
+def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: DrawnWeights) -> dict[int, Any]:
+    """Return what stands for each parameter and buffer in a copy, as a memo of `copy.deepcopy`."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if left_out(name):
+            value = torch.empty_like(parameter, device="meta")
+        else:
+            value = weights.drawn(parameter, name)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for hook in (parameter._backward_hooks or {}).values():
+            memo[id(parameter)].register_hook(hook)
+    values: Mapping[str, Tensor] = initial_buffers(model) if _some_meta(model) else dict(model.named_buffers())
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = buffer if left_out(name) else widened(values[name], weights.wide)
+    return memo
+
+
+def _some_meta(model: nn.Module) -> bool:
+    return any(buffer.is_meta for buffer in model.buffers())
+
+
+def _leave_out(block: nn.Module, forms: Forms) -> None:
+    block.forward = forms.pass_on  # type: ignore[method-assign]
+    block._forward_hooks.clear()
+    block._forward_pre_hooks.clear()
+    for parameter in block.parameters():
+        parameter.requires_grad_(False)
+
+
+def _use_attention_of_any_cpu(model: nn.Module) -> None:
+    """Keep the attention that the user chose, unless it needs a GPU or a compiler."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) not in (None, *_ANYWHERE):
+            config._attn_implementation = "eager"

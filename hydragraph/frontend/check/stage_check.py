@@ -1,0 +1,322 @@
+"""Compare the graphs that a stage of several ranks runs with the whole block's, before a strategy is first trained.
+
+A captured block was compared with the model (`check.check`). What a strategy makes of it is compared here with that
+block: cut for a tensor-parallel degree, with its tokens split, recomputed, with head and loss in one operator. The
+ranks of a stage run side by side in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.check.eager_and_captured import Common, backward
+from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, run_ranks
+from hydragraph.frontend.check.loss_comparison import Difference, compare
+from hydragraph.frontend.check.numeric_check import Attempt, log
+from hydragraph.frontend.check.passed_checks import key_of, recall, remember
+from hydragraph.frontend.check.probe_lengths import Lengths
+from hydragraph.frontend.check.probe_sequences import draw_sequences, ids_read
+from hydragraph.frontend.check.probe_weights import DrawnWeights
+from hydragraph.frontend.check.wide_dtype import default_dtype, runner
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.differentiate import COLLECTIVES, Variant
+from hydragraph.passes.place import place
+from hydragraph.passes.variants import Library, Variants, local_parameters, vocabulary_starts
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Strategy
+
+# The most parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
+LARGEST = 1 << 28
+_LENGTHS = Lengths((5, 11, 3), ())
+_OUT = "its output"
+
+REMEDY = (
+    "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
+    "the model's config; check='off' trains with the graphs as they are"
+)
+ANEW = "write the folder anew with hydragraph compile, and find out who changed it"
+
+
+class StageCheck:
+    """Checks what strategies make of one program; what has passed, here or in an earlier run, is not checked again.
+
+    Args:
+        program: captured, and compared with its model.
+        buffers: the model's buffers by name.
+        fused_head: whether head and loss are one operator.
+        added: whether products add gradients up.
+        passed: what passed when a compiled folder was written: as `passed` then was.
+        library: where ranks take their graphs from, if it is to be believed in nothing: what it has is compared too,
+            the plain uncut block among it, by what its files hold.
+
+    Attributes:
+        passed: of what need not be checked again: a key of it -> what it is. For programs of this model, and for these
+            versions of hydragraph and PyTorch.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: Mapping[str, Tensor],
+        fused_head: bool,
+        added: bool = True,
+        passed: Mapping[str, str] | None = None,
+        library: Library | None = None,
+    ) -> None:
+        self.passed = dict(passed or {})
+        self._library = library
+        self._program = program
+        self._fused_head = fused_head
+        self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
+        self._whole = Variants(program, added=added)  # those that were compared with the model, where a rank has them
+        self._cut = Variants(program, fused_head=fused_head, added=added, library=library)
+        self._passed: set[Hashable] = set()
+
+    def check(self, strategy: Strategy) -> None:
+        """Compare each block's graphs under each form that a strategy's stages have; say in one line what was done.
+
+        Raises:
+            Unsupported: a stage computes something else than the block, naming form, block and parameter.
+        """
+        began = time.perf_counter()
+        forms = set[StageKind]()
+        errors = [0.0]
+        left = dict[str, str]()
+        for block, form in self._work(strategy):
+            key = self._key(block, form)
+            lasting = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+            if key in self._passed or lasting in self.passed:
+                continue
+            size = sum(self._program.parameters[n].size for n in block.parameters)
+            stored = key_of(repr(key))
+            if size > LARGEST:
+                left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
+            elif (line := recall(stored)) is not None:
+                self.passed[lasting] = line
+            else:
+                error = self._compare(block, form)
+                if error is None:
+                    left[block.name] = "loss or gradients are not finite with any weights that were tried"
+                else:
+                    errors.append(error)
+                    forms.add(form)
+                    self.passed[lasting] = f"{block.name} under <{form.text}>"
+                    remember(stored, self.passed[lasting])
+            self._passed.add(key)
+        if left:
+            named = "; ".join(f"{name} ({why})" for name, why in left.items())
+            log.warning("not compared with what ranks run: %s", named)
+        if forms:
+            names = " and ".join(f"<{form.text}>" for form in sorted(forms))
+            seconds = time.perf_counter() - began
+            log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
+
+    def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
+        """Yield what is not the plain uncut block, whose graphs were compared with the model; all of a library's."""
+        head = self._program.blocks[-1]
+        for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
+            form = stage.kind
+            for block in self._program.blocks[slice(*stage.blocks)]:
+                made = form.tp > 1 or form.recompute or (self._fused_head and block is head)
+                if made or self._library is not None:
+                    yield block, form
+
+    def _key(self, block: Block, form: StageKind) -> Hashable:
+        """Return what the outcome depends on, of a program's own."""
+        program = self._program
+        cut_shapes = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
+        learns = tuple(n in program.learning for n in block.parameters)
+        content = program.templates[block.template].content
+        fused = self._fused_head and block is program.blocks[-1]
+        # Whether what comes before the block learns, so that it has a gradient to pass on.
+        passes_on = program.outline.index[block.name] > program.outline.lowest
+        key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
+        return key if self._library is None else (*key, self._read(self._library, block, form))
+
+    def _read(self, library: Library, block: Block, form: StageKind) -> Hashable:
+        """Return which files of the library the ranks of a stage take a block's graphs from."""
+        return tuple(library.source(self._cut.spec(block, part)) for part in form.parts())
+
+    def _compare(self, block: Block, form: StageKind) -> float | None:
+        """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
+        failed: list[tuple[Difference | Exception, Attempt]] = []
+        if self._library is not None:
+            for part in form.parts():
+                self._cut.get(block, part)  # what is wrong with a file, the library says itself
+        for attempt in _attempts(self._program.dtype):
+            try:
+                difference = self._attempt(block, form, attempt)
+            except Exception as error:  # whatever a kernel raises
+                failed.append((error, attempt))
+                if attempt.widened:
+                    continue
+                break  # so they fail in training
+            if difference is not None and difference.ratio <= 1:
+                return difference.ratio * attempt.bound.own
+            if difference is not None:
+                failed.append((difference, attempt))
+        if not failed:
+            return None
+        raise _refusal(block, form, *failed[-1], self._library)
+
+    def _attempt(self, block: Block, form: StageKind, attempt: Attempt) -> Difference | None:
+        """Compare the whole block with all ranks of a stage, once."""
+        wide = attempt.dtype if attempt.widened else None
+        parameters = local_parameters(self._program, block, self._program.templates[block.template])
+        whole = self._whole.get(block, StagePart())
+        parts = form.parts()
+        variants = [self._cut.get(block, part) for part in parts]
+        with torch.no_grad(), default_dtype(wide):
+            values = self._values(block, form, attempt)
+            tangent = _tangent(runner(whole.forward, wide)(*(values[n] for n in whole.inputs))[0], attempt.seed)
+            of_block = _run(whole, values, tangent, wide)
+            stage = _Stage(form, parameters, variants, values, wide)
+            ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
+        # Ranks that hold a gradient whole must all hold the same one: each is compared, by a name of its own.
+        computed: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
+        for name, value in of_block.items():
+            for i, part in enumerate(stage.whole(name, value, [rank[name] for rank in ranks])):
+                key = f"{name} on rank {i}" if i else name
+                computed[key] = part
+                expected[key] = value
+        return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss among them, as an output
+
+    def _values(self, block: Block, form: StageKind, attempt: Attempt) -> dict[str, Any]:
+        """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
+        program = self._program
+        wide = attempt.dtype if attempt.widened else None
+        template = program.templates[block.template]
+        sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
+        batch = pack(sequences, form.tp, several=True)
+        values = Common.of(program, self._buffers, batch, wide).inputs(program, block)
+        values |= {n: self._buffers[b] for n, b in zip(template.buffers, block.buffers, strict=True)}
+        tokens = tokens_of(batch)
+        generator = torch.Generator().manual_seed(attempt.seed + 1)
+        if "hidden" in template.inputs:
+            like = _value(template, "hidden")
+            sizes = [s if isinstance(s, int) else tokens for s in like.shape]
+            values["hidden"] = torch.randn(sizes, generator=generator, dtype=wide or like.dtype)
+        weights = DrawnWeights(attempt.seed, wide or program.dtype, copied=False)
+        for local, parameter in local_parameters(program, block, template).items():
+            values[local] = weights.drawn(torch.empty(parameter.shape, device="meta"), parameter.name)
+        return values
+
+
+def tokens_of(batch: Mapping[str, Tensor]) -> int:
+    """Return how many tokens a packed batch has."""
+    return int(batch["cu_seqlens"][-1])
+
+
+def _value(template: Template, name: str) -> Tensor:
+    """Return the traced value of one of a template's inputs."""
+    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    value: Tensor = value_of(nodes[-len(template.inputs) :][template.inputs.index(name)])
+    return value
+
+
+def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
+    """Yield how both sides are computed; a router's near tie may fall otherwise in the first."""
+    if dtype is not torch.float64:
+        yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
+    yield Attempt(torch.float64, copied=False, widened=True, seed=1)
+
+
+def _tangent(out: Tensor, seed: int) -> Tensor:
+    """Return a gradient of an output: random, or 1 of a loss."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
+
+
+def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
+    """Run a variant forward and backward; return its output and gradients by local name."""
+    out, *saved = runner(variant.forward, wide)(*(inputs[n] for n in variant.inputs))
+    sums: dict[str, Tensor] = {}
+    local = {name: name for name in inputs}
+    before = backward(local, variant, saved, tangent, inputs, sums, wide)
+    return {_OUT: out, **sums, **({} if before is None else {"hidden": before})}
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One block on all ranks of a stage.
+
+    Attributes:
+        form: how it runs.
+        parameters: local name -> parameter.
+        variants: by rank.
+        inputs: of the whole block, by name.
+        wide: the dtype to compute in; None: as captured.
+    """
+
+    form: StageKind
+    parameters: Mapping[str, Parameter]
+    variants: Sequence[Variant]
+    inputs: Mapping[str, Any]
+    wide: torch.dtype | None
+
+    def run(self, collectives: EmulatedCollectives, tangent: Tensor) -> dict[str, Tensor]:
+        """Run what one rank does; return its output and gradients by local name."""
+        index = collectives.index
+        tp = self.form.tp
+        own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
+        for name, parameter in self.parameters.items():
+            flat = parameter.canonical(self.inputs[name])
+            own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
+        own |= vocabulary_starts(self.variants[index], self.parameters, StagePart(StageKind(tp), index))
+        if self.form.sequence_parallel:
+            own |= {"hidden": collectives.split(own["hidden"], 1)} if "hidden" in own else {}
+            tangent = collectives.split(tangent, 1) if tangent.dim() else tangent
+        with torch.no_grad():
+            return _run(self.variants[index], own, tangent, self.wide)
+
+    def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the ranks' values of one name amount to: each of these should be the whole block's value."""
+        if name in (_OUT, "hidden"):
+            split = self.form.sequence_parallel and like.dim() > 0
+            return [torch.cat(list(parts), 1)] if split else parts
+        if self.variants[0].kinds[name] is GradientKind.REPLICA:
+            return parts
+        parameter = self.parameters[name]
+        total = torch.zeros_like(parameter.canonical(like))
+        for index, part in enumerate(parts):  # every rank has a part of it, or a summand
+            expected = parameter.local_shape(self.form.tp, index)
+            if part.shape != expected:
+                raise ValueError(f"the gradient of {name} has shape {tuple(part.shape)}, its shard {tuple(expected)}")
+            flat = parameter.canonical(part)
+            at = 0
+            for a, b in parameter.intervals(self.form.tp, index):
+                total[a:b] += flat[at : at + b - a]
+                at += b - a
+        return [parameter.natural(total)]
+
+
+def _refusal(
+    block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt, library: Library | None
+) -> Unsupported:
+    where = f"{block.name} under <{form.text}>" + (f" in {library}" if library is not None else "")
+    remedy = REMEDY if library is None else ANEW
+    if isinstance(difference, Exception):
+        first = (str(difference).splitlines() or [""])[0]
+        return Unsupported(
+            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=remedy
+        )
+    kind = str(attempt.dtype).removeprefix("torch.")
+    what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
+    return Unsupported(
+        f"{what} is {difference.relative:.2g} times its norm off what the whole block computes (in {kind})",
+        where=where,
+        remedy=remedy,
+    )

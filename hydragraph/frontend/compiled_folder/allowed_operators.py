@@ -1,0 +1,159 @@
+"""What the graphs of a compiled folder may call: a list, and nothing that is not on it.
+
+Nothing on it reads or writes files, draws random numbers, or writes into what it is given. `save` refuses a graph that
+calls anything else, naming it; such a model is traced at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+# These register hydragraph's own operators.
+import hydragraph.kernels.linear_cross_entropy
+import hydragraph.kernels.varlen_attention  # noqa: F401
+from hydragraph.ir.graph_data import PYTHON, known_target
+from hydragraph.private.operator_schemas import signature_of
+
+# Operators of PyTorch by name: all of their overloads that write into nothing.
+_ATEN = """
+elementwise
+    abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+    bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone complex copysign cos cosh
+    deg2rad div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu greater
+    greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp
+    less less_equal lgamma log log10 log1p log2 log_sigmoid log_sigmoid_forward logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg not_equal polar
+    positive pow prelu _prelu_kernel reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu
+    sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold true_divide trunc where xlogy
+    __and__ __or__ __xor__ __lshift__ __rshift__ _to_copy to type_as
+and their derivatives
+    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward logit_backward mish_backward _prelu_kernel_backward sigmoid_backward
+    silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
+products
+    addbmm addmm addmv addr baddbmm bmm dot einsum _grouped_mm inner linear matmul mm mv outer tensordot
+    convolution convolution_backward conv1d conv2d
+reductions and what runs along a dimension
+    all amax amin any argmax argmin argsort bincount count_nonzero cummax cummin cummaxmin_backward cumprod
+    cumprod_backward cumsum diff histc kthvalue linalg_vector_norm logcumsumexp logsumexp log_softmax _log_softmax
+    _log_softmax_backward_data max mean median min norm one_hot prod renorm softmax _safe_softmax _softmax
+    _softmax_backward_data sort std std_mean sum topk value_selecting_reduction_backward var var_mean
+norms and losses
+    batch_norm _native_batch_norm_legit_no_training native_batch_norm_backward binary_cross_entropy
+    binary_cross_entropy_backward binary_cross_entropy_with_logits cross_entropy_loss _fused_rms_norm
+    _fused_rms_norm_backward group_norm native_group_norm native_group_norm_backward huber_loss huber_loss_backward
+    kl_div l1_loss layer_norm mse_loss mse_loss_backward native_layer_norm native_layer_norm_backward nll_loss
+    nll_loss_backward nll_loss_forward nll_loss_nd rms_norm smooth_l1_loss smooth_l1_loss_backward glu glu_backward
+what chooses elements and puts them back
+    embedding embedding_dense_backward gather index index_add index_copy index_fill index_put index_select
+    masked_scatter masked_select nonzero repeat_interleave scatter scatter_add scatter_reduce searchsorted bucketize
+    take_along_dim _unsafe_index _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate
+shapes
+    alias broadcast_tensors broadcast_to cat chunk concat constant_pad_nd contiguous copy detach diag_embed diagonal
+    diagonal_backward diagonal_scatter expand expand_as flatten flip lift_fresh_copy meshgrid movedim moveaxis narrow
+    numpy_T pad permute real imag repeat reshape reshape_as resolve_conj resolve_neg _conj roll select select_backward
+    select_scatter slice slice_backward slice_scatter split split_with_sizes squeeze stack swapaxes t tile transpose
+    tril triu unbind unflatten unfold unfold_backward unsafe_split unsafe_split_with_sizes unsqueeze _unsafe_view view
+    view_as view_as_complex view_as_real view_copy sym_numel sym_size sym_stride
+what is made anew
+    arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones ones_like
+    scalar_tensor zeros zeros_like
+"""
+
+# Not on it: as_strided and _reshape_alias, which look at memory outside of what they are given.
+
+# hydragraph's own, and the one of transformers that computes the product of many experts (`private.experts`).
+_OTHERS = """
+    hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::varlen_attention
+    hydragraph::varlen_attention_backward transformers::grouped_mm_fallback
+    transformers::grouped_mm_fallback_backward
+"""
+
+_HEADINGS = frozenset(line for line in _ATEN.splitlines() if line and not line.startswith(" "))
+ALLOWED = frozenset(
+    {f"aten::{name}" for line in _ATEN.splitlines() if line not in _HEADINGS for name in line.split()}
+    | set(_OTHERS.split())
+)
+
+# Methods that are called on the runtime's object for a stage's ranks, and on the sum that a gradient is added to; and
+# how many arguments each takes, that object included.
+ON_COLLECTIVES: Mapping[str, int] = {
+    **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
+    "head_loss": 7,
+}
+ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
+
+# Types of arguments that no node makes.
+_PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
+
+# Functions of Python's that take two values; all others take one.
+_OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
+
+
+def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
+    """Refuse a call of a function or an operator that is not on the list, or not called as it can be.
+
+    Args:
+        name: as graphs' data has it, such as "aten::mm.default" or "operator.floordiv".
+        given: the arguments by position, as data.
+        by_name: the others by name, or their names alone, of which no more is known.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    if name in PYTHON:
+        takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
+        if len(given) != takes or by_name:
+            raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments; that takes {takes}")
+        return
+    if name.rpartition(".")[0] not in ALLOWED:
+        raise ValueError(f"it calls {name}, which is not on the list of what a compiled folder may call")
+    signature = signature_of(known_target(name))
+    if not signature.pure:
+        raise ValueError(f"it calls {name}, which writes into what it is given")
+    if len(given) > signature.positional:
+        raise ValueError(f"it calls {name} with {len(given)} arguments; that takes {signature.positional}")
+    present = {*signature.names[: len(given)], *by_name}
+    unknown = set(by_name) - set(signature.names[len(given) :])
+    missing = signature.required - present
+    if unknown or missing:
+        what = f"gives it {min(unknown)}" if unknown else f"does not give it {min(missing)}"
+        raise ValueError(f"it calls {name} and {what}")
+    given_by_name = by_name if isinstance(by_name, Mapping) else {}
+    for argument, kind, value in zip(signature.names, signature.types, given, strict=False):
+        _check_argument(name, argument, kind, value)
+    for argument, kind in zip(signature.names, signature.types, strict=True):
+        if argument in given_by_name:
+            _check_argument(name, argument, kind, given_by_name[argument])
+
+
+def _check_argument(name: str, argument: str, kind: str, value: object) -> None:
+    if not _fits(kind, value):
+        what = "a tensor" if kind == "Tensor" else kind
+        raise ValueError(f"it calls {name} with {value!r:.80} where that takes {what} ({argument})")
+
+
+def _fits(kind: str, value: object) -> bool:
+    """Say whether an argument, as data, may stand where PyTorch's schema has this type."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(kind[9:-1], value)
+    if kind.startswith("List["):
+        inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
+        # One number stands for a list of numbers, and a node may make a list.
+        return all(_fits(kind[5:-1], each) for each in inside) if isinstance(inside, list) else _fits(kind[5:-1], value)
+    tag = next(iter(value)) if isinstance(value, dict) and value else None
+    if tag == "node" and kind not in _PLAIN:
+        return True
+    match kind:
+        case "Tensor" | "number" | "float" | "complex":  # PyTorch takes a number for a tensor without dimensions
+            return isinstance(value, int | float) or tag == "float"
+        case "int" | "SymInt" | "bool":
+            return isinstance(value, int)
+        case "ScalarType" | "MemoryFormat" | "Layout":
+            return tag == "torch"
+        case "Device":
+            return tag == "device"
+        case "str":
+            return isinstance(value, str)
+    return False

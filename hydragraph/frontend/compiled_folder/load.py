@@ -1,0 +1,178 @@
+"""Read a compiled folder: all files are compared with the manifest, all data is checked, and nothing is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hydragraph.frontend.compiled_folder.inductor_code import FILE, load_code
+from hydragraph.frontend.compiled_folder.manifest import (
+    ALWAYS,
+    NAME,
+    Manifest,
+    Refused,
+    own_code,
+    read_file,
+    read_json,
+    read_manifest,
+    version_of,
+)
+from hydragraph.frontend.compiled_folder.model_record import ModelRecord, differences
+from hydragraph.frontend.compiled_folder.program_records import program_of, variant_of
+from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.compiled_folder.save import PROGRAM
+from hydragraph.ir.program import Program
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.graph_passes import VariantSpec
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What a compiled folder holds: a `Library` of variants, built when they are asked for.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it says of itself.
+        program: that was captured.
+    """
+
+    folder: Path
+    manifest: Manifest
+    program: Program
+    _files: Mapping[str, bytes] = field(repr=False)
+    _known: dict[str, Variant] = field(default_factory=dict, repr=False)
+
+    def variant(self, spec: VariantSpec) -> Variant | None:
+        """Return the variant of a spec; None: the folder has none.
+
+        Raises:
+            Refused: the folder has it, but not as it should be.
+        """
+        entry = self.manifest.variants.get(spec.key)
+        if entry is None:
+            return None
+        try:
+            return variant_of(read_json(self._files[entry.file], entry.file), spec, entry.file)
+        except Malformed as error:
+            raise Refused(self.folder, str(error)) from None
+
+    def source(self, spec: VariantSpec) -> str:
+        """Return 64 hex digits over the file that a spec's variant is in; "": the folder has none."""
+        entry = self.manifest.variants.get(spec.key)
+        return "" if entry is None else self.manifest.files[entry.file].sha256
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits over all that the folder holds."""
+        return hashlib.sha256(self.manifest.text().encode()).hexdigest()
+
+    def checked(self, mode: str) -> bool:
+        """Say whether the comparison of the program with its model was made when the folder was written, and log it.
+
+        Args:
+            mode: that is asked for now: "auto", "full" or "off".
+        """
+        covered = self.manifest.check.covers(mode)
+        if covered and mode != "off":
+            _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
+        return covered
+
+    def __str__(self) -> str:
+        return f"compiled folder {self.folder}"
+
+
+def load(
+    folder: Path | str,
+    model: ModelRecord | None = None,
+    dtype: torch.dtype | None = None,
+    ranks: int | None = None,
+    trust: bool = False,
+) -> Compiled:
+    """Read a compiled folder.
+
+    Args:
+        model: of the model that it must be of (`model_record`); None: the caller knows.
+        dtype: what that is to compute in; None: what the folder says.
+        ranks: how many there are; None: the strategies in the folder do not matter.
+        trust: give Inductor the code that the folder may hold (`hydragraph.frontend.compiled_folder.inductor_code`),
+        which can do anything
+            that this process may.
+
+    Raises:
+        Refused: it is stale or damaged, or of something else; naming what differs and the fix.
+    """
+    began = time.perf_counter()
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    _refuse_stale(folder, manifest)
+    if model is not None:
+        _refuse_other_model(folder, manifest, model)
+    if ranks is not None and manifest.ranks not in (None, ranks):
+        remedy = (
+            f"start {manifest.ranks}, or write it anew: hydragraph compile CONFIG --ranks {ranks} --output {folder}"
+        )
+        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, and there are {ranks}", remedy)
+    contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
+    missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()
+    if missing:
+        raise Refused(folder, f"{NAME} does not name {min(missing):.200}")
+    try:
+        program = program_of(read_json(contents[PROGRAM], PROGRAM))
+    except Malformed as error:
+        raise Refused(folder, str(error)) from None
+    except ValueError as error:  # of the classes that a program is made of
+        raise Refused(folder, f"{PROGRAM}: {error}") from None
+    if dtype not in (None, program.dtype):
+        remedy = f"pass dtype={program.dtype}, or write the folder anew with the other one"
+        raise Refused(folder, f"it computes in {program.dtype}, and dtype is {dtype}", remedy)
+    _refuse_more(folder, manifest)
+    graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
+    if trust and FILE in contents:
+        load_code(contents[FILE], folder)
+    elif FILE in contents:
+        _LOG.info("%s is code, and is left alone: --trust, or trust=True, loads it", folder / FILE)
+    seconds = time.perf_counter() - began
+    count = len(manifest.variants)
+    _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
+    return Compiled(folder, manifest, program, graphs)
+
+
+def _refuse_other_model(folder: Path, manifest: Manifest, model: ModelRecord) -> None:
+    if manifest.model is None:
+        raise Refused(folder, "it does not say which model it is of: a process wrote it for others beside it")
+    found = differences(manifest.model, model)
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        raise Refused(folder, f"it was compiled from another model: {'; '.join(found[:3])}{more}")
+
+
+def _refuse_more(folder: Path, manifest: Manifest) -> None:
+    """Refuse what nobody has written down: whoever reads the folder would take it for a part of it."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    there = {path.relative_to(folder).as_posix() for path in files}
+    more = sorted(there - manifest.files.keys() - {NAME})
+    if more:
+        others = f" and {len(more) - 1} others" if len(more) > 1 else ""
+        remedy = f"remove it, or write the folder anew: hydragraph compile CONFIG --output {folder}"
+        raise Refused(folder, f"it holds {more[0]:.200}{others}, which {NAME} does not name", remedy)
+
+
+def _refuse_stale(folder: Path, manifest: Manifest) -> None:
+    """Refuse what other versions wrote."""
+    for name in ALWAYS:
+        if name not in manifest.versions:
+            raise Refused(folder, f"it does not say with which version of {name} it was compiled")
+    for name, version in manifest.versions.items():
+        here = version_of(name)
+        if here != version:
+            raise Refused(folder, f"it was compiled with {name} {version}, and here is {here or 'none'}")
+    if manifest.code != own_code():
+        raise Refused(folder, "the files of hydragraph that make graphs were changed since it was compiled")

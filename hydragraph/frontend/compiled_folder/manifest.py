@@ -1,0 +1,298 @@
+"""`manifest.json`: what a compiled folder holds, what it was made of, and what was found when it was checked.
+
+format      of the folder
+versions    of Python and of the packages that make graphs
+code        SHA-256 of hydragraph's own files that make graphs
+model       what the model was (`hydragraph.frontend.compiled_folder.model_record`); null in a folder that a process
+shares check       what the comparison by numbers found, and which stages' graphs it compared
+variants    key of a variant -> its file, and for people its blocks and its kind of stage
+files       path in the folder -> bytes and SHA-256
+sha256      of all of the above, so that the manifest itself is what was written
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+import hydragraph
+from hydragraph.frontend.compiled_folder import record_schema
+from hydragraph.frontend.compiled_folder.model_record import PARTS, ModelRecord
+from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.version import __version__
+
+FORMAT = 1
+NAME = "manifest.json"
+LARGEST_FILE = 1 << 30  # bytes
+ALWAYS = ("hydragraph", "python", "torch")  # whose versions every manifest has
+_LIBRARIES = ("transformers", "peft")
+# The parts of hydragraph whose code decides what graphs are.
+_MAKERS = ("frontend", "ir", "kernels", "passes", "private")
+
+
+class Refused(ValueError):  # noqa: N818
+    """A compiled folder that a run cannot start from.
+
+    Args:
+        folder: which one.
+        what: is wrong with it.
+        remedy: what to do.
+    """
+
+    def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
+        self.folder, self.what = str(folder), what
+        self.remedy = remedy or f"write it anew: hydragraph compile CONFIG --output {folder}"
+        super().__init__(f"compiled folder {folder}: {what}; {self.remedy}")
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, str, str]]:
+        return Refused, (self.folder, self.what, self.remedy)
+
+
+@dataclass(frozen=True)
+class VariantEntry:
+    """Where a variant is, and for people what it is.
+
+    Attributes:
+        file: its path in the folder.
+        blocks: that it serves.
+        kind: of the stage, such as tp2s.
+    """
+
+    file: str
+    blocks: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the comparison by numbers found.
+
+    Attributes:
+        mode: "auto", "full" or "off".
+        model: the line about the captured program and its model; "" if it was not compared.
+        stages: of what stages run: a key of what was compared -> what that is.
+    """
+
+    mode: str = "off"
+    model: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+    def covers(self, mode: str) -> bool:
+        """Say whether nothing need be compared with the model: "full" does not believe what a folder says of itself."""
+        return mode == "off" or (mode == "auto" and self.model != "")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says; see the module."""
+
+    versions: Mapping[str, str]
+    code: str
+    ranks: int | None
+    model: ModelRecord | None
+    check: Check
+    variants: Mapping[str, VariantEntry]
+    files: Mapping[str, File]
+
+    def text(self) -> str:
+        """Return the file's text; equal manifests have equal texts."""
+        content = {"format": FORMAT, **asdict(self)}
+        body = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        last = f',\n "sha256": "{digest}"\n}}\n'
+        return body.removesuffix("\n}") + last
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a folder's manifest, which must be exactly what was written.
+
+    Raises:
+        Refused: there is none, it was changed, or a later hydragraph wrote it.
+    """
+    try:
+        # A pipe never ends, and a link may lead anywhere.
+        if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
+            raise Refused(folder, f"its {NAME} is a link, or no plain file")
+        written = (folder / NAME).read_bytes()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise Refused(folder, f"it has no {NAME} that can be read ({why})") from None
+    try:
+        data = read_json(written, NAME)
+        if isinstance(data, dict) and data.get("format") != FORMAT:
+            raise Refused(folder, f"its format is {data.get('format')!r:.40}, and this hydragraph reads {FORMAT}")
+        manifest = _manifest_of(data)
+    except Malformed as error:
+        raise Refused(folder, f"{NAME} is damaged: {error}") from None
+    if manifest.text().encode() != written:
+        raise Refused(folder, f"{NAME} was changed after it was written")
+    return manifest
+
+
+def _manifest_of(value: object) -> Manifest:
+    data = record_schema.fields(
+        value, ("format", "versions", "code", "ranks", "model", "check", "variants", "files", "sha256"), NAME
+    )
+    check = record_schema.fields(data["check"], ("mode", "model", "stages"), f"{NAME}: check")
+    model = None if data["model"] is None else record_schema.fields(data["model"], PARTS, f"{NAME}: model")
+    return Manifest(
+        _texts_by_name(data["versions"], "versions"),
+        record_schema.text(data["code"], NAME),
+        None if data["ranks"] is None else record_schema.whole(data["ranks"], f"{NAME}: ranks", 1),
+        None if model is None else {part: _texts_by_name(each, f"model: {part}") for part, each in model.items()},
+        Check(
+            record_schema.text(check["mode"], NAME),
+            record_schema.text(check["model"], NAME),
+            _texts_by_name(check["stages"], "check: stages"),
+        ),
+        {key: _entry_of(each) for key, each in _mapping(data["variants"], "variants").items()},
+        {path: _file_of(each) for path, each in _mapping(data["files"], "files").items()},
+    )
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        example = '{"NAME": ...}, as hydragraph compile writes it'
+        raise Malformed(f"{NAME}: {where}: expected a mapping of names, but it is {value!r:.80}: give {example}")
+    return value
+
+
+def _texts_by_name(value: object, where: str) -> Mapping[str, str]:
+    return {name: record_schema.text(each, f"{NAME}: {where}") for name, each in _mapping(value, where).items()}
+
+
+def _entry_of(value: object) -> VariantEntry:
+    where = f"{NAME}: a variant"
+    data = record_schema.fields(value, ("file", "blocks", "kind"), where)
+    return VariantEntry(
+        record_schema.text(data["file"], where),
+        record_schema.texts(data["blocks"], where),
+        record_schema.text(data["kind"], where),
+    )
+
+
+def _file_of(value: object) -> File:
+    where = f"{NAME}: a file"
+    data = record_schema.fields(value, ("bytes", "sha256"), where)
+    return File(record_schema.whole(data["bytes"], where), record_schema.text(data["sha256"], where))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> dict[str, File]:
+    """Return what every file of a folder is, the manifest apart, sorted by path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
+    return {path.relative_to(folder).as_posix(): _file(path.read_bytes()) for path in paths}
+
+
+def _file(content: bytes) -> File:
+    return File(len(content), hashlib.sha256(content).hexdigest())
+
+
+def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
+    """Return the content of a file, which must be what the manifest says.
+
+    Raises:
+        Refused: it is missing, was changed, lies outside of the folder, or the manifest does not name it.
+    """
+    expected = files.get(path)
+    if expected is None:
+        raise Refused(folder, f"{NAME} does not name {path:.200}")
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or "\\" in path or "\0" in path or {"..", "."} & set(path.split("/")):
+        raise Refused(folder, f"{NAME} names {path!r:.200}, which is no file of the folder")
+    place = folder.joinpath(*parts)
+    try:
+        # A link may lead out of the folder, and a pipe or a device never ends.
+        if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
+            raise Refused(folder, f"{path} is a link, leads out of the folder, or is no plain file")
+        if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
+            raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, and {NAME} says {expected.bytes}")
+        content = place.read_bytes()
+    except OSError as error:
+        raise Refused(folder, f"{path} cannot be read ({error.strerror or error})") from None
+    if _file(content) != expected:
+        raise Refused(folder, f"{path} was changed after it was written: its SHA-256 is another")
+    return content
+
+
+def read_json(content: bytes, where: str) -> Any:
+    """Return what JSON says: no number that is none, no name twice.
+
+    Raises:
+        Malformed: it is something else.
+    """
+    try:
+        return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{where}: {str(error)[:200]}") from None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
+# --- what makes graphs ------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Return what graphs depend on, by name -> version; packages that were not imported had no say."""
+    names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
+    return {name: version_of(name) for name in names}
+
+
+def version_of(name: str) -> str:
+    """Return the version of what graphs depend on, whether or not it was imported; "" where it is not installed."""
+    if name == "python":
+        return platform.python_version().rpartition(".")[0]
+    if name == "hydragraph":
+        return __version__
+    if name == "torch":
+        return str(torch.__version__)
+    try:
+        return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def own_code() -> str:
+    """Return a SHA-256 over hydragraph's files that make graphs: as one works on them, no version changes."""
+    root = Path(str(hydragraph.__file__)).parent
+    digest = hashlib.sha256()
+    for path in sorted(_sources(root)):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> Iterable[Path]:
+    for name in _MAKERS:
+        yield from [root / name] if name.endswith(".py") else (root / name).rglob("*.py")

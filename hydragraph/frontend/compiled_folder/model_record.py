@@ -1,0 +1,169 @@
+"""What a model was when it was captured, in parts, so that a folder can say what of a model differs from its own.
+
+    model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
+    config      setting -> value, as JSON
+    modules     class -> SHA-256 of the attributes of all modules of that class
+    code        Python module -> SHA-256 of its file and of what its classes' methods are now
+
+Weights do not count, and neither does what only generation of text reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.model_description import Unknown, attributes, described_function, source_digest
+from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
+
+ModelRecord = Mapping[str, Mapping[str, str]]
+
+# Settings that say where a config came from, or that only generating text reads.
+_APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
+# Likewise attributes of transformers' models.
+_ATTRIBUTES_APART = frozenset(
+    {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
+)
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # that only some of transformers' ways to make a model write down
+_TENSORS = "names, shapes or frozenness of its tensors"
+PARTS = ("model", "config", "modules", "code")
+
+
+def model_record(
+    model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
+) -> ModelRecord:
+    """Return what a model is; arguments as for `capture`.
+
+    Raises:
+        Unsupported: something of it cannot be told from another, so that no folder could be known to be of it.
+    """
+    tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    fields = fields_of(example, tensors, type(model).__name__)
+    try:
+        return {
+            "model": {
+                "class": f"{type(model).__module__}.{type(model).__qualname__}",
+                "loss": described_function(loss or token_cross_entropy),
+                "blocks": blocks or "",
+                "fields": str([(name, field.shape, str(field.dtype)) for name, field in fields.items()]),
+                "mode": _mode(model),
+                "tensors": _digest(_tensors(model)),
+            },
+            "config": _config(model),
+            "modules": _modules(model),
+            "code": _code(model),
+        }
+    except Unknown as error:
+        raise Unsupported(
+            f"{error}, so that a compiled folder could not be told from another model's",
+            where=type(model).__name__,
+            remedy="leave that out of the model and its loss, or train without a compiled folder",
+        ) from None
+
+
+def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
+    """Say what of a model differs from what a folder was written of, the plainest first."""
+    found = []
+    for part in PARTS:
+        old, new = written.get(part, {}), here[part]
+        for name in sorted({*old, *new}, key=lambda name: ([*new].index(name) if name in new else len(new), name)):
+            if old.get(name) != new.get(name):
+                found.append(_difference(part, name, old.get(name), new.get(name)))
+    # Other settings explain other tensors, and not the other way round.
+    return sorted(found, key=lambda difference: difference == _TENSORS)
+
+
+def _difference(part: str, name: str, old: str | None, new: str | None) -> str:
+    if part == "modules":
+        return f"the settings of {name.rpartition('.')[2]} modules"
+    if part == "code":
+        return f"the code of {name}"
+    if name == "tensors":
+        return _TENSORS
+    label = name if part == "config" else f"its {name}"
+    return f"{label} is {_short(new)}, and was {_short(old)}"
+
+
+def _short(value: str | None) -> str:
+    text = "missing" if value is None else value or "none"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _mode(model: nn.Module) -> str:
+    modes = {name: module.training for name, module in model.named_modules()}
+    if len(set(modes.values())) > 1:
+        return f"train in parts ({_digest(modes)})"
+    return "train" if model.training else "eval"
+
+
+def _tensors(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Return names, shapes and which learn; tied parameters have one number."""
+    numbers: dict[int, int] = {}
+    parameters = [
+        (name, tuple(p.shape), p.requires_grad, numbers.setdefault(id(p), len(numbers)))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    return [*parameters, *((name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers())]
+
+
+def _config(model: nn.Module) -> Mapping[str, str]:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    settings = json.loads(config.to_json_string(use_diff=False))
+    found = {name: json.dumps(value, sort_keys=True) for name, value in sorted(settings.items()) if name not in _APART}
+    return {**found, "_attn_implementation": str(getattr(config, "_attn_implementation", ""))}
+
+
+def _modules(model: nn.Module) -> Mapping[str, str]:
+    digests: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        own = (item for item in attributes(name, module) if item not in _DEFAULTS)
+        found = [(key, value) for key, value in own if key not in _ATTRIBUTES_APART]
+        digests.setdefault(kind, hashlib.sha256()).update(repr((name, found)).encode())
+    return {kind: digest.hexdigest() for kind, digest in sorted(digests.items())}
+
+
+def _code(model: nn.Module) -> Mapping[str, str]:
+    """Return what the classes of a model's modules are, by the module of Python's that they are defined in."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    by_module: dict[str, list[type]] = {}
+    for kind in kinds - {object}:
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+            by_module.setdefault(kind.__module__, []).append(kind)
+    found = {}
+    for module, classes in sorted(by_module.items()):
+        digest = hashlib.sha256(source_digest(classes[0]).encode())
+        for kind in sorted(classes, key=lambda kind: kind.__qualname__):
+            digest.update(repr((kind.__qualname__, sorted(_methods(kind)))).encode())
+        found[module] = digest.hexdigest()
+    return found
+
+
+def _methods(kind: type) -> list[tuple[str, str]]:
+    """Return what the methods of a class are now: one may have been replaced since its file was read."""
+    functions = {name: _function(value) for name, value in vars(kind).items()}
+    return [
+        (name, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for name, f in functions.items() if f
+    ]
+
+
+def _function(value: object) -> FunctionType | None:
+    inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def _instructions(code: CodeType) -> str:
+    inside = [_instructions(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return _digest((code.co_code, code.co_names, inside))

@@ -1,0 +1,293 @@
+"""What the data of a compiled folder may look like: checked field by field before anything is built of it.
+
+A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). Of them it is checked that
+names are plain and occur once, that a node is made of earlier ones, that what it calls is on the list and is called as
+it can be (`hydragraph.frontend.compiled_folder.allowed_operators`), that dtypes, devices and sizes are such, and that
+constants are small.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import keyword
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from hydragraph.frontend.compiled_folder.allowed_operators import ON_COLLECTIVES, ON_SUMS, check_call
+from hydragraph.passes.differentiate import COLLECTIVES
+from hydragraph.private.graph_values import LARGEST_SIZE, size_of
+
+LARGEST_CONSTANT = 1 << 24  # bytes
+MOST_NODES = 1 << 18  # of one graph
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+_DEVICE = re.compile(r"(cpu|meta|cuda(:\d{1,4})?)")
+_DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+_FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
+
+# JSON has numbers that are larger than what these types of an operator's arguments hold.
+_MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
+
+
+class Malformed(ValueError):  # noqa: N818
+    """Data that is not what a compiled folder holds."""
+
+
+def _refuse(where: str, what: str) -> NoReturn:
+    raise Malformed(f"{where}: {what}")
+
+
+# --- plain values -----------------------------------------------------------------------------------------------------
+
+
+def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
+    """Return a mapping that has these names and no others."""
+    if not isinstance(value, dict) or value.keys() != set(names):
+        found = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
+        _refuse(where, f"expected the fields {', '.join(names)}, but there is {found or 'nothing'}")
+    return value
+
+
+def listed(value: object, where: str) -> list[Any]:
+    """Return a list."""
+    if not isinstance(value, list):
+        _refuse(where, f"expected a list, but it is {value!r:.80}")
+    return value
+
+
+def text(value: object, where: str) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        _refuse(where, f"expected a text, but it is {value!r:.80}")
+    return value
+
+
+def texts(value: object, where: str) -> tuple[str, ...]:
+    """Return texts."""
+    return tuple(text(each, where) for each in listed(value, where))
+
+
+def whole(value: object, where: str, least: int = 0) -> int:
+    """Return a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
+        _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
+    return value
+
+
+def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
+    """Return whole numbers of at least so much."""
+    return tuple(whole(each, where, least) for each in listed(value, where))
+
+
+def flag(value: object, where: str) -> bool:
+    """Return a truth value."""
+    if not isinstance(value, bool):
+        _refuse(where, f"expected true or false, but it is {value!r:.80}")
+    return value
+
+
+def dtype(value: object, where: str) -> torch.dtype:
+    """Return a dtype that values of graphs have."""
+    if not isinstance(value, str) or value not in _DTYPES:
+        _refuse(where, f"{value!r:.80} is no dtype: expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[value]
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
+    """Return the data of some graphs of one trace, once it is known to be nothing else.
+
+    Args:
+        count: how many graphs there must be.
+        where: what they are, for errors.
+
+    Raises:
+        Malformed: naming the node and what is wrong with it.
+    """
+    data = fields(value, ("hints", "graphs"), where)
+    # PyTorch traces 0 and 1 as numbers of their own: a graph for any size was never traced with them.
+    hints = wholes(data["hints"], f"{where}: hints", least=2)
+    graphs = listed(data["graphs"], f"{where}: graphs")
+    if len(graphs) != count:
+        _refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
+    sizes = _Sizes(hints)
+    for number, nodes in enumerate(graphs):
+        _Graph(f"{where}: graph {number}" if count > 1 else where, sizes).check(nodes)
+    return data
+
+
+class _Sizes:
+    """Sizes that were found to be such; a graph has few, and many values."""
+
+    def __init__(self, hints: Sequence[int]) -> None:
+        self._hints = hints
+        self._known: dict[str, int] = {}
+
+    def check(self, size: object) -> int:
+        """Return a size in the example that was traced."""
+        if not isinstance(size, str):
+            return size_of(size, ())
+        if size not in self._known:
+            self._known[size] = size_of(size, self._hints)
+        return self._known[size]
+
+
+class _Graph:
+    """Checks the nodes of one graph, in their order."""
+
+    def __init__(self, where: str, sizes: _Sizes) -> None:
+        self._where = where
+        self._sizes = sizes
+        self._names: set[str] = set()
+        self._constants = 0
+
+    def check(self, nodes: object) -> None:
+        entries = listed(nodes, self._where)
+        if not 1 <= len(entries) <= MOST_NODES:
+            _refuse(self._where, f"it has {len(entries)} nodes")
+        for number, entry in enumerate(entries):
+            where = f"{self._where}: node {number}"
+            if not isinstance(entry, list) or len(entry) != 6:
+                _refuse(where, "expected [name, kind, target, args, kwargs, value]")
+            if (entry[1] == "output") != (number == len(entries) - 1):
+                _refuse(where, "expected one output, as the last node")
+            name = entry[0]
+            if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
+                _refuse(where, f"its name is {name!r:.80}: expected letters, digits and _")
+            if name in self._names:
+                _refuse(where, f"its name {name} is an earlier node's")
+            try:
+                self._node(*entry)
+            except ValueError as error:
+                raise Malformed(f"{where} ({name}): {error}") from None
+            self._names.add(name)
+
+    def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise Malformed("its arguments are no list, or those by name no mapping")
+        checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
+            "placeholder": self._placeholder,
+            "get_attr": self._constant,
+            "call_function": self._call_function,
+            "call_method": self._call_method,
+            "output": self._output,
+        }
+        if not isinstance(kind, str) or kind not in checks:
+            raise Malformed(f"its kind is {kind!r:.80}: expected one of {', '.join(map(str, checks))}")
+        for argument in (*args, *kwargs.values()):
+            self._argument(argument)
+        checks[kind](target, args, kwargs)
+        self._value(value)
+
+    def _placeholder(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+        if not isinstance(target, str) or not _IDENTIFIER.fullmatch(target) or keyword.iskeyword(target):
+            raise Malformed(f"a placeholder's target is {target!r:.80}: expected letters, digits and _")
+        if args or kwargs:
+            raise Malformed("a placeholder has arguments")
+
+    def _constant(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+        if not isinstance(target, list) or len(target) != 4 or args or kwargs:
+            raise Malformed("a constant is [name, dtype, shape, elements in base64]")
+        name, kind, shape, content = target
+        parts = name.split(".") if isinstance(name, str) else [""]
+        if not all(map(_IDENTIFIER.fullmatch, parts)) or hasattr(fx.GraphModule, parts[0]):
+            raise Malformed(f"a constant's name is {name!r:.80}")
+        size = math.prod(wholes(shape, "its shape")) * dtype(kind, "its dtype").itemsize
+        if size > LARGEST_CONSTANT:
+            raise Malformed(f"a constant of {size} bytes: a compiled folder holds up to {LARGEST_CONSTANT}")
+        try:
+            elements = base64.b64decode(text(content, "its elements"), validate=True)
+        except binascii.Error as error:
+            raise Malformed(f"its elements are no base64: {error}") from None
+        if len(elements) != size:
+            raise Malformed(f"it has {len(elements)} bytes of elements for {size}")
+
+    def _call_function(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+        check_call(text(target, "its target"), args, kwargs)
+
+    def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+        takes = ON_COLLECTIVES.get(target) or ON_SUMS.get(target) if isinstance(target, str) else None
+        if takes is None:
+            raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
+        if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
+            raise Malformed(f"it calls the method {target} with other arguments than that takes")
+        # The object of the runtime is the placeholder of its name; no other value has these methods.
+        on = args[0].get("node") if isinstance(args[0], dict) else None
+        if on is None or (on == COLLECTIVES) != (target in ON_COLLECTIVES):
+            raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")
+
+    def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+        if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
+            raise Malformed("an output takes one tuple")
+        if not all(each is None or (isinstance(each, dict) and "node" in each) for each in args[0]["tuple"]):
+            raise Malformed("an output returns something else than nodes")
+
+    def _argument(self, value: Any) -> None:
+        """Check an argument: a plain value, a list, or a mapping of one kind to its content."""
+        if isinstance(value, list):
+            for each in value:
+                self._argument(each)
+        elif isinstance(value, dict):
+            if len(value) != 1:
+                raise Malformed(f"the argument {value!r:.80}")
+            ((kind, content),) = value.items()
+            self._tagged(kind, content)
+        elif isinstance(value, int | float) and abs(value) > _MOST[type(value)]:
+            raise Malformed(f"the number {value!r:.80}")
+
+    def _tagged(self, kind: str, content: Any) -> None:
+        match kind:
+            case "node":
+                right = isinstance(content, str) and content in self._names
+            case "tuple" | "slice":
+                self._argument(listed(content, f"a {kind}"))
+                right = kind == "tuple" or len(content) == 3
+            case "torch":
+                right = isinstance(content, str) and (content in _DTYPES or content in _FORMATS)
+            case "device":
+                right = isinstance(content, str) and bool(_DEVICE.fullmatch(content))
+            case "float":
+                right = content in ("inf", "-inf", "nan")
+            case _:
+                right = False
+        if not right:
+            earlier = ", which is no earlier node" if kind == "node" else ""
+            raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}}{earlier}")
+
+    def _value(self, value: Any) -> None:
+        """Check what is said of the value that a node makes."""
+        if value is None:
+            return
+        if not isinstance(value, list):
+            self._sizes.check(value)
+        elif value and value[0] == "list":
+            for each in value[1:]:
+                self._value(each)
+        elif len(value) == 6 and value[0] == "tensor":
+            _, kind, device, shape, strides, storage = value
+            dtype(kind, "its value")
+            if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+                raise Malformed(f"its value is on the device {device!r:.80}")
+            sizes = [self._sizes.check(size) for size in listed(shape, "the shape of its value")]
+            steps = [self._sizes.check(step) for step in listed(strides, "the strides of its value")]
+            if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
+                raise Malformed(f"its value has the shape {shape!r:.80} and the strides {strides!r:.80}")
+            if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
+                raise Malformed("its value is larger than any memory")
+            whole(storage, "the storage of its value")
+        else:
+            raise Malformed(f"its value is {value!r:.80}")

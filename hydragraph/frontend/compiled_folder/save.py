@@ -1,0 +1,158 @@
+"""Write a captured program and its variants as data that `hydragraph.frontend.compiled_folder.load` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydragraph.frontend.compiled_folder import record_schema
+from hydragraph.frontend.compiled_folder.manifest import (
+    NAME,
+    Check,
+    Manifest,
+    VariantEntry,
+    files_of,
+    own_code,
+    versions,
+)
+from hydragraph.frontend.compiled_folder.model_record import ModelRecord
+from hydragraph.frontend.compiled_folder.program_records import program_data, variant_data
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.place import place
+from hydragraph.passes.variants import Variants
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Strategy
+
+PROGRAM = "program.json"
+GRAPHS = "graphs"
+_ON_A_LINE = 3  # how deep a mapping may go that is written on one line
+
+
+@dataclass(frozen=True, eq=False)
+class NamedVariant:
+    """A variant that is to be written.
+
+    Attributes:
+        name: of its file, `graphs/{name}.json`.
+        keys: of all specs that it is the variant of (`VariantSpec.key`).
+        blocks: that it serves.
+        kind: of the stage.
+        variant: its graphs, before any backend compiled them.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    blocks: tuple[str, ...]
+    kind: str
+    variant: Variant
+
+
+def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
+    """Return the variants that every rank of some strategies runs, each once; those that are missing are compiled.
+
+    Args:
+        variants: of the eager backend.
+        strategies: that fit their program.
+    """
+    program = variants.program
+    # Blocks that are cut alike, and of which the same learns, run the same graphs: the first stands for them.
+    first: dict[Hashable, Block] = {}
+    serving: dict[str, list[str]] = {}
+    for block in program.blocks:
+        standing = first.setdefault(variants.form(block), block)
+        serving.setdefault(standing.name, []).append(block.name)
+    needed: dict[tuple[str, StageKind], Block] = {}
+    for strategy in strategies:
+        for stage in place(program.outline, strategy, [1] * len(strategy.pipelines)).stages:
+            for block in program.blocks[slice(*stage.blocks)]:
+                standing = first[variants.form(block)]
+                needed[standing.name, stage.kind] = standing
+    return [named for (name, kind), block in needed.items() for named in _of_kind(variants, block, kind, serving[name])]
+
+
+def _of_kind(variants: Variants, block: Block, kind: StageKind, serving: Sequence[str]) -> Iterator[NamedVariant]:
+    """Yield the variants of the ranks of a kind of stage; several where their shards are unequal."""
+    parts: dict[Variant, list[StagePart]] = {}
+    for part in kind.parts():
+        parts.setdefault(variants.get(block, part), []).append(part)
+    for variant, same in parts.items():
+        name = f"{block.name}.{kind.text}" + (f".rank{same[0].index}" if len(parts) > 1 else "")
+        keys = tuple(dict.fromkeys(variants.spec(block, part).key for part in same))
+        yield NamedVariant(name, keys, tuple(serving), kind.text, variant)
+
+
+def save(
+    folder: Path,
+    program: Program,
+    variants: Iterable[NamedVariant],
+    model: ModelRecord | None = None,
+    check: Check | None = None,
+    ranks: int | None = None,
+) -> None:
+    """Write a program and variants into a folder, and last a manifest of all files that the folder then has.
+
+    Args:
+        folder: made if missing; what else it holds stays, and is named in the manifest.
+        model: what the model was; None: only who knows its model may load the folder.
+        check: what was found; None: nothing was compared.
+        ranks: how many the strategies in the folder are for; None: it holds none.
+
+    Raises:
+        ValueError: a graph cannot be said by data, or calls what no compiled folder may call.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).unlink(missing_ok=True)
+    (folder / GRAPHS).mkdir(exist_ok=True)
+    data = program_data(program)
+    for template in data["templates"]:
+        record_schema.check_graphs(_as_read(template["graph"]), 1, f"template {template['name'][:6]}")
+    _write(folder / PROGRAM, data)
+    entries: dict[str, VariantEntry] = {}
+    for named in variants:
+        file = f"{GRAPHS}/{named.name}.json"
+        data = variant_data(named.variant)
+        record_schema.check_graphs(_as_read(data["graphs"]), 2, file)
+        _write(folder / file, data)
+        entries |= dict.fromkeys(named.keys, VariantEntry(file, named.blocks, named.kind))
+    manifest = Manifest(versions(), own_code(), ranks, model, check or Check(), entries, files_of(folder))
+    (folder / NAME).write_text(manifest.text(), encoding="utf-8")
+
+
+def _as_read(data: Mapping[str, Any]) -> Any:
+    """Return data as it comes back from a file: what is refused there must not be written."""
+    return json.loads(json.dumps(data, allow_nan=False))
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json_text(data), encoding="utf-8")
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """Return JSON that a person can read too: a node, a block or a parameter on a line."""
+    return _text(data, 0) + "\n"
+
+
+def _text(value: Any, depth: int) -> str:
+    if isinstance(value, dict) and (depth == 0 or _height(value) > _ON_A_LINE):
+        return _lines(
+            "{", [f"{json.dumps(name)}: {_text(each, depth + 1)}" for name, each in value.items()], "}", depth
+        )
+    # A list that begins with a text is a node, or plain names.
+    if isinstance(value, list) and _height(value) > 1 and not isinstance(value[0], str):
+        return _lines("[", [_text(each, depth + 1) for each in value], "]", depth)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _height(value: Any) -> int:
+    """Return how deep a value goes: 0 for what holds nothing."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_height, inside)) if inside else 0
+
+
+def _lines(first: str, inside: list[str], last: str, depth: int) -> str:
+    margin = " " * (depth + 1)
+    return f"{first}\n{margin}" + f",\n{margin}".join(inside) + f"\n{' ' * depth}{last}"

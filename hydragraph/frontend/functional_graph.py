@@ -1,0 +1,235 @@
+"""From an exported program to a plain functional graph."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.untraceable import watched
+from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region
+from hydragraph.private.argument_trees import tree_leaves
+from hydragraph.private.operator_schemas import arguments_of, has_tag
+from hydragraph.private.tracing import meta_as_cpu, writes
+
+# What PyTorch's messages have in common where a tensor that is not on the meta device meets those of a traced model.
+_TWO_DEVICES = ("device", "meta", "cpu")
+# Texts of PyTorch's messages -> what a model did that leads to them, and what to do instead.
+_KNOWN: Mapping[str, tuple[str, str]] = {
+    "leaf Variable that requires grad": (
+        "forward writes in place into what it is given, or into a parameter",
+        "write into a copy (.clone()), or out of place (x = x + y)",
+    ),
+    "dynamic but your code specialized it": (
+        "it holds for one number of tokens or sequences only: their count, or what bounds them, becomes a number of "
+        "Python's, or it computes with a tensor that is kept from another call or block",
+        "compute with tensors as they come: no .tolist(), int() or loops over tokens or sequences; hand tensors on as "
+        "arguments",
+    ),
+    "satisfy the generated guard": (
+        "it does something else for few tokens or sequences than for many, as slices along them do",
+        "compute with all tokens of a row: x[:, 1:] meets other sequences, and labels stand already where they are "
+        "predicted",
+    ),
+    "fake tensor in the exported program": (
+        "it computes with a tensor that the trace has no part in: read through .data, kept from another call or block, "
+        "or made within torch.func",
+        "read parameters as they are, or with .detach(); hand tensors on as arguments; write out what torch.func does",
+    ),
+}
+# The most attributes that an error names.
+_NAMED = 4
+# Where code lies that is not a model's: PyTorch's and ours.
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# The most characters of a line of code that an error shows.
+_LONGEST = 80
+
+
+def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
+    """Trace a module, with sizes that are known only at run time.
+
+    Raises:
+        Unsupported: whatever the module or the trace raised, which stays the cause.
+    """
+    try:
+        with watched(where, module), meta_as_cpu():
+            return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+    except Unsupported:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        raise _refusal(error, module, where) from error
+
+
+def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
+    """Say what keeps a module from being traced, in words of its own where PyTorch's say little."""
+    text = str(error)
+    if all(part in text for part in _TWO_DEVICES):
+        return Unsupported(
+            f"it computes with a tensor that is no parameter or buffer{_of_attributes(module)}, on the CPU alone",
+            where=where,
+            remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
+        )
+    known = next((words for part, words in _KNOWN.items() if part in text), None)
+    what, remedy = known or (
+        f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
+        "make the forward free of Python decisions on tensor values and token counts; the cause is above",
+    )
+    return Unsupported(what + _line_of(error), where=where, remedy=remedy)
+
+
+def _line_of(error: Exception) -> str:
+    """Name the line of the model's own code that an error came from, if any did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_NOT_THE_MODELS) and Path(frame.filename).is_file():
+            return f", at {Path(frame.filename).name}:{frame.lineno}, {(frame.line or '').strip()[:_LONGEST]!r}"
+    return ""
+
+
+def _of_attributes(module: nn.Module) -> str:
+    """Name the attributes of a module's parts that hold plain tensors or listed modules, if there are any."""
+    names = [
+        f"{prefix}.{name}".removeprefix(".").removeprefix("model.").removeprefix("block.")
+        for prefix, child in module.named_modules()
+        for name, value in vars(child).items()
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value)
+    ]
+    return f" ({', '.join(names[:_NAMED])})" if names else ""
+
+
+def _holds_tensors(value: object) -> bool:
+    return any(isinstance(leaf, Tensor | nn.Module) for leaf in tree_leaves(value))
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that says something."""
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()] or [""]
+    line = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
+    return f"{type(error).__name__}: {line[:300]}"
+
+
+def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphModule, ExportGraphSignature]:
+    """Return the cleaned graph and the signature of its placeholders.
+
+    A graph that writes in place is functionalized by `run_decompositions`, which takes seconds and forgets where
+    gradients were switched off; so it is used only for graphs that need it, with such regions inlined.
+
+    Raises:
+        Unsupported: the graph writes where autograd does not see it, or draws random numbers.
+    """
+    _refuse_changes(exported, where)
+    if any(writes(n) for n in _nodes(exported.graph_module)):
+        _refuse_unseen_writes(exported.graph_module, where)
+        inline_regions(exported.graph_module)
+        exported.graph_module.recompile()
+        exported = exported.run_decompositions({})
+    return _steady(clean(exported.graph_module), where), exported.graph_signature
+
+
+def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
+    """Refuse what is written through `x.detach()`, or under no_grad to a value from outside: x's gradient ignores it.
+
+    A functional graph would have the gradient of what was written.
+    """
+    for node in graph.graph.nodes:
+        if GRAD_MODE not in str(node.target):
+            continue
+        body, _ = region(graph, node)
+        outside = {n: n.name for n in body.graph.nodes if n.op == "placeholder"}
+        if _changed(body, outside):
+            raise _unseen_write("under torch.no_grad() into a value from outside", where)
+        _refuse_unseen_writes(body, where)
+    detached = {n: n.name for n in graph.graph.nodes if n.target is torch.ops.aten.detach.default}
+    if _changed(graph, detached):
+        raise _unseen_write("through .detach()", where)
+
+
+def _unseen_write(how: str, where: str) -> Unsupported:
+    return Unsupported(
+        f"it writes in place {how}, whose gradient does not know of it",
+        where=where,
+        remedy="write into a copy (x.detach().clone()), or out of place",
+    )
+
+
+def _refuse_changes(exported: ExportedProgram, where: str) -> None:
+    """Refuse a graph that writes into the model's tensors or what it is given, and one that computes under autocast."""
+    signature = exported.graph_signature
+    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    graph = exported.graph_module
+    changed = _changed(
+        graph, {n: targets[n.name] for n in graph.graph.nodes if n.op == "placeholder" and n.name in targets}
+    )
+    if changed:
+        raise changes(changed.removeprefix("model.").removeprefix("block."), where)
+    given = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
+    if given:
+        raise Unsupported(
+            f"forward writes in place into what it is given, {given.removeprefix('batch_')!r}",
+            where=where,
+            remedy="write into a copy (.clone()), or out of place",
+        )
+    for node in _nodes(graph):
+        if AUTOCAST in str(node.target) and node.args[2]:
+            raise Unsupported(
+                "a torch.autocast region", where=where, remedy="cast by hand (x.to(dtype)), or pass dtype= alone"
+            )
+
+
+def changes(name: str, where: str) -> Unsupported:
+    """Say that forward changes a tensor of its module."""
+    return Unsupported(
+        f"forward changes {name!r}, and what it writes would be lost",
+        where=where,
+        remedy="compute it anew in every forward; no buffer is carried from one step to the next",
+    )
+
+
+def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
+    """Return the name of a tensor of the model that a graph writes into, itself or through a view.
+
+    Args:
+        targets: the nodes that are tensors of the model, with their names.
+    """
+    targets = dict(targets)
+    for node in graph.graph.nodes:
+        if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
+            body, arguments = region(graph, node)
+            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+            inner_targets = {n: targets[a] for n, a in zip(inner, arguments, strict=True) if a in targets}
+            inside = _changed(body, inner_targets)
+            if inside:
+                return inside
+        for argument in arguments_of(node):
+            if argument.aliased and isinstance(argument.value, fx.Node) and argument.value in targets:
+                if argument.written:
+                    return targets[argument.value]
+                targets[node] = targets[argument.value]
+    return None
+
+
+def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    """List the nodes of a graph and of its regions, which `clean` inlines."""
+    return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
+
+
+def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
+    """Return the graph, which must draw no random numbers."""
+    for node in graph.graph.nodes:
+        if "scaled_dot_product" in str(node.target):
+            # It has dropout too, but is refused for mixing tokens, which says more.
+            continue
+        if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
+            raise Unsupported(
+                f"{node.target} draws random numbers, and each rank would draw others",
+                where=where,
+                remedy="set dropout probabilities to 0, or call model.eval() to train without dropout",
+            )
+    return graph

@@ -1,0 +1,119 @@
+"""Start a model that was built on the meta device: its own initialiser, run block by block.
+
+No process ever holds more than one block, or what stands around the blocks. Each of these has random numbers of its
+own, seeded by its name, so that any number of ranks, in any order, makes the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.huggingface import is_huggingface
+from hydragraph.frontend.peft_adapters import is_peft
+from hydragraph.frontend.repeated_blocks import block_list
+
+# An integer that no initialiser sets: where it still stands afterwards, nothing was written.
+_UNSET = -(2**31)
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Say whether a model has no weights yet.
+
+    Raises:
+        Unsupported: it has some but not all, or it has adapters.
+    """
+    without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if without and len(without) < sum(1 for _ in model.parameters()):
+        raise Unsupported(
+            f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not",
+            where=type(model).__name__,
+            remedy="build the whole model under torch.device('meta'), or none of it",
+        )
+    if without and is_peft(model):
+        raise Unsupported(
+            "a peft model on the meta device, where the base would be initialised anew and adapters like its layers",
+            where=type(model).__name__,
+            remedy="load the base model on the CPU (from_pretrained) before peft.get_peft_model",
+        )
+    return bool(without)
+
+
+def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
+    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name: first those around its blocks.
+
+    Args:
+        model: it stays on the meta device.
+        seed: the same on every rank.
+        blocks: as in `capture`.
+
+    Raises:
+        Unsupported: naming a parameter that the model's own initialiser does not set.
+    """
+    path, modules = block_list(model, blocks)
+    canonical = {name for name, _ in model.named_parameters()}
+    around = copy.deepcopy(model, {id(modules): nn.ModuleList()})
+    units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(modules))]
+    for prefix, unit in units:
+        unit_tensors = _initialised(model, unit if unit is around else copy.deepcopy(unit), prefix, seed)
+        named = {prefix + name: parameter.detach() for name, parameter in unit_tensors.named_parameters()}
+        _check_set(named)
+        yield {name: parameter for name, parameter in named.items() if name in canonical}
+
+
+def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's buffers by name on the CPU; those on the meta device as the model's own initialiser sets them.
+
+    Raises:
+        Unsupported: naming a buffer that it does not set.
+    """
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = dict(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
+        if any(buffer.is_meta for buffer in own.values()):
+            initialised = _initialised(model, copy.deepcopy(module), prefix, 0)
+            own = dict(initialised.named_buffers(prefix, recurse=False, remove_duplicate=False))
+            _check_set(own)
+        buffers |= {name: buffer.detach() for name, buffer in own.items()}
+    return buffers
+
+
+def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.Module:
+    """Give a copy of one of a model's modules memory and initial values."""
+    for parameter in unit.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    unit.to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for tensor in (*unit.parameters(), *unit.buffers()):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(digest))
+        # From the inside out, as `apply` goes: an outer module may set again what an inner one has set.
+        for module in reversed(list(unit.modules())):
+            _initialise(model, module)
+    return unit
+
+
+def _initialise(model: nn.Module, module: nn.Module) -> None:
+    own: Callable[[], None] | None = getattr(module, "reset_parameters", None)
+    if is_huggingface(model):
+        model._init_weights(module)  # type: ignore[operator]
+    elif own is not None:
+        own()
+
+
+def _check_set(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        unset = tensor.isnan() if tensor.is_floating_point() else tensor == _UNSET
+        if tensor.dtype == torch.bool or bool(unset.any()):
+            raise Unsupported(
+                "the model's own initialiser does not set it, so on the meta device it has no value",
+                where=name,
+                remedy="build the model on the CPU, or give its module a reset_parameters() that does",
+            )

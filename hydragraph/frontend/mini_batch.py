@@ -1,0 +1,141 @@
+"""A global mini-batch on its way to the executor: checked, agreed upon by all ranks, and packed for this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.frontend.packed_batch import pack, padding
+from hydragraph.spec import workload
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.limits import Limit
+from hydragraph.spec.padded import Batches, sequences_in
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """What a user passed, checked.
+
+    Attributes:
+        sequences: with aligned labels.
+        lengths: tokens of each; 0 for one without a target, which counts for nothing.
+        tokens: targets in all of them, at least one.
+    """
+
+    sequences: tuple[workload.Sequence, ...]
+    lengths: tuple[int, ...]
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        given: Batches,
+        causal: bool,
+        fields: Mapping[str, workload.Field],
+        limits: Sequence[Limit] = (),
+    ) -> MiniBatch:
+        """Check what a user passed.
+
+        Args:
+            given: sequences, or padded batches of them (`hydragraph.spec.padded`).
+            fields: of the user's own.
+            limits: the values that the model's tables and its loss allow.
+
+        Raises:
+            ValueError: a sequence is malformed, a value is outside the limits, or there is no target at all.
+        """
+        checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
+        if not all(limit.holds(checked) for limit in limits):
+            for i, sequence in enumerate(checked):
+                for limit in limits:
+                    limit.check(sequence, i)
+        targets = [s.targets for s in checked]  # once: every rank does this before every step, however slow it is
+        tokens = sum(targets)
+        if not tokens:
+            raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
+        return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How an assignment came about.
+
+    Attributes:
+        exposed_s, hidden_s: seconds of planning that this step waited for, and that it did not.
+        expected_s: seconds that the plan expects of the iteration's computing; 0 where nothing was measured.
+    """
+
+    exposed_s: float
+    hidden_s: float = 0.0
+    expected_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class AssignedBatch:
+    """A mini-batch assigned under a strategy.
+
+    Attributes:
+        batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipelines.
+        padding: tokens added, in all pipelines.
+        planning: what choosing it took, and what was expected of it.
+    """
+
+    strategy: Strategy
+    assignment: Assignment
+    batches: tuple[tuple[dict[str, Tensor], ...], ...]
+    padding: int
+    planning: Planned
+
+
+def packed(
+    batch: MiniBatch,
+    strategy: Strategy,
+    assignment: Assignment,
+    rank: int,
+    device: torch.device,
+    several: bool,
+    planning: Planned,
+    unplaced: int | None = None,
+) -> AssignedBatch:
+    """Pack a rank's micro-batches.
+
+    Args:
+        several: the model keeps packed sequences apart, so that padding is a sequence of its own.
+        unplaced: a token id without a position of its own, see `Program`.
+    """
+    mine = {place.pipeline for place in strategy.places(rank)}
+    multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
+    blanks = sum(
+        padding([batch.lengths[i] for i in m], multiples[p], several)
+        for p, pipeline in enumerate(assignment.micro_batches)
+        for m in pipeline
+    )
+    batches = tuple(
+        tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several, unplaced) for m in pipeline)
+        if p in mine
+        else ()
+        for p, pipeline in enumerate(assignment.micro_batches)
+    )
+    return AssignedBatch(strategy, assignment, batches, blanks, planning)
+
+
+def token_multiple(pipeline: Pipeline) -> int:
+    """Return what the token count of a pipeline's micro-batches must be a multiple of, for sequence parallelism."""
+    return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
+
+
+def digest(text: str, batch: MiniBatch | None) -> int:
+    """Return 62 bits over what ranks must agree on before they run an iteration."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8)
+    for sequence in batch.sequences if batch else ():
+        hashed.update(sequence.ids.numpy().data)
+        hashed.update(sequence.labels.numpy().data)
+        for value in sequence.extra.values():
+            hashed.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(hashed.digest()) >> 2

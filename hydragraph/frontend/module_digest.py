@@ -1,0 +1,143 @@
+"""What a module is apart from its weights, as a digest: classes, all attributes, functions and what they close over."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import logging
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hydragraph.private.operator_schemas import PACKETS
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+# A module's tensors and parts are read by name, not as attributes.
+_TENSORS = ("_parameters", "_buffers", "_modules")
+# Attributes that mostly only say where a block stands, so that blocks alike differ in them.
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
+# Attributes of transformers': a generation config's hash, which each process seeds anew, and a mark on modules whose
+# weights are there already, which says nothing of the module.
+_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
+# Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code makes.
+_HEAP = 1 << 9
+# After so many values, a structure counts as one of its own: a model may hold a whole data set.
+_LARGEST = 20_000
+
+
+def structure(value: object, index: bool = True) -> str:
+    """Return a digest that two modules, or any values, share only if they are built alike.
+
+    Tensors count by shape, dtype and whether they learn, and by which of them are one; functions by their code,
+    defaults and cells; objects of Python classes by class and attributes. What cannot be read so counts by identity:
+    it equals itself only, in this process and in those forked from it.
+
+    Args:
+        index: attributes that say where a block stands (`LAYER_INDEX`) count, too.
+    """
+    return hashlib.sha256(_Reader(index).text(value).encode()).hexdigest()
+
+
+def outline(module: nn.Module) -> str:
+    """Return what two blocks that return values of one form mostly share: classes, and a block's own plain settings."""
+    inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
+    own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
+    return repr((inside, sorted(own.items(), key=lambda item: item[0])))
+
+
+class _Reader:
+    def __init__(self, index: bool) -> None:
+        self._left_out = () if index else LAYER_INDEX
+        self._known: dict[int, int] = {}
+        # What is held cannot be freed, so that no id is used twice.
+        self._kept: list[Any] = []
+
+    def text(self, value: Any) -> str:
+        """Describe a value; one that was described before, by its number: structures may hold themselves."""
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, _PLAIN):
+            return f"{type(value).__name__} {value!r}"
+        if id(value) in self._known:
+            return f"#{self._known[id(value)]}"
+        self._known[id(value)] = len(self._known)
+        self._kept.append(value)
+        if len(self._kept) > _LARGEST:
+            return _identity(value)
+        return self._content(value)
+
+    def _content(self, value: Any) -> str:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, nn.Module):
+            own = {k: v for k, v in vars(value).items() if k not in _TENSORS and k not in self._left_out}
+            return f"{self.text(type(value))} {self._items(own)} {[self._items(vars(value)[k]) for k in _TENSORS]}"
+        if is_lazy(value):
+            return f"{kind} without a shape"
+        if isinstance(value, Tensor):
+            return f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"
+        if isinstance(value, dict):
+            return f"{kind} {self._items(value)}"
+        if isinstance(value, list | tuple):
+            return f"{kind} [{', '.join(map(self.text, value))}]"
+        if isinstance(value, set | frozenset):
+            return f"{kind} {sorted(map(self.text, value))}"
+        if isinstance(value, np.ndarray | np.generic):
+            return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        if isinstance(value, functools.partial):
+            return f"{kind} {self.text((value.func, value.args, value.keywords))}"
+        if isinstance(value, MethodType):
+            return f"{kind} {self.text(value.__func__)} {self.text(value.__self__)}"
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, ModuleType | logging.Logger):
+            return f"{kind} {getattr(value, '__name__', None) or value.name}"  # type: ignore[union-attr]
+        if isinstance(value, (BuiltinFunctionType, *PACKETS)):
+            return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
+        if hasattr(value, "__dict__") and _is_of_python(type(value)):
+            return f"{self.text(type(value))} {self._items(vars(value))}"
+        return _identity(value)
+
+    def _items(self, value: Any) -> str:
+        return ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items() if k not in _BY_THE_WAY)
+
+    def _function(self, function: FunctionType) -> str:
+        name = f"{function.__module__}.{function.__qualname__}"
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                cells.append(cell.cell_contents)
+            except ValueError:
+                cells.append("empty")
+        state = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
+        return f"{name} {self._code(function.__code__)} {state}"
+
+    def _code(self, code: CodeType) -> str:
+        constants = [self._code(c) if isinstance(c, CodeType) else self.text(c) for c in code.co_consts]
+        return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
+
+    def _class(self, kind: type) -> str:
+        """Describe a class: by its name, where it can be found under it; one made in a function, by its members too."""
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if "<locals>" not in kind.__qualname__:
+            return name
+        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__", "__doc__")}
+        return f"{name} {[self.text(base) for base in kind.__bases__]} {self._items(members)}"
+
+
+def _is_of_python(kind: type) -> bool:
+    """Say whether the attributes of a class's objects are all that they hold: no base but `object` is written in C."""
+    new: Any = kind.__new__
+    ours = new is object.__new__ or isinstance(new, FunctionType)
+    heap = all(base is object or base.__flags__ & _HEAP for base in kind.__mro__)
+    return ours and heap and not any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _identity(value: Any) -> str:
+    return f"{type(value).__qualname__} at {id(value)}"

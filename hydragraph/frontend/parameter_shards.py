@@ -1,0 +1,69 @@
+"""Settle how each parameter is cut, across all the blocks that use it, and annotate the templates accordingly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from hydragraph.ir.parameter import ShardRule
+from hydragraph.ir.program import Block, Template
+from hydragraph.passes.annotate import annotate
+from hydragraph.passes.find_cuts import find_cuts, rules
+from hydragraph.passes.tensor_cut import Cuts
+
+
+def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
+    """Find a template's cuts, keeping the parameters of the placeholder names `whole` uncut; also its placeholders."""
+    nodes = {n.name: n for n in template.graph.graph.nodes if n.op == "placeholder"}
+    parameters = list(nodes.values())[: len(template.parameters)]
+    return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
+
+
+def placeholder(name: str) -> str:
+    """Return the placeholder name of a parameter inside a template."""
+    return name.replace(".", "_")
+
+
+def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
+    """Return the placeholders of a template that some block fills with a parameter that must stay whole."""
+    return {
+        placeholder(local)
+        for block in blocks
+        if block.template == template.name
+        for local, name in zip(template.parameters, block.parameters, strict=True)
+        if name in whole
+    }
+
+
+def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
+    """Return the rule of every parameter that is cut.
+
+    A parameter that two blocks would cut differently (or only one of them would) stays whole in both; that may keep
+    others whole too, so the analysis repeats until keeping whole what is not cut changes nothing.
+    """
+    # An embedding that is tied to the head: were the head's product kept whole, a cut embedding would leave it a shard.
+    whole: set[str] = set()
+    while True:
+        choices_of: dict[str, set[ShardRule | None]] = {}
+        analysed: dict[str, list[ShardRule | None]] = {}
+        for block in blocks:
+            template = templates[block.template]
+            if template.name not in analysed:
+                cuts, nodes = analyse(template, excluded(template, blocks, whole))
+                by_node = rules(cuts)
+                analysed[template.name] = [by_node.get(n) for n in nodes]
+            for name, choice in zip(block.parameters, analysed[template.name], strict=True):
+                choices_of.setdefault(name, set()).add(choice)
+        uncut = {name for name, choices in choices_of.items() if len(choices) > 1 or None in choices}
+        if uncut == whole:
+            return {n: rule for n, choices in choices_of.items() for rule in choices if rule is not None}
+        whole |= uncut
+
+
+def annotated_template(template: Template, whole: set[str]) -> Template:
+    """Return the template with Communicate-Activation placeholders in its graph."""
+    cuts, parameters = analyse(template, whole)
+    hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
+    return replace(template, graph=annotate(template.graph, cuts, set(parameters), hidden))

@@ -1,0 +1,226 @@
+"""Refuse, by name and before anything is traced, what a trace would not see, or would fix as it happens to be."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.private.hooks_and_overrides import (
+    global_hooks,
+    hooks_of,
+    hooks_of_tensor,
+    is_wrapper,
+    memory_of,
+    noticing,
+    own_backward_of,
+    own_backward_refused,
+    own_functions_of,
+    shares_elements_with_itself,
+)
+from hydragraph.private.module_internals import BATCH_NORMS
+
+
+def refuse_unseen(model: nn.Module) -> None:
+    """Raise Unsupported for hooks, wrappers, and modules whose gradient or whose buffers no graph says."""
+    for kind, hook in global_hooks():
+        raise _hook(kind, hook, "every module (torch.nn.modules.module)")
+    for name, module in model.named_modules():
+        where = name or type(model).__name__
+        for kind, hook in hooks_of(module):
+            raise _hook(kind, hook, where)
+        _refuse_module(module, where)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for kind, hook in hooks_of_tensor(tensor):
+            raise _hook(kind, hook, name)
+        own = own_functions_of(tensor)
+        if own is not None:
+            raise Unsupported(
+                f"a tensor of the class {own}, which computes in a way of its own",
+                where=name,
+                remedy="make it an nn.Parameter or a plain buffer, and write what the class does into forward",
+            )
+    _refuse_common_memory(model)
+
+
+def _refuse_common_memory(model: nn.Module) -> None:
+    """Refuse parameters that are views of one another, or of which a buffer is a view.
+
+    An update of one would change the other; here each has memory of its own. Tied parameters are one tensor.
+    """
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        if shares_elements_with_itself(parameter):
+            raise _in_common(name, "itself: it was expanded, and its elements are one")
+    learnt = {name for name, _ in parameters}
+    places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
+    # In the order of their memory, so that each can only meet what lies before it and reaches furthest.
+    end, furthest = 0, ""
+    for first, after, name in sorted(places):
+        if first < end and (name in learnt or furthest in learnt):
+            raise _in_common(name, f"{furthest!r}: a step of the one would change the other")
+        if after > end:
+            end, furthest = after, name
+
+
+def _in_common(name: str, whose: str) -> Unsupported:
+    return Unsupported(
+        f"it shares memory with {whose}",
+        where=name,
+        remedy="tie parameters by assigning the same nn.Parameter, or give it memory of its own (.clone())",
+    )
+
+
+def _refuse_module(module: nn.Module, where: str) -> None:
+    if is_wrapper(module):
+        raise Unsupported(
+            f"{type(module).__name__}, a wrapper of another module",
+            where=where,
+            remedy="pass the module inside it (`_orig_mod` of a compiled one, `module` of a parallel one)",
+        )
+    if "_hf_hook" in vars(module):
+        raise Unsupported(
+            f"accelerate's {type(module._hf_hook).__name__} around its forward",
+            where=where,
+            remedy="call accelerate.hooks.remove_hook_from_module(model, recurse=True)",
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        for option in ("scale_grad_by_freq", "max_norm", "sparse"):
+            if getattr(module, option):
+                why = (
+                    "whose gradient is no dense tensor"
+                    if option == "sparse"
+                    else "which depends on all tokens of a batch"
+                )
+                raise Unsupported(
+                    f"{option}={getattr(module, option)}, {why}",
+                    where=where,
+                    remedy=f"build the embedding without {option}",
+                )
+    if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
+        raise Unsupported(
+            f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers",
+            where=where,
+            remedy="use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()",
+        )
+
+
+def _hook(kind: str, hook: Any, where: str) -> Unsupported:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    return Unsupported(
+        f"a {kind} ({name}), which a captured graph does not run",
+        where=where,
+        remedy="remove it (keep the handle that registering returned, and call its remove()), or write what it does "
+        "into forward",
+    )
+
+
+def refuse_own_backward(result: Tensor, where: str) -> None:
+    """Raise Unsupported where a result was computed with a torch.autograd.Function of the model's own."""
+    name = own_backward_of(result)
+    if name is not None:
+        what, remedy = own_backward_refused(name)
+        raise Unsupported(what, where=where, remedy=remedy)
+
+
+@contextlib.contextmanager
+def watched(where: str, module: nn.Module) -> Iterator[None]:
+    """Trace, refusing backwards of the model's own, hooks that forward registers, Python's random numbers and state.
+
+    Args:
+        where: what is traced.
+        module: whose forward it is.
+    """
+    before = _random_state()
+    numbers = _numbers(module)
+    state = _kept_state(module)
+    with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
+        yield
+    for name, number in _numbers(module).items():
+        if numbers.get(name, None if _is_users(module, name) else number) != number:
+            raise Unsupported(
+                f"forward changes {name!r} from {numbers.get(name, 'nothing')} to {number}, and a graph computes with "
+                "one of them",
+                where=where,
+                remedy="compute from its arguments alone: keep no state in attributes",
+            )
+    changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
+    if changed:
+        raise Unsupported(
+            f"forward or loss changes {changed[0]!r}, and a graph does the same always",
+            where=where,
+            remedy="compute from its arguments alone: keep no counters, iterators or generators",
+        )
+    if _random_state() != before:
+        raise Unsupported(
+            "forward draws random numbers of Python or NumPy, which a graph holds as the constants they happened to be",
+            where=where,
+            remedy="make it free of randomness",
+        )
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    """Return the numbers among the attributes of a module and those inside it, by name."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): value
+        for prefix, child in module.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
+    }
+
+
+def _kept_state(module: nn.Module) -> dict[str, str]:
+    """Return the state that the user's own modules and loss hold: containers, counters, generators."""
+    state = {}
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if not name.startswith("_") and _is_own(child):
+                state[f"{prefix}.{name}".removeprefix(".")] = _state_of(value)
+    loss = vars(module).get("_loss")
+    for name, value in getattr(loss, "__dict__", {}).items():
+        state[f"loss.{name}"] = _state_of(value)
+    code = getattr(loss, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(loss, "__closure__", None) or (), strict=False):
+        state[f"loss's {name}"] = _state_of(cell.cell_contents)
+    for name in getattr(code, "co_names", ()):
+        state[f"the global {name}"] = _state_of(getattr(loss, "__globals__", {}).get(name))
+    return state
+
+
+def _state_of(value: object) -> str:
+    """Return a text that changes with a number, counter, generator, or container of these; "" for all else."""
+    if isinstance(value, dict):
+        return str([(str(key), _state_of(part)) for key, part in value.items()])
+    if isinstance(value, list | tuple | collections.deque):
+        return str([_state_of(part) for part in value])
+    if isinstance(value, random.Random):
+        return str(hash(value.getstate()))
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str([str(part) for part in value.get_state()])
+    if isinstance(value, int | float | str | itertools.count):
+        return repr(value)
+    return ""
+
+
+def _is_own(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in ("torch", "transformers", "peft", "hydragraph")
+
+
+def _is_users(module: nn.Module, name: str) -> bool:
+    """Say whether an attribute's module is of the user's own class; those of libraries note what they like."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return _is_own(owner)
+
+
+def _random_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest

@@ -1,0 +1,158 @@
+"""How many elements each rank sends to each other in a link of two layouts, without making its slices.
+
+What an exchange takes depends on no more than that, and a planner asks it of many layouts of many ranks. The rules are
+those of `ir.link`, whose symbols and worked example hold here, too: the same cells, in each of them the same sender.
+
+Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs all: `copied` is 4 from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hydragraph.ir.layout import Ints, Layout
+from hydragraph.ir.link import copy, reduce
+from hydragraph.kernels.numba_compiler import compiled
+
+_NEAREST, _OWN = range(2)  # which of several that could send one element does: `_cost`
+
+
+def copied(source: Layout, target: Layout, ranks: int) -> Ints:
+    """Return how many elements travel from each rank to each other in `link.copy(source, target)` [ranks, ranks].
+
+    Raises:
+        ValueError: as `link.copy`.
+    """
+    nodes = np.zeros(ranks, np.int64)
+    if source.nodes is not None:
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # beyond those that are known, on another one
+    line = np.zeros_like(source.copy)
+    sent = _sent(*_rows(source, target), line, 1, source.size, target.rank * 1, nodes, _NEAREST, ranks)
+    if len(sent) and source.size == target.size:
+        return np.asarray(sent)
+    raise _refused(copy, source, target)
+
+
+def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
+    """Return how many elements travel from each rank to each other in `link.reduce(source, target)` [ranks, ranks].
+
+    Raises:
+        ValueError: as `link.reduce`.
+    """
+    line = np.unique(source.copy, return_inverse=True)[1]
+    lines = int(line.max(initial=0)) + 1
+    nodes = np.zeros(ranks, np.int64)
+    first = target.first
+    sent = _sent(*_rows(source, first), line, lines, source.size, first.rank * 1, nodes, _OWN, ranks)
+    if len(sent) and source.size == target.size:
+        return np.asarray(sent)
+    raise _refused(reduce, source, target)
+
+
+def handed_on(owners: Layout, ranks: int) -> Ints:
+    """Return how many elements travel from each rank to each other in `link.hand_on(owners)` [ranks, ranks]."""
+    return copied(owners.first, owners.second, ranks)
+
+
+def _rows(source: Layout, target: Layout) -> tuple[npt.NDArray[Any], ...]:
+    return source.rank, source.lo, source.hi, source.partial, target.rank, target.lo, target.hi
+
+
+def _refused(link: Any, source: Layout, target: Layout) -> ValueError:
+    """Return what `ir.link` says of layouts that it cannot link."""
+    try:
+        link(source, target)
+    except ValueError as error:
+        return error
+    raise AssertionError("ir.link makes slices where none were counted")
+
+
+@compiled
+def _sent(
+    source_rank: Ints,
+    source_lo: Ints,
+    source_hi: Ints,
+    partial: Any,
+    target_rank: Ints,
+    target_lo: Ints,
+    target_hi: Ints,
+    line: Ints,
+    lines: int,
+    size: int,
+    turns: Ints,
+    nodes: Ints,
+    way: int,
+    ranks: int,
+) -> Ints:
+    """Count elements by sender and receiver [ranks, ranks]; nothing at all [0, 0], where nobody has what is needed."""
+    rows = len(source_rank)
+    bounds = np.empty(2 * rows + 2, np.int64)
+    bounds[0], bounds[1] = 0, lines * size
+    bounds[2 : rows + 2] = source_lo + line * size
+    bounds[rows + 2 :] = source_hi + line * size
+    ends = np.unique(bounds)
+    cells = len(ends) - 1
+    # The rows that hold each cell, ascending: holders[first[c] : first[c + 1]].
+    first = np.zeros(cells + 2, np.int64)
+    begin = np.searchsorted(ends, bounds[2 : rows + 2])
+    end = np.searchsorted(ends, bounds[rows + 2 :])
+    for row in range(rows):
+        first[begin[row] + 2 : end[row] + 2] += 1
+    first = np.cumsum(first)
+    holders = np.empty(first[-1], np.int64)
+    for row in range(rows):
+        for cell in range(begin[row], end[row]):
+            holders[first[cell + 1]] = row
+            first[cell + 1] += 1  # now where the next one goes; in the end, where the next cell's begin
+
+    sent = np.zeros((ranks, ranks), np.int64)
+    for number in range(lines):
+        for item in range(len(target_rank)):
+            receiver = target_rank[item]
+            lo = target_lo[item] + number * size
+            hi = target_hi[item] + number * size
+            cell = np.searchsorted(ends, lo, "right") - 1
+            while cell < cells and ends[cell] < hi:
+                elements = min(hi, ends[cell + 1]) - max(lo, ends[cell])
+                held = holders[first[cell] : first[cell + 1]]
+                if len(held) == 0:
+                    return np.zeros((0, 0), np.int64)
+                # One of the cheapest sends, in turn; beside it all whose gradients are only parts of the sum.
+                best, equal = _cheapest(source_rank, held, receiver, nodes, way)
+                turn = (turns[item] + cell) % equal
+                for row in held:
+                    sender = source_rank[row]
+                    chosen = False
+                    if _cost(sender, receiver, nodes, way) == best:
+                        chosen = turn == 0
+                        turn -= 1
+                    if (chosen or (way != _NEAREST and partial[row])) and sender != receiver:
+                        sent[sender, receiver] += elements
+                cell += 1
+    return sent
+
+
+@compiled
+def _cheapest(rank: Ints, held: Ints, receiver: int, nodes: Ints, way: int) -> tuple[int, int]:
+    """Return the least cost of those that hold a cell, and how many have it."""
+    best = _cost(rank[held[0]], receiver, nodes, way)
+    equal = 1
+    for row in held[1:]:
+        cost = _cost(rank[row], receiver, nodes, way)
+        if cost < best:
+            best = cost
+            equal = 1
+        elif cost == best:
+            equal += 1
+    return best, equal
+
+
+@compiled
+def _cost(sender: int, receiver: int, nodes: Ints, way: int) -> int:
+    """Return what decides who sends: how far it is (`link.copy`), or whether it stays (`link.reduce`)."""
+    if way == _NEAREST:
+        return abs(sender - receiver) + int(nodes[sender] != nodes[receiver]) * 2 * len(nodes)
+    return int(sender != receiver)

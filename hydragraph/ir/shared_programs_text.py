@@ -1,0 +1,205 @@
+"""The printed form of programs that ranks share: one text per kind, a table of who is who, and both read back.
+
+    program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
+                    p2p      send h2.0 -> rank A
+    ranks.txt       rank  kind  P  T    peers
+                    0     0     0  0-1  2
+                    1     0     0  0-1  3
+
+A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row; nothing is lost (`read_programs`
+returns equal programs, and so the same texts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
+from hydragraph.ir.shared_programs import Peers, SharedPrograms
+
+TABLE = "ranks.txt"
+_LEGEND = """\
+# {ranks} ranks run {kinds} kinds of program; a row says who a rank is in the text of its kind:
+#   kind    which one: program_KIND.txt
+#   P       its pipeline, or those that share its stage, in the order of that text
+#   T       the ranks of its stage, in tensor-parallel order
+#   peers   the ranks that the text calls A, B, ...
+# `hydragraph show DIR --rank R` prints a rank's full program."""
+_COLUMNS = ("rank", "kind", "P", "T", "peers")
+_NOBODY = "-"
+_PEER = re.compile(r"(-> rank |<- rank |>)(\d+)\b")
+_LETTERS = re.compile(r"(-> rank |<- rank |>)([A-Z]+)\b")
+_RUN = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def file_of(kind: int) -> str:
+    """Return the name of a kind's file."""
+    return f"program_{kind}.txt"
+
+
+def program_texts(programs: SharedPrograms) -> dict[str, str]:
+    """Return the texts of all files by their names: the table, and one program for each kind."""
+    texts = {TABLE: _table(programs)}
+    for kind, body in enumerate(programs.bodies):
+        ranks = programs.of_kind(kind)
+        header = replace(programs.headers[ranks[0]], instructions=body)
+        count = f"{len(ranks)} ranks run" if len(ranks) > 1 else "1 rank runs"
+        texts[file_of(kind)] = f"# Kind {kind}, which {count}: {runs_text(ranks)}. See {TABLE}.\n{_pattern(header)}"
+    return texts
+
+
+def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
+    """Read what `program_texts` returned.
+
+    Raises:
+        ValueError: naming the file, the line, what was expected there and what stands there.
+    """
+    rows = list(_rows(_text(texts, TABLE)))
+    patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
+    found = []
+    for number, (line, kind, pipelines, tp, peers) in enumerate(rows):
+        found.append((_header(patterns[kind], number, line, pipelines, tp), patterns[kind].instructions, peers))
+    try:
+        return SharedPrograms.gather(found)
+    except ValueError as error:
+        raise ValueError(f"{TABLE}: {error}") from None
+
+
+def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
+    """Return one rank's program; of the kinds, its own alone is read.
+
+    Raises:
+        ValueError: as `read_programs`, or there is no such rank.
+    """
+    rows = list(_rows(_text(texts, TABLE)))
+    if not 0 <= rank < len(rows):
+        raise ValueError(f"there are ranks 0 to {len(rows) - 1}")
+    line, kind, pipelines, tp, peers = rows[rank]
+    pattern = _read_pattern(texts, kind)
+    header = _header(pattern, rank, line, pipelines, tp)
+    try:
+        (program,) = SharedPrograms((header,), (pattern.instructions,), (0,), (peers,))
+    except ValueError as error:
+        raise ValueError(f"{TABLE}, line {line}: {error}") from None
+    return program
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Return numbers with runs of neighbours as one: "0-7,12,14-15"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] + 1 == number:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in parts) or _NOBODY
+
+
+def _table(programs: SharedPrograms) -> str:
+    rows = [_COLUMNS]
+    for header, kind, peers in zip(programs.headers, programs.kinds, programs.peers, strict=True):
+        pipelines = "+".join(str(role.pipeline) for role in header.roles) or _NOBODY
+        rows.append((str(header.rank), str(kind), pipelines, runs_text(header.tp), ",".join(map(str, peers)) or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    legend = _LEGEND.format(ranks=len(programs), kinds=len(programs.bodies))
+    return "\n".join([legend, *lines]) + "\n"
+
+
+def _pattern(program: RankProgram) -> str:
+    """Return a program's text with letters for all that the ranks of a kind do not have in common."""
+    header, _, body = to_text(program).partition("\n")
+    # The strategy's text stands between two blanks twice, so only what is around it is replaced.
+    head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
+    place = re.sub(r"pipeline \d+", "pipeline P", place)
+    place = re.sub(r"\(ranks [\d ]+\)", "(ranks T)", place)
+    head = re.sub(r"^rank \d+", "rank R", head)
+    lettered = _PEER.sub(lambda match: match[1] + _letters(int(match[2])), body)
+    return f"{head}  strategy {strategy}  {place}\n{lettered}"
+
+
+def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
+    """Read a kind's text as the program of a rank 0 of pipelines and a stage of ranks that count from 0."""
+    name = file_of(kind)
+    text = _text(texts, name)
+    degree = re.search(r", tp (\d+) \(ranks T\)", text)
+    numbers = " ".join(map(str, range(int(degree[1])))) if degree else ""
+    text = re.sub(r"^rank R of ", "rank 0 of ", text, count=1, flags=re.MULTILINE)
+    text = text.replace("pipeline P, stage", "pipeline 0, stage").replace("(ranks T)", f"(ranks {numbers})", 1)
+    text = _LETTERS.sub(lambda match: match[1] + str(_number(match[2])), text)
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _header(pattern: RankProgram, rank: int, line: int, pipelines: tuple[int, ...], tp: tuple[int, ...]) -> RankProgram:
+    if len(pipelines) != len(pattern.roles) or len(tp) != len(pattern.tp):
+        raise ValueError(
+            f"{TABLE}, line {line}: expected {len(pattern.roles)} pipelines and {len(pattern.tp)} ranks in its stage, "
+            f"as in its kind's text, found {len(pipelines)} and {len(tp)}"
+        )
+    roles = tuple(
+        Role(pipeline, role.stage, role.micro_batches) for pipeline, role in zip(pipelines, pattern.roles, strict=True)
+    )
+    return replace(pattern, rank=rank, roles=roles, tp=tp, instructions=())
+
+
+_Row = tuple[int, int, tuple[int, ...], tuple[int, ...], Peers]
+
+
+def _rows(text: str) -> Iterator[_Row]:
+    """Yield each row's line number, kind, pipelines, stage and peers; rows are in the order of the ranks."""
+    expected = 0
+    for line, raw in enumerate(text.splitlines(), start=1):
+        cells = raw.partition("#")[0].split()
+        if not cells or tuple(cells) == _COLUMNS:
+            continue
+        if len(cells) != len(_COLUMNS) or cells[0] != str(expected) or not cells[1].isdecimal():
+            raise ValueError(
+                f"{TABLE}, line {line}: expected rank {expected}, its kind, P, T and peers, found {raw.strip()!r}"
+            )
+        try:
+            pipelines = tuple(n for part in cells[2].split("+") for n in _numbers(part))
+            yield line, int(cells[1]), pipelines, _numbers(cells[3]), _numbers(cells[4])
+        except ValueError as error:
+            raise ValueError(f"{TABLE}, line {line}: {error}") from None
+        expected += 1
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if text == _NOBODY:
+        return ()
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RUN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"expected numbers such as 0-7,12 or -, found {text!r}")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(numbers)
+
+
+def _letters(number: int) -> str:
+    """Return A to Z, then AA, AB, ..., as spreadsheets name columns."""
+    letters = ""
+    number += 1
+    while number:
+        number, place = divmod(number - 1, 26)
+        letters = chr(ord("A") + place) + letters
+    return letters
+
+
+def _number(letters: str) -> int:
+    """Return what `_letters` was given."""
+    number = 0
+    for letter in letters:
+        number = 26 * number + ord(letter) - ord("A") + 1
+    return number - 1
+
+
+def _text(texts: Mapping[str, str], name: str) -> str:
+    if name not in texts:
+        raise ValueError(f"{name} is missing")
+    return texts[name]

@@ -1,0 +1,314 @@
+"""Pass `compile_variant`: Inductor compiles a variant's graphs, in pieces between what it must not touch.
+
+Collectives stay calls on the runtime's object, in their order. Operators that add up rows in the order in which
+threads come stay PyTorch's, because Inductor's are not deterministic. What lies between is compiled for any number of
+tokens and of sequences.
+
+    run      nodes that follow one another, without any of those that must stay as they are
+    piece    a run that is worth compiling (`GraphPiece`): its code is chosen by the sizes of each call
+    outer    the graph that is left: pieces, collectives, operators that stay (`_Outer`)
+
+    pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
+    collectives.all_gather      stays        -> the same call
+    view, t, mm                 run of 3     -> as it is: views and a matrix product have nothing to fuse
+    embedding_dense_backward    stays        -> the same operator
+
+Fake values (`values`) go through the graph beside the nodes. They have the device and the strides that a run will
+bring, which the trace on the CPU did not know and Inductor's code depends on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.bind import bind
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.differentiate import Variant
+from hydragraph.private.inductor import (
+    LEAST,
+    Code,
+    Condition,
+    compile_graph,
+    fake_like,
+    missing_compiler,
+    mode_of,
+    run_fake,
+    sources,
+    symbols_of,
+)
+from hydragraph.private.operator_schemas import makes_tensors
+
+aten = torch.ops.aten
+
+BACKENDS = ("inductor", "eager")
+# The tokens, or sequences, that Inductor tunes its kernels for: those of a usual micro-batch.
+TUNED = 2048
+# Codes of one piece, at most: Inductor may tell small sizes from large ones, and indices of 32 bits from 64.
+CODES = 4
+# How many operators that could be fused make a run worth compiling.
+WORTH = 2
+
+# What adds rows up in the order in which threads arrive: Inductor's kernels for these differ from run to run.
+UNORDERED = frozenset(
+    {
+        aten.embedding_dense_backward.default,
+        aten.index_add.default,
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.scatter_add.default,
+        aten.scatter_reduce.two,
+    }
+)
+# Products go to cuBLAS or oneDNN either way, and these change no element: neither makes a run worth compiling.
+UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return what runs graphs: "inductor" or "eager"; None asks for Inductor on CUDA and for eager elsewhere.
+
+    Raises:
+        ValueError: it is none of these.
+        Unsupported: Inductor has no compiler here.
+    """
+    if asked is not None and asked not in BACKENDS:
+        raise ValueError(f"backend is {asked!r}: use {' or '.join(map(repr, BACKENDS))}, or None for the device's own")
+    backend = asked or ("inductor" if device.type == "cuda" else "eager")
+    missing = missing_compiler(device) if backend == "inductor" else None
+    if missing is not None:
+        raise Unsupported(missing, where='backend="inductor"', remedy='install it, or pass backend="eager"')
+    return backend
+
+
+def compile_variant(
+    variant: Variant, strides: Mapping[str, tuple[int, ...]], device: torch.device, where: str = "template"
+) -> Variant:
+    """Return a variant that computes the same with compiled graphs.
+
+    Args:
+        variant: traced on CPU with contiguous weights.
+        strides: parameter name -> strides of its shard, which is a view of a flat buffer. Other inputs are made
+            contiguous where they are not.
+        device: where inputs will be; integers without dimensions are on the CPU.
+        where: the template's name, for errors.
+
+    Raises:
+        Unsupported: Inductor fails.
+    """
+    variant = bind(variant, device)
+    # The forward's inputs, and what it saves, are the backward's inputs; so it is compiled first, for its fake results.
+    fakes = {
+        name: _place(value_of(node), device, strides.get(name))
+        for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
+    }
+    try:
+        forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
+        saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
+        values = fakes | saved | {"tangent": fake_like(results[0], device)}
+        backward = variant.backward
+        if variant.gradients:
+            backward, _ = _compile(variant.backward, [values.get(n) for n in variant.needs], strides, variant.needs)
+    except Exception as error:  # a compiler may raise anything
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        what = f"Inductor cannot compile it ({type(error).__name__}: {first_line})"
+        raise Unsupported(what, where=where, remedy='pass backend="eager"; the cause is above') from error
+    return replace(variant, forward=forward, backward=backward)
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
+    """Return an input as a run will bring it."""
+    if not isinstance(value, Tensor):
+        return value
+    # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
+    number = value.dim() == 0 and not value.is_floating_point()
+    return fake_like(value, torch.device("cpu") if number else device, strides)
+
+
+class GraphPiece(nn.Module):
+    """A part of a graph: compiled code for each kind of sizes that Inductor tells apart, and the graph itself.
+
+    Takes the values of `symbols`, then the inputs; returns a tuple.
+
+    Attributes:
+        graph: runs for sizes of 0 and 1, and where Inductor tells more kinds apart than `CODES`.
+        codes: what was compiled, and the sizes that each is right for.
+    """
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        self.symbols = symbols_of(inputs)
+        self.codes: list[tuple[Code, Condition]] = []
+        # Unlike sizes: were tokens and sequences equally many, Inductor would take the two symbols for one.
+        self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
+
+    def forward(self, *arguments: Any) -> Sequence[Any]:
+        """Compute the piece."""
+        # A size that no code is right for has one compiled, up to a number: lengths must not compile for ever.
+        sizes = arguments[: len(self.symbols)]
+        code = next((code for code, holds in self.codes if holds(sizes)), None)
+        if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
+            code = self._compiled(sizes)
+        return code(list(arguments)) if code is not None else self.graph(*arguments[len(sizes) :])
+
+    def _compiled(self, sizes: Sequence[int]) -> Code | None:
+        """Add the code for such sizes, if there can be one."""
+        compiled = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
+        self.codes += [compiled] if compiled is not None else []
+        return compiled[0] if compiled is not None else None
+
+
+@dataclass
+class _Outer:
+    """A graph under way in which compiled pieces stand for parts of `module`."""
+
+    module: fx.GraphModule
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # node of the module -> node here
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # node of the module -> fake value
+    sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node here
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self, node: fx.Node, value: Any) -> None:
+        self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
+        self.values[node] = value
+
+
+def _compile(
+    module: fx.GraphModule, inputs: Sequence[Any], strides: Mapping[str, object], names: Sequence[str]
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Compile one graph, given its fake inputs; return it and its fake outputs."""
+    outer = _Outer(module)
+    placeholders = _placeholders(module)
+    for node, value in zip(placeholders, inputs, strict=True):
+        outer.copy(node, value)
+    # Code is compiled for contiguous inputs. Shards are views of a flat buffer, whose strides are known; what the
+    # forward saved has the strides that the fakes have.
+    for node, name in zip(placeholders, names, strict=True):
+        if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
+            outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
+    _read_sizes(outer, placeholders)
+    mode = mode_of(inputs)
+    # In the graph's own order, so that collectives keep theirs: all ranks must call them alike.
+    for run in _runs(module):
+        values = _run(outer, run, mode)
+        if _worth(run, values):
+            _add_piece(outer, run, values)
+        else:
+            for node in run:
+                outer.copy(node, values[node])
+    results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
+    outer.graph.output(tuple(outer.new[n] for n in results))
+    remove_dead_code(outer.graph)
+    return fx.GraphModule(outer.parts, outer.graph), [outer.values[n] for n in results]
+
+
+def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
+    """Add what reads the sizes that pieces take."""
+    call = outer.graph.call_function
+    for symbol, (index, dim, factor) in sources([outer.values[n] for n in placeholders]).items():
+        node = outer.new[placeholders[index]]
+        size = node if dim is None else call(aten.sym_size.int, (node, dim))
+        outer.sizes[symbol] = size if factor == 1 else call(operator.floordiv, (size, factor))
+
+
+def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
+    """Cut a graph's nodes, in their order, around those that stay as they are; a part of a result stays beside it."""
+    # `place` is the run of each node, so that getitem of a result goes to its operator's run, wherever it stands.
+    runs: list[list[fx.Node]] = [[]]
+    place: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and node.args[0] in place:
+            place[node] = place[node.args[0]]
+            runs[place[node]].append(node)
+        elif _kept(node):
+            place[node] = len(runs)
+            runs += [[node], []]
+        else:
+            place[node] = len(runs) - 1
+            runs[-1].append(node)
+    return [run for run in runs if run]
+
+
+def _kept(node: fx.Node) -> bool:
+    return node.op != "call_function" or node.target in UNORDERED
+
+
+def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]:
+    """Return the fake values of a run's nodes; what collectives return is contiguous."""
+    values = dict(outer.values)
+    for node in run:
+        if node.op == "call_function":
+            values[node] = run_fake(node, values, mode)
+        elif node.op == "call_method":
+            values[node] = _received(value_of(node), values[node.all_input_nodes[1]].device)
+        else:
+            constant = getattr(outer.module, str(node.target))
+            outer.parts[str(node.target)] = constant
+            values[node] = mode.from_tensor(constant)
+    return values
+
+
+def _received(value: Any, device: torch.device) -> Any:
+    """Return what a collective gives: a tensor, or several."""
+    return fake_like(value, device) if isinstance(value, Tensor) else tuple(fake_like(v, device) for v in value)
+
+
+def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
+    """Say whether Inductor could fuse something, and can be given the run."""
+    # A lone operator gains nothing from Inductor, and calling a piece costs more than calling PyTorch.
+    fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
+    ends = {*_entering(run), *_leaving(run)}
+    return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)
+
+
+def _works(node: fx.Node) -> bool:
+    """Say whether a node computes elements, and is PyTorch's."""
+    return node.target not in NO_WORK and makes_tensors(node.target)
+
+
+def _entering(run: Sequence[fx.Node]) -> list[fx.Node]:
+    inside = set(run)
+    return list(dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside))
+
+
+def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
+    inside = set(run)
+    return [node for node in run if any(user not in inside for user in node.users)]
+
+
+def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
+    inputs = _entering(run)
+    outputs = _leaving(run)
+    # The run as a graph of its own, then one node here that calls it, and one for each of its results.
+    graph = fx.Graph()
+    inner = dict[fx.Node, fx.Node]()
+    for node in inputs:
+        inner[node] = graph.placeholder(node.name)
+    for node in run:
+        inner[node] = graph.node_copy(node, lambda n: inner[n])
+    graph.output(tuple(inner[n] for n in outputs))
+    piece = GraphPiece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
+    name = f"piece_{len(outer.parts)}"
+    outer.parts[name] = piece
+    arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
+    results = outer.graph.create_node("call_module", name, tuple(arguments))
+    for i, node in enumerate(outputs):
+        outer.new[node] = outer.graph.call_function(operator.getitem, (results, i))
+        outer.values[node] = values[node]

@@ -1,0 +1,162 @@
+"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss.
+
+A table of 50 rows that is read at `position_ids + 2`, as OPT's, admits positions from -2 to 47; indexing (`table[ids]`)
+counts from the end as well, hence from -52. What is computed from a field in another way sets no limit: a value that
+is out of range there fails as it would on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.ir.graph_data import form_of
+from hydragraph.ir.placeholders import communicate
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.graph_node import operands
+from hydragraph.passes.operator_rules import MOVES, VIEWS
+from hydragraph.spec.limits import Limit
+from hydragraph.spec.workload import IGNORED
+
+aten = torch.ops.aten
+
+# Operators whose result holds values of their first operand as they are.
+_SAME = frozenset(
+    {
+        *VIEWS,
+        *MOVES,
+        *(aten.squeeze.default, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.t.default),
+        *(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.to.dtype),
+        *(aten.to.device, aten.to.dtype_layout, aten._to_copy.default, communicate),
+    }
+)
+_SUMS: Mapping[Any, int] = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
+_LOSSES = frozenset(
+    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss_forward.default}
+)
+
+Shifted = tuple[str, int]  # a field of the batch, and what was added to it
+
+
+def limits_of(program: Program) -> tuple[Limit, ...]:
+    """Return the limits that a program sets to the fields of its batches; lookups by other values set none.
+
+    Where positions index no table but are computed with (rotary embeddings), the config says how many there are.
+    """
+    limits: set[Limit] = set()
+    aux = program.templates[program.aux.template]
+    fields: dict[fx.Node, Shifted] = {}
+    limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
+    # What aux passes on to blocks may still be a field: positions that each layer looks up in a table of its own.
+    outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
+    shared = [fields.get(node) for node in outputs]
+    # Blocks of one template that are given the same values set the same limits.
+    seen = set()
+    for block in program.blocks:
+        key = (block.template, block.aux)
+        if key in seen:
+            continue
+        seen.add(key)
+        template = program.templates[block.template]
+        others = [name for name in template.inputs if name.startswith("other.")]
+        known_inputs: dict[str, Shifted] = {
+            name: (name, 0) for name in template.inputs if name not in ("hidden", *others)
+        }
+        known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
+        limits.update(_lookups(template.graph, known_inputs, block, program, {}))
+    # Rotary embeddings compute with positions, and no table says how many there are: the config does.
+    placed = any("position_ids" in template.inputs for template in program.templates.values())
+    if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
+        most, setting = program.positions
+        limits.add(Limit("position_ids", 0, most, f"the model's config ({setting})"))
+    return tuple(sorted(limits))
+
+
+def _lookups(
+    graph: fx.GraphModule,
+    known_inputs: Mapping[str, Shifted],
+    block: Block,
+    program: Program,
+    fields: dict[fx.Node, Shifted],
+) -> Iterator[Limit]:
+    """Yield the limits of one block's lookups; note in `fields` which values are a field plus a number.
+
+    Args:
+        known_inputs: template input -> the field it is.
+    """
+    # Placeholders are parameters and buffers first, by which a limit names its table, then the template's inputs.
+    template = program.templates[block.template]
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
+    for node, name in zip(placeholders[len(tensor_names) :], template.inputs, strict=True):
+        if name in known_inputs and (form := form_of(node)) is not None and form.integral:
+            fields[node] = known_inputs[name]
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            shifted = _shifted(node, fields)
+            if shifted is not None:
+                fields[node] = shifted
+            yield from _limits(node, fields, tensor_names)
+
+
+def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None:
+    first, *rest = operands(node) or (None,)
+    shifted = fields.get(first) if isinstance(first, fx.Node) else None
+    form = form_of(node)
+    if shifted is None or form is None or not form.integral:
+        return None
+    if node.target in _SAME:
+        return shifted
+    # Adding a constant shifts a field; anything else makes another value of it.
+    sign = _SUMS.get(node.target)
+    if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
+        return shifted[0], shifted[1] + sign * rest[0]
+    return None
+
+
+def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
+    """Yield what one operator demands of the fields that index its table."""
+    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table are the classes.
+    arguments = operands(node)
+    if node.target is aten.embedding.default:
+        yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)
+    elif node.target in (aten.index_select.default, aten.gather.default):
+        yield from _rows(arguments[0], arguments[1], arguments[2], fields, tensor_names)
+    elif node.target is aten.index.Tensor:
+        for dim, index in enumerate(arguments[1]):
+            yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
+    elif node.target in _LOSSES and arguments[1] in fields:
+        name, added = fields[arguments[1]]
+        sizes = _sizes(arguments[0])
+        classes = sizes[1] if len(sizes) > 1 else sizes[0]
+        ignored = arguments[4] if len(arguments) > 4 else IGNORED
+        if isinstance(classes, int) and added == 0:
+            yield Limit(name, 0, classes, f"the loss over {classes} classes", ignored)
+
+
+def _rows(
+    table: Any,
+    dim: int,
+    index: Any,
+    fields: Mapping[fx.Node, Shifted],
+    tensor_names: Mapping[fx.Node, str],
+    backwards: bool = False,
+) -> Iterator[Limit]:
+    """Yield the limit of a lookup by a field in a table of constant size."""
+    if not isinstance(index, fx.Node) or index not in fields:
+        return
+    sizes = _sizes(table)
+    rows = sizes[dim % len(sizes)] if len(sizes) else None
+    if isinstance(rows, int):
+        name, added = fields[index]
+        low = -rows if backwards else 0
+        yield Limit(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    form = form_of(node)
+    assert form is not None, "operators that look up take tensors"
+    return form.sizes

@@ -1,0 +1,269 @@
+"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and kept.
+
+The programs of one process share what they have in common: a second executable of the same model compiles nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.log import doing
+from hydragraph.passes.bind import bind
+from hydragraph.passes.differentiate import Variant, start_of
+from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
+from hydragraph.passes.place import place
+from hydragraph.passes.recently_used import LRU
+from hydragraph.passes.shard import gradient_kinds
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
+
+_LOG = logging.getLogger(__name__)
+
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what any program of this process keeps
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # of each graph pass
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs, by device
+
+
+class Library(Protocol):
+    """Variants that an earlier process made, before any backend compiled them; its `str` says where they are."""
+
+    def variant(self, spec: VariantSpec) -> Variant | None:
+        """Return the variant of a spec; None: there is none."""
+
+    def source(self, spec: VariantSpec) -> str:
+        """Return what tells the file that a spec's variant is in from others by its content; "": there is none."""
+
+
+class Variants:
+    """The variants of one program that this process has compiled and not forgotten.
+
+    Args:
+        program: the captured model.
+        partitioner: "min_cut" or "default" (functorch's).
+        backend: "eager", or "inductor", which compiles their graphs for `device`.
+        device: what they run on. Eager graphs are kept as they were traced, on the CPU, and bound to it by `get`.
+        capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
+        fused_head: make the head and the loss one operator.
+        added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
+        library: where variants are looked for before they are traced.
+
+    Attributes:
+        strategies: those whose variants `compile` has made, here or where these were made for this process.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        partitioner: str = "min_cut",
+        backend: str = "eager",
+        device: torch.device = CPU,
+        capacity: int = CAPACITY,
+        fused_head: bool = False,
+        added: bool = False,
+        library: Library | None = None,
+    ) -> None:
+        self.program = program
+        self._library = library
+        self._lacking = set[StageKind]()  # kinds of stages that the library was found not to have
+        self._partitioner = partitioner
+        self._backend = backend
+        self._device = device
+        self._fused_head = fused_head
+        self._added = added
+        # Eager graphs are the same for every device, and so can be made in one process and run in another.
+        made_for = None if backend == "eager" else device
+        self._how = (partitioner, backend, made_for, fused_head, program.dtype)
+        self._known = LRU[Hashable, Variant](capacity)
+        self.strategies: set[Strategy] = set()
+        self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _shared.update(self._known.items())  # as if they had been compiled in this process
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, block: Block, part: StagePart) -> Variant:
+        """Return the variant of a block for one rank of a stage, bound to the device; made once while it is kept."""
+        spec = self.spec(block, part)
+        key = self._key(spec)
+
+        def make() -> Variant:
+            variant = _shared.get(key)
+            if variant is None:
+                variant = _shared[key] = self._made(spec)
+            else:
+                _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
+            return variant
+
+        variant = self._known.get(key, make)
+        return variant if self._backend != "eager" else _on(variant, self._device)
+
+    def _key(self, spec: VariantSpec) -> Hashable:
+        """Return what tells a spec's variant from others."""
+        part = spec.part
+        shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
+        how = (spec.learning, self._how, passes_for(spec))
+        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
+        source = "" if self._library is None else self._library.source(spec)
+        return (spec.template.content, shards, part.kind, *how, source)
+
+    @property
+    def portable(self) -> bool:
+        """Whether they can be made in one process and run in another: a backend's own code cannot."""
+        return self._backend == "eager"
+
+    def lacks(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether some rank of these strategies runs what this process has not compiled."""
+        return any(
+            self._key(self.spec(block, part)) not in _shared
+            for strategy in strategies
+            for block, part in self._parts(strategy)
+        )
+
+    def on(self, device: torch.device) -> Variants:
+        """Return the same eager variants for another device of this process, sharing what is compiled."""
+        assert self.portable, "a backend's own code belongs to its device"
+        other = copy.copy(self)
+        other._device = device
+        return other
+
+    def adopt(self, others: Variants) -> None:
+        """Keep what another process has compiled for the same program."""
+        for key, variant in others._known.items():
+            self._known.get(key, lambda v=variant: v)  # type: ignore[misc]
+        self._kinds.update(others._kinds)
+        self.strategies.update(others.strategies)
+
+    def compile(self, strategies: Iterable[Strategy]) -> None:
+        """Compile what every rank of some strategies runs."""
+        for strategy in strategies:
+            self.strategies.add(strategy)
+            for block, part in self._parts(strategy):
+                self.get(block, part)
+                self.kinds(block, part)
+
+    def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
+        """Yield each block with each part of a stage that some rank has of it, once."""
+        placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
+        for blocks, part in dict.fromkeys((s.blocks, s.part_of(rank)) for rank, s in placement.stage_of.items()):
+            for block in self.program.blocks[slice(*blocks)]:
+                yield block, part
+
+    def form(self, block: Block) -> Hashable:
+        """Return what blocks share that have equal variants in every stage."""
+        parameters = (self.program.parameters[name] for name in block.parameters)
+        return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
+
+    def spec(self, block: Block, part: StagePart) -> VariantSpec:
+        """Return all that the variant of a block for one rank of a stage is made of; arguments as for `get`."""
+        template = self.program.templates[block.template]
+        return VariantSpec(
+            template,
+            local_parameters(self.program, block, template),
+            part,
+            self.program.dtype,
+            self._learning(block),
+            self._partitioner,
+            self._fused_head,
+            self._added,
+            self._backend,
+            self._device,
+            block.name,
+        )
+
+    def _made(self, spec: VariantSpec) -> Variant:
+        began = time.perf_counter()
+        found = self._looked_up(spec)
+        if found is None or self._backend != "eager":
+            doing(f"compiling the model's blocks for {_form(spec.part)}")
+        variant = self._compile(spec, found)
+        verb = "compiled" if found is None else "took"
+        source = "" if found is None else f" from {self._library}"
+        took = time.perf_counter() - began
+        _LOG.info("%s %s (%s) for %s%s in %.2f s", verb, spec.where, self._backend, _form(spec.part), source, took)
+        return variant
+
+    def _compile(self, spec: VariantSpec, found: Variant | None) -> Variant:
+        variant, seconds = make_variant(spec, found)
+        _seconds[variant] = seconds
+        parts = ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
+        if seconds:
+            _LOG.info("compiled %s for rank %d of %d: %s", spec.where, spec.part.index, spec.part.tp, parts)
+        return variant
+
+    def _looked_up(self, spec: VariantSpec) -> Variant | None:
+        """Return what the library has; say in one line of each kind of stage if that is nothing."""
+        if self._library is None:
+            return None
+        variant = self._library.variant(spec)
+        if variant is None and spec.part.kind not in self._lacking:
+            self._lacking.add(spec.part.kind)
+            _LOG.warning("%s lacks graphs for <%s>: they are compiled now", self._library, spec.part.kind.text)
+        return variant
+
+    def _learning(self, block: Block) -> frozenset[str]:
+        """Return what a block computes gradients of: its parameters that learn, and the hidden state if others do."""
+        local = self.program.templates[block.template].parameters
+        names = {n for n, name in zip(local, block.parameters, strict=True) if name in self.program.learning}
+        outline = self.program.outline
+        return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
+
+    def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
+        """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
+        key = (block.template, part.kind._replace(recompute=False))
+        if key not in self._kinds:
+            template = self.program.templates[block.template]
+            parameters = local_parameters(self.program, block, template)
+            self._kinds[key] = gradient_kinds(template, parameters, part)
+        return self._kinds[key]
+
+
+def _on(variant: Variant, device: torch.device) -> Variant:
+    """Return an eager variant bound to a device, once for each while the variant is kept."""
+    if device.type == "cpu":
+        return variant
+    bound = _bound.setdefault(variant, {})
+    if device not in bound:
+        bound[device] = bind(variant, device)
+    return bound[device]
+
+
+def _form(part: StagePart) -> str:
+    """Say for whom a variant is."""
+    also = ", sequence parallel" * part.sequence_parallel + ", recomputed" * part.recompute
+    return f"rank {part.index} of tp{part.tp}{also}"
+
+
+def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
+    """Return a template's own parameter names -> the parameters of one block that fill them."""
+    return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
+
+
+def pass_seconds(variant: Variant) -> Mapping[str, float]:
+    """Return graph pass -> the seconds that it took to make a variant; nothing where another process made it."""
+    return _seconds.get(variant, {})
+
+
+def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, Tensor]:
+    """Return a variant's inputs that say which rows a rank holds of what is cut along the vocabulary (0-d int64)."""
+    rules = {name: parameters[name].rule for name in variant.vocabulary}
+    firsts = {name: rule.units(0, part.tp, part.index)[0] * rule.unit for name, rule in rules.items() if rule}
+    return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

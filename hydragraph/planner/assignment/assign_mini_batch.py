@@ -1,0 +1,351 @@
+"""Assign a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
+
+Dispatching and packing depend on each other: a pipeline's end is known only once its share is cut into micro-batches.
+So sequences are dispatched by what the best number of equal micro-batches would take (`local_search.finish`, FORMED);
+then each share is packed, and what it then takes beyond that is added to the pipeline's end when dispatching again.
+
+All that goes by an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
+drain. The best that it finds, by the schedule itself, is then improved by the schedule itself (`schedule_search`).
+
+    z        a time by which every pipeline is to have finished
+    room(z)  [K]  seconds of work that a pipeline of each kind can do by z by the envelope, whatever its number V of
+             micro-batches
+
+Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work. With several,
+sqrt(work) = sqrt(25) - sqrt(3) = 3.27: V = sqrt(3 work / c) = 5.66 of them hold 10.68. No pipeline does more.
+
+Equations of Hydraulis -> functions:
+
+    section 6, dispatch, then pack                                      `enveloped`
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  what `formed` minimises
+    a lower bound on it for any V (ours; the paper has none)             `formed_room`
+    1F1B itself, and a lower bound on it (ours)                          `improved`, `bound_pipelines`, `bound_devices`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.stage_arrays import StageTerms, stage_terms
+from hydragraph.planner.assignment.bounds import Relaxation, alone, least_of, schedule_bound
+from hydragraph.planner.assignment.local_search import Floats, Ints
+from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
+from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
+from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
+from hydragraph.spec.assignment import Assignment
+
+# How often to spread by the envelope, each time with what packing the last spread added, and how long; and kicks of
+# each packing. `dispatch` and `pack` alone search longer.
+ROUNDS = 3
+SPREADING = Effort(kicks=20, enough=3e-3)
+PACKING_KICKS = 20
+# Lengths from which on `bound_devices` looks at sequences.
+PREFIXES = 12
+# Of the search by the schedule itself.
+EFFORT = Effort(kicks=50, enough=1e-3)
+
+
+@dataclass(frozen=True)
+class PlannedAssignment(Assignment):
+    """An assignment and what it is expected to take.
+
+    Attributes:
+        seconds: when the last pipeline ends, exactly (`PipelineCost.seconds`).
+        bound: no assignment has fewer `seconds`.
+        by_pipeline: `seconds` of each pipeline, 0 for one without work.
+    """
+
+    seconds: float = 0.0
+    bound: float = 0.0
+    by_pipeline: tuple[float, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far `seconds` are above the bound, as a part of it."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest pipeline takes than the fastest one that works, as a part of the fastest."""
+        busy = [s for s in self.by_pipeline if s]
+        return max(busy) / min(busy) - 1 if busy else 0.0
+
+
+def assign(
+    schemes: Sequence[Scheme],
+    profile: Profile,
+    lengths: Sequence[int],
+    deadline_s: float | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> PlannedAssignment:
+    """Assign every sequence to a pipeline and a micro-batch, so that the last pipeline finishes early.
+
+    Args:
+        schemes: one per pipeline; their devices are all there are.
+        profile: what each scheme costs.
+        lengths: tokens per sequence; those of length 0 are left out.
+        deadline_s: seconds after which no further improvement is begun; 0: only the quick plan. None: the search is
+            bounded by its effort alone, so the same arguments give the same assignment.
+        effort: how long to search; default: `EFFORT`, or the quick plan where the deadline is 0.
+        seed: of the search.
+
+    Raises:
+        Unsupported: a sequence is longer than every MaxLen, or the profile lacks a scheme.
+    """
+    return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
+
+
+def assign_pipelines(
+    pipelines: Sequence[PipelineCost],
+    lengths: Sequence[int],
+    deadline_s: float | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> PlannedAssignment:
+    """Assign for any pipelines; see `assign`."""
+    return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, deadline_s, effort=effort, seed=seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    """A mini-batch that is about to be assigned, and what is known of it so far.
+
+    Attributes:
+        problem: its arrays.
+        given: what the search by the schedule is given.
+        first: a spread, longest first [n].
+        relaxed: the relaxation by the envelope, which the search by it goes by.
+        seconds: no assignment ends earlier, exactly.
+    """
+
+    problem: Problem
+    given: Sequences
+    first: Ints
+    relaxed: Relaxation
+    seconds: float
+
+
+def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
+    """Return what no assignment to these pipelines can beat, and what assigning goes on from."""
+    problem = problem_of(pipelines, lengths, formed=True)
+    max_len = np.array([float(kind.max_len) for kind in problem.kinds])
+    given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds))
+    # Longest first is a plan already, whatever the deadline; the envelope's bound is looked for below it.
+    first = longest_first(problem)
+    relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
+    return Bounded(
+        problem, given, first, relaxed, schedule_bound(problem, _lines(problem, given.terms), relaxed.prices)
+    )
+
+
+def _lines(problem: Problem, terms: StageTerms) -> StageTerms:
+    """Return terms that are nowhere above what stages take."""
+    if terms.faithful.all() or not len(problem.lengths):
+        return terms
+    return stage_terms(problem.kinds, int(problem.lengths[-1]))
+
+
+def assign_bounded(
+    start: Bounded,
+    lengths: Sequence[int],
+    deadline_s: float | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> PlannedAssignment:
+    """Assign what was bounded; see `assign`."""
+    # A deadline bounds when work is begun, not when it ends: no round is cut short, so every plan is a whole one.
+    until = time.monotonic() + deadline_s if deadline_s is not None else None
+    problem = start.problem
+    if not len(problem.lengths):
+        nothing = (0.0,) * len(problem.pipelines)
+        return PlannedAssignment(((),) * len(nothing), tuple(map(int, lengths)), by_pipeline=nothing)
+    cut = enveloped(start, until, seed)
+    if not _late(until):
+        cut = improved(start, cut, effort or EFFORT, seed)
+    batches = _micro_batches(cut, problem.order)
+    return PlannedAssignment(
+        batches, tuple(map(int, lengths)), cut.seconds, min(start.seconds, cut.seconds), tuple(cut.ends.tolist())
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Sequences cut into micro-batches, as arrays; see `schedule_search`.
+
+    Attributes:
+        placed, batch: the pipeline and the number of the micro-batch of each sequence [n].
+        order, count: the numbers of each pipeline's micro-batches, in the order in which they run [P, C], and how many.
+        ends: when each pipeline ends [P].
+    """
+
+    placed: Ints
+    batch: Ints
+    order: Ints
+    count: Ints
+    ends: Floats
+
+    @property
+    def seconds(self) -> float:
+        """When the last one ends."""
+        return float(self.ends.max())
+
+
+def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
+    """Return the best by the schedule of what searching by the envelope finds in a few rounds."""
+    problem = start.problem
+    relaxed = start.relaxed
+    placed = start.first
+    if not _late(until):
+        placed = search(problem, relaxed, SPREADING, seed, first=placed, widely=False)
+    last, estimates = formed(start, placed)
+    best = last
+    for round_ in range(1, ROUNDS):
+        close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
+        if _late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
+            break
+        # What packing took beyond the ends that the search went by is what it did not know.
+        placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
+        last, estimates = formed(start, placed)
+        best = min(best, last, key=lambda cut: cut.seconds)
+    return best
+
+
+def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
+    """Cut each pipeline's share into micro-batches; return also the published estimate of each [P]."""
+    problem = start.problem
+    n = len(problem.lengths)
+    pipelines = len(problem.pipelines)
+    batch = np.zeros(n, np.int64)
+    orders = []
+    count = np.zeros(pipelines, np.int64)
+    estimates = np.zeros(pipelines)
+    first = 0  # number of the next micro-batch
+    for p, (kind, t) in enumerate(zip(problem.pipelines, problem.kind_of.tolist(), strict=True)):
+        mine = np.flatnonzero(placed == p)
+        if not len(mine):
+            continue
+        work = np.ascontiguousarray(problem.cost[mine, t])
+        # A share keeps the order by length, so packing need not sort again.
+        estimates[p], _, count[p], position, _ = form_in_order(
+            work, problem.lengths[mine], problem.terms[t], kind.stages, kind.c, kind.util_len, SUM, PACKING_KICKS, 0
+        )
+        batch[mine] = first + position
+        orders.append(first + np.arange(count[p]))
+        first += count[p]
+    # Room for about twice as many: a search may open further ones.
+    order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
+    order[np.arange(order.shape[1]) < count[:, None]] = np.concatenate(orders)
+    return _cut(start, placed.copy(), batch, order, count), estimates
+
+
+def improved(start: Bounded, cut: Cut, effort: Effort, seed: int) -> Cut:
+    """Return an assignment improved by its schedule; it is never worse."""
+    arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
+    enough = start.seconds * (1 + effort.enough)
+    improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
+    # Where costs are tables, the search went by constants that come near them: the tables decide.
+    return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
+
+
+def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> Cut:
+    """Return micro-batches with their ends, exactly."""
+    cut = Cut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
+    faithful = start.given.terms.faithful[start.problem.kind_of]
+    if not faithful.all():
+        sizes = _micro_batches(cut, start.problem.lengths.astype(np.int64))
+        for p in np.flatnonzero(~faithful):
+            cut.ends[p] = start.problem.pipelines[p].seconds(sizes[p])
+    return cut
+
+
+def _micro_batches(cut: Cut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return `what` of each sequence [n], by pipeline and micro-batch."""
+    members: dict[int, list[int]] = {}
+    for m, value in zip(cut.batch.tolist(), what.tolist(), strict=True):
+        members.setdefault(m, []).append(value)
+    return tuple(
+        tuple(tuple(members[m]) for m in row[:held].tolist())
+        for row, held in zip(cut.order, cut.count.tolist(), strict=True)
+    )
+
+
+def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
+    """Return seconds that no assignment to these pipelines can beat."""
+    return bounded_pipelines(pipelines, lengths).seconds
+
+
+def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices: int) -> float:
+    """Return seconds that no assignment to any pipelines of these kinds, of so many devices in all, can beat.
+
+    By z, a pipeline of kind k can do z - fill_k of the work of sequences of some length or more (`bound.Least`). So
+    each of them takes at least cost[i, k] / (z - fill_k) of one, and as much of its devices; where these come to more
+    than there are, with the best kind for each sequence, z is excluded.
+    """
+    problem = problem_of(kinds, lengths, formed=True)
+    if not len(problem.lengths):
+        return 0.0
+    terms = _lines(problem, stage_terms(problem.kinds))
+    least = least_of(problem, terms)
+    cost = least.divided(problem)
+    devices_of = np.array([k.devices for k in problem.kinds])
+    looked_at = np.unique(np.linspace(0, len(least.prefixes) - 1, PREFIXES).astype(np.int64))
+
+    # Whether z can be kept grows with z, so bisection finds the least one that is not excluded.
+    def enough(z: float) -> bool:
+        for prefix, fill in zip(least.prefixes[looked_at], least.fill[looked_at], strict=True):
+            with np.errstate(divide="ignore"):
+                each = np.where(fill < z, devices_of / (z - fill), np.inf)
+            if (cost[: prefix + 1] * each).min(1).sum() > devices:
+                return False
+        return True
+
+    low = alone(problem, terms)
+    if enough(low):
+        return low
+    high = 2 * low
+    while not enough(high):
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() >= until
+
+
+def _least_cost(problem: Problem) -> Floats:
+    """Return [n, K] what a sequence adds at least: its work, and without a bubble its part of full micro-batches."""
+    # Without a bubble, V is as small as MaxLen allows, so c is paid at least once per MaxLen tokens. With a bubble, a
+    # larger V may pay, and `formed_room` weighs c against it.
+    overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
+    return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
+
+
+def formed_room(problem: Problem) -> Callable[[float], Floats]:
+    """Return how much work a pipeline of each kind can do by z, with any number V >= 1 of micro-batches.
+
+    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
+    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); where that V is below 1, sum = z / PP - c.
+    """
+    # By z, sum + c V + (PP - 1) (sum / V + c): convex in V, so what the best V leaves bounds every other.
+    depth = np.array([k.stages - 1.0 for k in problem.kinds])
+    c = np.array([k.c for k in problem.kinds])
+
+    def room(z: float) -> Floats:
+        several = np.maximum(np.sqrt(z) - np.sqrt(depth * c), 0.0) ** 2
+        single = np.maximum(z / (depth + 1) - c, 0.0)
+        return np.asarray(np.where(depth == 0, z, np.where(depth * several >= c, several, single)))
+
+    return room

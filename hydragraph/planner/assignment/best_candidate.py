@@ -1,0 +1,156 @@
+"""Choose the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
+
+Bounds are quick and assignments are not. So candidates are assigned by their bounds, the most promising first, and one
+whose bound is no less than the best assignment so far is not assigned at all: bounds 2.0, 2.4 and 2.7 s, of which the
+first is assigned in 2.5 s and the second in 2.6 s, leave the third alone and choose the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.measured_profile import PipelineCost, Scheme
+from hydragraph.cost.schemes import Schemes
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_bounded, bounded_pipelines
+from hydragraph.planner.assignment.spread_search import Effort
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one candidate.
+
+    Attributes:
+        seconds: expected, `charge` included; infinite where it was not assigned.
+        bound: it cannot take less, `charge` included.
+        charge: what it pays beside computing.
+        why: it lost; "" for the winner.
+    """
+
+    seconds: float
+    bound: float
+    charge: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner, and what became of every candidate.
+
+    Attributes:
+        index: of the winner among the candidates.
+        assignment: of the winner; its seconds do not include the charge.
+        verdicts: one per candidate.
+    """
+
+    index: int
+    assignment: PlannedAssignment
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the winner is expected to take, its charge included."""
+        return self.verdicts[self.index].seconds
+
+
+def choose(
+    candidates: Sequence[Sequence[Scheme]], profile: Schemes, lengths: Sequence[int], *, seed: int = 0
+) -> tuple[int, PlannedAssignment]:
+    """Return the index of the candidate that finishes first, and its assignment.
+
+    Args:
+        candidates: strategies, each a list of schemes; each pays its charge for pull and push.
+        profile: what each scheme costs.
+        lengths: tokens per sequence.
+        seed: of the search.
+
+    Raises:
+        Unsupported: no candidate takes the longest sequence.
+    """
+    choice = compare(candidates, profile, lengths, seed=seed)
+    return choice.index, choice.assignment
+
+
+def compare(
+    candidates: Sequence[Sequence[Scheme]],
+    profile: Schemes,
+    lengths: Sequence[int],
+    *,
+    all_of_them: bool = False,
+    seed: int = 0,
+) -> Choice:
+    """Choose, and say why the others lost.
+
+    Args:
+        candidates, profile, lengths, seed: see `choose`.
+        all_of_them: assign candidates too whose bound already loses, to show what they would take.
+    """
+    pipelines = [profile.pipelines(candidate) for candidate in candidates]
+    charges = [profile.charge(candidate) for candidate in candidates]
+    return compare_pipelines(pipelines, lengths, charges, all_of_them=all_of_them, seed=seed)
+
+
+def compare_pipelines(
+    candidates: Sequence[Sequence[PipelineCost]],
+    lengths: Sequence[int],
+    charges: Sequence[float] | None = None,
+    *,
+    all_of_them: bool = False,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> Choice:
+    """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win.
+
+    Args:
+        candidates: the pipelines of each strategy.
+        lengths: tokens per sequence.
+        charges: seconds that each candidate pays beside computing; default: nothing.
+        all_of_them: see `compare`.
+        effort: how long to search for each assignment.
+        seed: of the search.
+
+    Raises:
+        Unsupported: no candidate takes the longest sequence.
+        ValueError: there are no candidates.
+    """
+    if not candidates:
+        raise ValueError("no candidates: give at least one strategy")
+    # A candidate that cannot take the longest sequence is out before anything is computed.
+    paid = list(charges or [0.0] * len(candidates))
+    longest = max(lengths, default=0)
+    reach = [max(p.max_len for p in c) for c in candidates]
+    fitting = [i for i, limit in enumerate(reach) if limit >= longest]
+    if not fitting:
+        raise Unsupported(
+            f"sequence {list(lengths).index(longest)} has {longest} tokens, more than every candidate takes "
+            f"(at most {max(reach)})",
+            where="planner",
+            remedy="truncate it (max_length in the data), or add a candidate with a pipeline of more devices",
+        )
+    starts = {i: bounded_pipelines(candidates[i], lengths) for i in fitting}
+    bounds = {i: start.seconds + paid[i] for i, start in starts.items()}
+    verdicts = [
+        Verdict(float("inf"), float("inf"), paid[i], f"sequences of {longest} tokens do not fit (MaxLen {reach[i]})")
+        for i in range(len(candidates))
+    ]
+    best = float("inf")
+    winner = -1
+    winning = PlannedAssignment(())
+    for i in sorted(fitting, key=lambda i: (bounds[i], i)):
+        # Bounds ascend, so from here on none can win; they are still told apart in the verdicts.
+        if bounds[i] >= best and not all_of_them:
+            verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
+            continue
+        assignment = assign_bounded(starts[i], lengths, effort=effort, seed=seed)
+        seconds = assignment.seconds + paid[i]
+        verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
+        # Equal seconds go to the candidate that is named first, so that every process chooses alike.
+        if (seconds, i) < (best, winner):
+            best = seconds
+            winner = i
+            winning = assignment
+    # The winner lost to nobody: its verdict has no reason.
+    won = verdicts[winner]
+    verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
+    return Choice(winner, winning, tuple(verdicts))

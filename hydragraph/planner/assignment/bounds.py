@@ -1,0 +1,292 @@
+"""A proven lower bound on when the last pipeline finishes: the linear relaxation over kinds of pipelines.
+
+Pipelines of one kind are interchangeable, so sequences need only be shared among kinds: minimise theta with
+sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 of the kinds,
+sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold of every z that can be reached, whatever x
+is: so the bound is exact arithmetic on all sequences, and the linear program, solved on groups of similar lengths, only
+finds good prices.
+
+    n  sequences, sorted by length, descending;  K kinds;  t a kind
+    z            a time by which all pipelines are to have finished; what is bounded from below
+    cost[i, t]   [n, K]  seconds that sequence i adds at least to a pipeline of kind t; infinite where it does not fit
+    capacity(z)  [K]     seconds of work that all pipelines of a kind can do by z
+    x, `shares`  [n, K]  the part of each sequence that each kind gets; rows add up to 1
+    lambda       [K]     `prices`: the duals of the capacities
+
+Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capacity(z) = [z, z].
+
+    at prices 1 and 2/3, the first sequence costs min(4, 4) = 4 and the second min(2, 5.33) = 2: 6 in all
+    1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
+    0.4 of the first and the second take kind 0 until 3.6, and 0.6 of the first kind 1; undivided they end at 6 or later
+
+That much holds of any capacities. Of a schedule itself, 1F1B or GPipe, whatever the stages, the micro-batches and their
+order, `schedule_bound` says: where a stage computes some sequences, of which the shortest takes t forward through the
+stages before it and u back, it begins no earlier than t, and when it is done, u is still to come. So the pipeline ends
+no earlier than t + u + what they take on that stage. Any sequences will do, so all those of some length or more:
+
+    divided     the relaxation of those of the sequences, with room z - t - u on each pipeline
+    pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p. With one kind of
+                n pipelines, two of the n + 1 longest share one
+    alone       no sequence ends before it would on the best pipeline for it, all by itself
+
+Example: two pipelines of one stage, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline,
+and the two shortest of them take 6.
+
+The papers solve Eq. 3 of Hydraulis or estimate it; these bounds are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
+
+from hydragraph.cost.stage_arrays import AHEAD, BACK, BACKWARD, FORWARD, StageTerms, end_of, fill_row, scratch_of
+from hydragraph.planner.assignment.problem import Problem
+
+Floats = NDArray[np.float64]
+
+# Groups of similar lengths, in the linear program: prices of groups are nearly those of sequences, and always valid.
+GROUPS = 200
+# Rounds of the program, each at the z that the last one proved.
+ROUNDS = 3
+# Times the highest price: that of a kind without room, which could take no work whatever it costs.
+FORBIDDING = 1e6
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The bound and where its solution puts each sequence.
+
+    Attributes:
+        seconds: no assignment finishes earlier.
+        shares: [n, K], the part of each sequence that each kind gets.
+        prices: of the kinds [K].
+    """
+
+    seconds: float
+    shares: Floats
+    prices: Floats
+
+
+def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Relaxation:
+    """Return the relaxation.
+
+    Args:
+        cost: seconds of each sequence on each kind [n, K], infinite where it does not fit; by length, descending.
+        capacity: seconds of work that all pipelines of each kind can do by z [K]; non-decreasing in z.
+        start: a z that some assignment reaches.
+    """
+    if not len(cost):
+        return Relaxation(0.0, cost, np.ones(cost.shape[1]))
+    starts = _groups(cost)
+    z = start
+    shares = np.zeros_like(cost)
+    prices = np.ones(cost.shape[1])
+    # Prices are best for the capacities at one z, but exclude more z than that; at the z proved, better ones may exist.
+    for _ in range(ROUNDS):
+        room = capacity(z)
+        if not room.any():
+            break
+        prices, shares = _prices(cost, starts, room)
+        below = _reach(cost, prices, capacity, start)
+        if z - below <= 1e-4 * z:
+            z = below
+            break
+        z = below
+    return Relaxation(z, shares, prices)
+
+
+def _groups(cost: Floats) -> NDArray[np.int64]:
+    """Return where groups of similar sequences start; sequences of a group fit the same kinds."""
+    n = len(cost)
+    if n <= GROUPS:
+        return np.arange(n)
+    # Finer groups at the long end, where one sequence matters; a group never spans a length at which a kind drops out.
+    fits = np.isfinite(cost).sum(1)
+    even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
+    return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
+
+
+def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
+    """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
+    n, kinds = cost.shape
+    # Of one kind there is nothing to share, and any price says the same.
+    if kinds == 1:
+        return np.ones(1), np.ones((n, 1))
+    sizes = np.diff(np.append(starts, n))
+    bounded = np.where(np.isfinite(cost), cost, 0.0)
+    # Variables are the share of each group on each kind that fits, and theta; a row for each kind's capacity, and one
+    # for each group, whose shares add up to 1.
+    total = np.add.reduceat(bounded, starts, axis=0)
+    total[~np.isfinite(cost[starts])] = np.inf
+    group, kind = np.nonzero(np.isfinite(total) & (room > 0))
+    count = len(group)
+    rows = np.concatenate([kind, np.arange(kinds)])
+    columns = np.concatenate([np.arange(count), np.full(kinds, count)])
+    work = csr_matrix((np.concatenate([total[group, kind], -room]), (rows, columns)), shape=(kinds, count + 1))
+    whole = csr_matrix((np.ones(count), (group, np.arange(count))), shape=(len(starts), count + 1))
+    objective = np.zeros(count + 1)
+    objective[-1] = 1.0
+    solution = linprog(
+        objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
+    )
+    if solution.x is None:  # a kind without room is the only one that some sequence fits
+        return np.ones(kinds), np.zeros_like(cost)
+    # The capacities' duals are the prices; the solver's sign is that of a minimum, and noise may be below 0.
+    shares = np.zeros((len(starts), kinds))
+    shares[group, kind] = solution.x[:-1]
+    prices = np.maximum(-solution.ineqlin.marginals, 0.0)
+    prices[room <= 0] = FORBIDDING * prices.max()
+    return prices, np.repeat(shares, sizes, axis=0)
+
+
+def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
+    """Return the least z that the prices do not exclude, at most `start`, rounded down."""
+    # Each sequence where it is cheapest: no spread whatsoever pays less than this for its work.
+    priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
+    needed = float(priced.min(1).sum())
+    if needed <= 0:
+        return 0.0
+    if float(prices @ capacity(start)) < needed:
+        return start
+    # Bisection keeps `low` excluded and `high` not, so returning `low` never claims too much.
+    low = 0.0
+    high = start
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if float(prices @ capacity(middle)) < needed:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(frozen=True, eq=False)
+class Least:
+    """What sequences take at least on each kind of pipelines, on the stage that is looked at.
+
+    Attributes:
+        work: seconds of computing each sequence there [n, K], infinite where it does not fit.
+        overhead: of a micro-batch there, whatever is in it [K].
+        prefixes: lengths that are looked at: those of the sequences up to these, the longest ones [p], ascending.
+        fill: what the shortest of each prefix takes before and behind that stage [p, K].
+    """
+
+    work: Floats
+    overhead: Floats
+    prefixes: NDArray[np.int64]
+    fill: Floats
+
+    def divided(self, problem: Problem) -> Floats:
+        """Return [n, K]: the work of each sequence, and its part of the overhead of micro-batches of MaxLen tokens."""
+        per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
+        return np.asarray(self.work + problem.lengths[:, None] * per_token)
+
+
+def least_of(problem: Problem, terms: StageTerms) -> Least:
+    """Return what sequences take at least.
+
+    Args:
+        problem: the mini-batch.
+        terms: of its kinds, with lines that are nowhere above what a stage takes (`stage_terms`, with `shortest`).
+    """
+    n = len(problem.lengths)
+    kinds = len(problem.kinds)
+    powers = np.stack([problem.lengths**2, problem.lengths, np.ones(n)])
+    prefixes = np.unique(np.round(np.geomspace(1, n, min(n, GROUPS))).astype(np.int64)) - 1
+    work = np.empty((n, kinds))
+    overhead = np.empty(kinds)
+    fill = np.empty((len(prefixes), kinds))
+    for k in range(kinds):
+        seconds = terms.seconds[k, : terms.stages[k]]
+        # The slowest kind of rank of each stage, for each sequence by itself: [S, n]. What lies before a stage is what
+        # stages and messages before it take.
+        ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
+        hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
+        passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
+        # Any stage and any kind of rank in it gives a bound: looked at is where most work and most of the rest lie.
+        both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3]
+        total = both @ np.array([powers[0].sum(), powers[1].sum(), 1.0]) / problem.counts.sum()
+        s, r = np.unravel_index(int(np.argmax(total + passed.mean(1)[:, None])), total.shape)
+        work[:, k] = both[s, r, :2] @ powers[:2]
+        overhead[k] = both[s, r, 2]
+        fill[:, k] = passed[s]
+    return Least(np.where(np.isfinite(problem.cost), work, np.inf), overhead, prefixes, fill)
+
+
+def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float:
+    """Return seconds before which no assignment ends, by the schedule itself; see the head of this file.
+
+    Args:
+        problem: the mini-batch.
+        terms: see `least_of`.
+        prices: of the kinds [K]; any that are not below 0 will do, those of the relaxation are good ones.
+    """
+    if not len(problem.lengths):
+        return 0.0
+    least = least_of(problem, terms)
+    prices = prices if prices.any() else np.ones_like(prices)
+    low = max(_divided(problem, least, prices), alone(problem, terms))
+    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # sums in another order
+
+
+def _divided(problem: Problem, least: Least, prices: Floats) -> float:
+    """Return the bound of sequences that can be divided at will."""
+    cost = least.divided(problem)
+    finite = np.isfinite(cost)
+    cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
+    needed = np.cumsum(cheapest)[least.prefixes]
+    # sum over kinds of price count max(0, z - fill) is what can be paid by z: of the kinds with the least fill, so many
+    # that the others have no room at that z, which is where it is least.
+    order = np.argsort(least.fill, axis=1)
+    weights = (prices * problem.counts)[order]
+    fills = np.take_along_axis(least.fill, order, axis=1)
+    paid = np.cumsum(weights, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
+    # Where the cheapest kinds cost nothing, nothing has to be paid, however late the others' first work is done.
+    return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
+
+
+def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
+    """Return the bound of sequences that can not, and no less than `low`."""
+    lengths = problem.lengths[least.prefixes]
+    wanted = least.prefixes + 1
+    max_len = np.array([float(kind.max_len) for kind in problem.kinds])
+    # As many of the shortest of them as a micro-batch takes share its overhead.
+    together = np.maximum(1.0, max_len // lengths[:, None])
+    each = least.work[least.prefixes] + least.overhead / together
+
+    def held(z: float) -> bool:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most = np.floor(np.maximum(0.0, z - least.fill) / each * (1 + 1e-12))
+        return bool((np.minimum(np.nan_to_num(most, posinf=1e18), 1e18) @ problem.counts >= wanted).all())
+
+    # What can be held by z grows with z: `low` stays excluded, `high` not.
+    if held(low):
+        return low
+    high = 2 * low + 1e-12
+    while not held(high):
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if held(middle) else (middle, high)
+    return low
+
+
+def alone(problem: Problem, terms: StageTerms) -> float:
+    """Return when the sequence ends that takes longest by itself, on the best pipeline for it."""
+    return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
+
+
+def _alone(terms: StageTerms, kind: int, length: float) -> float:
+    """Return when a pipeline ends that computes one sequence."""
+    stages = int(terms.stages[kind])
+    row = np.zeros((1, stages, terms.seconds.shape[3]))
+    fill_row(row[0], terms.seconds[kind], stages, length * length, length)
+    return float(end_of(row, np.zeros(1, np.int64), 1, stages, bool(terms.gpipe[kind]), scratch_of(stages, 1)))

@@ -1,0 +1,528 @@
+"""Spread sequences over pipelines that differ in kind: longest first, then local search with kicks (compiled by numba).
+
+    n  sequences, sorted by length, descending: the longest of any set of them is its least index
+    P  pipelines
+    K  kinds of pipelines; those of one kind are equal
+
+    cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite where it does not fit
+    lengths[i]     [n]     tokens of sequence i
+    kind_of[p]     [P]     the kind of pipeline p
+    terms[t]       [K, 8]  the numbers by which `finish` says when a pipeline of kind t ends, a column each
+    placed[i]      [n]     the pipeline of sequence i; -1: none
+    ends[p]        [P]     when pipeline p finishes
+
+When a pipeline finishes depends on its work, its tokens and its longest sequence, not on its sequences one by one. So
+its state is these three, and its second longest sequence, which takes over where the longest one leaves.
+
+Example: sequences of 5, 4, 3, 3 and 3 seconds, and two equal pipelines without a bubble.
+
+    longest first  5 3 | 4 3 3  ends at 8 and 10
+    swap 4 for 3   5 4 | 3 3 3  ends at 9 and 9, and no move or swap brings the last end forward
+
+Equations of Hydraulis -> functions:
+
+    Eq. 2, what a pipeline takes at least              `finish` in mode EQ3
+    Eq. 1, were its V micro-batches equal              `finish` in mode FORMED, for the best V of Appendix C
+    Eq. 3, the largest over pipelines                  `quick_end`; what `descend` and `kick` make smaller
+    Alg. 1, greedy trials in shuffled orders           `greedy`
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.kernels.numba_compiler import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Columns of `terms`. MODE is one of EQ3, FORMED (cut into micro-batches) and SINGLE (itself one micro-batch).
+BUBBLE = 0  # PP - 1
+FIXED = 1  # seconds to add
+QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
+LINEAR = 3
+OVERHEAD = 4
+MAX_LEN = 5  # tokens that a micro-batch may have
+UTIL_LEN = 6  # tokens that a micro-batch should have
+MODE = 7
+COLUMNS = 8
+
+EQ3 = 0.0
+FORMED = 1.0
+SINGLE = 2.0
+
+# Pipelines that local search looks at first: a step's best partner is mostly one that finishes early, and the time of
+# finding it grows with the partners looked at.
+NEAR = 16
+# Part of the last end that a step must save: rounding alone must not keep the search going for ever.
+LEAST_GAIN = 1e-12
+# Among more sequences than this, a step looks at so many of them that it must save more.
+MANY = 4096
+LEAST_OF_MANY = 1e-4
+
+
+class Instance(NamedTuple):
+    """What is to be spread, and over what; see the head of this file."""
+
+    cost: Floats
+    lengths: Floats
+    kind_of: Ints
+    terms: Floats
+
+
+class SearchState(NamedTuple):
+    """What `finish` needs of each pipeline [P], and when it ends.
+
+    Attributes:
+        loads: seconds of work.
+        tokens: of all its sequences.
+        longest, second: its longest sequence and the next one, by index; n: there is none.
+        ends: when it finishes.
+    """
+
+    loads: Floats
+    tokens: Floats
+    longest: Ints
+    second: Ints
+    ends: Floats
+
+
+@compiled
+def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
+    """Return when a pipeline finishes.
+
+    EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + the least over V of
+    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c), as if load could be cut into V equal parts.
+
+    Args:
+        terms: the row of its kind.
+        load: seconds of work of its sequences.
+        tokens: of its sequences together; 0: it has none.
+        longest: tokens of its longest sequence.
+    """
+    if tokens <= 0.0:
+        return 0.0
+    alone = (terms[QUADRATIC] * longest + terms[LINEAR]) * longest
+    bubble = terms[BUBBLE]
+    c = terms[OVERHEAD]
+    # By Eq. 2, the bubble is as long as the longest sequence alone: a micro-batch holds at least that.
+    if terms[MODE] == EQ3:
+        return load + terms[FIXED] + bubble * (alone + c)
+    if terms[MODE] == SINGLE:
+        return load if tokens <= terms[MAX_LEN] else np.inf
+    # FORMED: the largest micro-batch has at least an equal part of the load, and at least the longest sequence.
+    # Appendix C: no fewer micro-batches than MaxLen asks for, no more than UtilLen leaves useful.
+    low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
+    high = max(low, math.floor(tokens / terms[UTIL_LEN]))
+    if bubble == 0.0:
+        best = low
+    else:
+        best = load / alone  # more micro-batches than this do not shorten the bubble
+        if c > 0.0:
+            best = min(best, math.sqrt(bubble * load / c))  # where c V + (PP - 1) load / V is least
+        best = min(max(best, low), high)
+    # The best V is seldom whole. The time falls before it and grows behind it, so one of its neighbours is best.
+    below = min(max(math.floor(best), low), high)
+    result = load + c * below + bubble * (max(load / below, alone) + c)
+    if below < best:
+        above = min(below + 1.0, high)
+        result = min(result, load + c * above + bubble * (max(load / above, alone) + c))
+    return result + terms[FIXED]
+
+
+@compiled
+def no_state(pipelines: int) -> SearchState:
+    """Return the state of pipelines that have not been looked at."""
+    return SearchState(
+        np.zeros(pipelines),
+        np.zeros(pipelines),
+        np.zeros(pipelines, np.int64),
+        np.zeros(pipelines, np.int64),
+        np.zeros(pipelines),
+    )
+
+
+@compiled
+def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: SearchState) -> None:
+    """Fill the state of the pipelines that changed, and mark them as looked at.
+
+    Args:
+        extra: seconds to add to each pipeline's end [P].
+        changed: which pipelines to look at [P]; all False afterwards.
+    """
+    n = len(placed)
+    # Sums are made anew, not by adding and subtracting what moved: so equal spreads have equal ends, to the last bit,
+    # whatever steps led to them.
+    for p in range(len(changed)):
+        if changed[p]:
+            state.loads[p] = 0.0
+            state.tokens[p] = 0.0
+            state.longest[p] = n
+            state.second[p] = n
+    for i in range(n):
+        p = placed[i]
+        if p < 0 or not changed[p]:
+            continue
+        state.loads[p] += instance.cost[i, instance.kind_of[p]]
+        state.tokens[p] += instance.lengths[i]
+        # Sequences come longest first: the first one seen is the longest, the next one the second.
+        if state.longest[p] == n:
+            state.longest[p] = i
+        elif state.second[p] == n:
+            state.second[p] = i
+    for p in range(len(changed)):
+        if changed[p]:
+            longest = instance.lengths[state.longest[p]] if state.longest[p] < n else 0.0
+            terms = instance.terms[instance.kind_of[p]]
+            state.ends[p] = extra[p] + finish(terms, state.loads[p], state.tokens[p], longest)
+            changed[p] = False
+
+
+@compiled
+def ends_of(placed: Ints, instance: Instance) -> Floats:
+    """Return when each pipeline finishes [P], 0 for one without work."""
+    pipelines = len(instance.kind_of)
+    state = no_state(pipelines)
+    recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
+    return state.ends
+
+
+@compiled
+def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
+    """Put each sequence, longest first, where it finishes first; -1 where it fits nowhere.
+
+    Of each kind, only the pipeline that finishes first so far is looked at.
+
+    Args:
+        start: pipeline p takes sequences from start[p] on only [P].
+        fullest: put it where least room is left instead.
+    """
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    terms = instance.terms
+    n = len(lengths)
+    pipelines = len(kind_of)
+    kinds = len(terms)
+    loads = np.zeros(pipelines)
+    tokens = np.zeros(pipelines)
+    longest = np.zeros(pipelines)  # in tokens
+    ends = np.zeros(pipelines)
+    placed = np.full(n, -1, np.int64)
+    front = np.empty(kinds, np.int64)  # of each kind, the pipeline that finishes first now
+    least = np.empty(kinds)  # and what makes it the first
+    for i in range(n):
+        front[:] = -1
+        least[:] = np.inf
+        for p in range(pipelines):
+            t = kind_of[p]
+            if cost[i, t] == np.inf or i < start[p]:
+                continue
+            if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
+                continue
+            # Pipelines of one kind differ in their state alone, so the one that ends first is the best of them for this
+            # sequence, as long as its own longest does not decide; `finish` is asked once per kind, not per pipeline.
+            key = -tokens[p] if fullest else ends[p]
+            if key < least[t]:
+                least[t] = key
+                front[t] = p
+        first_end = np.inf
+        chosen = -1
+        for t in range(kinds):
+            p = front[t]
+            if p < 0:
+                continue
+            end = finish(terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i]))
+            if end < first_end:
+                first_end = end
+                chosen = p
+        if chosen < 0:
+            continue
+        placed[i] = chosen
+        ends[chosen] = first_end
+        loads[chosen] += cost[i, kind_of[chosen]]
+        tokens[chosen] += lengths[i]
+        longest[chosen] = max(longest[chosen], lengths[i])
+    return placed
+
+
+@compiled
+def quick_end(instance: Instance) -> float:
+    """Return when the last pipeline finishes if each sequence, longest first, is put where it finishes first."""
+    placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
+    return max(0.0, ends_of(placed, instance).max())
+
+
+@compiled
+def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
+    """Alg. 1: in each shuffled order, put a sequence where the global maximum grows least; keep the best trial.
+
+    Args:
+        orders: one order of the sequences per trial [trials, n].
+        least_loaded: how ties are broken, which nearly all are: to the least loaded, or to the first pipeline.
+
+    Returns:
+        When the last pipeline finishes, and where each sequence is.
+    """
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    n = len(lengths)
+    pipelines = len(kind_of)
+    best_last = np.inf
+    best_placed = np.full(n, -1, np.int64)
+    for trial in range(len(orders)):
+        loads = np.zeros(pipelines)
+        tokens = np.zeros(pipelines)
+        longest = np.zeros(pipelines)  # in tokens
+        placed = np.full(n, -1, np.int64)
+        last = 0.0  # when the last pipeline finishes so far: O_max of Alg. 1
+        for i in orders[trial]:
+            least = np.inf
+            tie = np.inf
+            chosen = -1
+            for p in range(pipelines):
+                t = kind_of[p]
+                if cost[i, t] == np.inf:
+                    continue
+                end = finish(
+                    instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
+                )
+                # What matters is the maximum over all pipelines: most sequences leave it as it is, wherever they go.
+                grown = max(last, end)
+                tie_break = end if least_loaded else 0.0
+                if grown < least or (grown == least and tie_break < tie):
+                    least = grown
+                    tie = tie_break
+                    chosen = p
+            if chosen >= 0:
+                placed[i] = chosen
+                last = least
+                loads[chosen] += cost[i, kind_of[chosen]]
+                tokens[chosen] += lengths[i]
+                longest[chosen] = max(longest[chosen], lengths[i])
+        if last < best_last:
+            best_last = last
+            best_placed = placed
+    return best_last, best_placed
+
+
+@compiled
+def horizon_of(ends: Floats, pipelines: int) -> float:
+    """Return the end that so many pipelines do not exceed."""
+    # The next larger end, again and again: cheaper than sorting, as few are asked for.
+    horizon = -np.inf
+    within = 0
+    while within < pipelines:
+        following = np.inf
+        for end in ends:
+            if horizon < end < following:
+                following = end
+        horizon = following
+        for end in ends:
+            if end == horizon:
+                within += 1
+    return horizon
+
+
+@compiled
+def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
+    """Return what pipeline q's end and the work that it gets are no more than its end with that work, together.
+
+    An end grows by at least the work, but where a pipeline forms its micro-batches (FORMED): with more tokens it may
+    form more of them, and has a shorter bubble. Then no more is known than that it ends behind all of its work.
+    """
+    return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
+
+
+@compiled
+def best_step(
+    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
+) -> tuple[float, int, int, int]:
+    """Return the step that brings the end of pipeline p and of its partner forward most.
+
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. What
+    cannot beat the best step so far by its work alone is passed over before `finish` is asked: that is most steps.
+    Of a pipeline's sequences of one length the first stands for all.
+
+    Args:
+        p: the last pipeline to finish.
+        horizon: pipelines that finish later than this are no partners.
+
+    Returns:
+        The later end of both, i, k (-1: a move), q; i is -1 where no step helps.
+    """
+    cost = instance.cost
+    lengths = instance.lengths
+    kind_of = instance.kind_of
+    loads = state.loads
+    tokens = state.tokens
+    ends = state.ends
+    n = len(placed)
+    own = kind_of[p]
+    # Moves and swaps in functions of their own would make the whole search a tenth slower.
+    best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
+    best_i = -1
+    best_k = -1
+    best_q = -1
+    tried = -1.0  # tokens of the sequence of p that was looked at last
+    shorter = 0  # the first sequence that has fewer
+    seen = np.empty(len(kind_of))  # tokens of the sequence of each partner that was looked at last
+    for i in range(n):
+        if placed[i] != p or lengths[i] == tried:
+            continue
+        tried = lengths[i]
+        while shorter < n and lengths[shorter] >= tried:
+            shorter += 1
+        # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
+        rest = state.second[p] if i == state.longest[p] else state.longest[p]
+        left = loads[p] - cost[i, own]
+        longest = lengths[rest] if rest < n else 0.0
+        end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
+        # Moves: p only gets shorter, so it is q that decides, unless p is still the later one.
+        if end < best:
+            for q in range(len(kind_of)):
+                t = kind_of[q]
+                if q == p or ends[q] > horizon or _least_end(q, instance.terms[t], extra, state) + cost[i, t] >= best:
+                    continue
+                longest = lengths[min(state.longest[q], i)]
+                end_q = extra[q] + finish(instance.terms[t], loads[q] + cost[i, t], tokens[q] + lengths[i], longest)
+                later = max(end, end_q)
+                if later < best:
+                    best = later
+                    best_i = i
+                    best_k = -1
+                    best_q = q
+        # Swaps: for a shorter sequence only, because a longer one would put p's end back.
+        seen[:] = tried
+        for k in range(shorter, n):
+            q = placed[k]
+            if q == p or q < 0 or ends[q] > horizon or seen[q] == lengths[k]:
+                continue
+            seen[q] = lengths[k]
+            t = kind_of[q]
+            more = cost[i, t] - cost[k, t]
+            if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
+                continue
+            grown = loads[q] + cost[i, t] - cost[k, t]
+            longest = lengths[min(rest, k)]
+            later = extra[p] + finish(
+                instance.terms[own], left + cost[k, own], tokens[p] - lengths[i] + lengths[k], longest
+            )
+            if later >= best:
+                continue
+            longest = lengths[min(state.second[q] if k == state.longest[q] else state.longest[q], i)]
+            end_q = extra[q] + finish(instance.terms[t], grown, tokens[q] + lengths[i] - lengths[k], longest)
+            later = max(later, end_q)
+            if later < best:
+                best = later
+                best_i = i
+                best_k = k
+                best_q = q
+    return best, best_i, best_k, best_q
+
+
+@compiled
+def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
+    """Improve in place: move one sequence away from the last pipeline to finish, or swap two, while that helps.
+
+    Args:
+        extra: seconds to add to each pipeline [P], as learned from packing; zeros elsewhere.
+
+    Returns:
+        When the last pipeline finishes.
+    """
+    pipelines = len(instance.kind_of)
+    state = no_state(pipelines)
+    changed = np.ones(pipelines, np.bool_)
+    near = True
+    while True:
+        recount(placed, instance, extra, changed, state)
+        last = np.argmax(state.ends)
+        # Partners that finish early have most room. With many pipelines it is quicker to look at those alone, and at
+        # all of them only where these have nothing to offer.
+        horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
+        _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
+        if i >= 0:
+            placed[i] = q
+            if k >= 0:
+                placed[k] = last
+            changed[last] = True
+            changed[q] = True
+            near = True
+        elif near and pipelines > NEAR:
+            near = False
+        else:
+            return state.ends[last]
+
+
+@compiled
+def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
+    """Iterated local search, in place: throw a few sequences elsewhere, descend again, keep what is no worse.
+
+    Going on from what is no worse, not only from what is better, lets the search wander among equally good spreads.
+
+    Args:
+        extra: seconds to add to each pipeline [P].
+        kicks: how often.
+        enough: stop at this many seconds.
+        seed: the same seed gives the same result.
+
+    Returns:
+        When the last pipeline finishes.
+    """
+    np.random.seed(seed)
+    pipelines = len(instance.kind_of)
+    n = len(placed)
+    current = descend(placed, instance, extra)
+    if pipelines < 2 or n < 2:
+        return current
+    trial = placed.copy()
+    best = current
+    best_placed = placed.copy()
+    for _ in range(kicks):
+        if best <= enough:
+            break
+        trial[:] = placed
+        # 4 to 8: enough that a descent does not simply undo them, few enough to keep most of what was reached.
+        for _ in range(4 + np.random.randint(5)):
+            i = np.random.randint(n)
+            p = np.random.randint(pipelines)
+            if trial[i] >= 0 and instance.cost[i, instance.kind_of[p]] < np.inf:
+                trial[i] = p
+        end = descend(trial, instance, extra)
+        if end <= current:
+            current = end
+            placed[:] = trial
+            if end < best:
+                best = end
+                best_placed[:] = trial
+    placed[:] = best_placed
+    return best
+
+
+@compiled
+def rounded(shares: Floats) -> NDArray[np.bool_]:
+    """Return one kind per sequence, such that neighbours together get what their shares [n, K] say.
+
+    Walking along the sequences, each takes the kind that is furthest behind: shares of 1/3 and 2/3 become kinds
+    1, 0, 1, 1, 0, 1.
+    """
+    n, kinds = shares.shape
+    allowed = np.zeros((n, kinds), np.bool_)
+    # What each kind should have got so far, less what it got.
+    owed = np.zeros(kinds)
+    for i in range(n):
+        chosen = 0
+        for t in range(kinds):
+            owed[t] += shares[i, t]
+            if shares[i, t] > 1e-9 and (shares[i, chosen] <= 1e-9 or owed[t] > owed[chosen]):
+                chosen = t
+        owed[chosen] -= 1.0
+        allowed[i, chosen] = True
+    return allowed

@@ -1,0 +1,246 @@
+"""Cut one pipeline's sequences into micro-batches (compiled): try every number V that the bound does not exclude.
+
+    n        sequences of the pipeline, sorted by length, descending
+    V        micro-batches; `count` in code
+    work[i]  [n]  a l^2 + b l of sequence i: its seconds on one stage
+    c        seconds that a micro-batch takes whatever is in it
+    PP       stages
+    placed   [n]  the micro-batch of each sequence; -1: none
+
+For one V, micro-batches are like V equal pipelines that take MaxLen tokens each, so `local_search` spreads them.
+
+Example: work 5 4 3 3 3, c = 1, PP = 4, any V from 1 to 5. The lower bounds of Eq. 1 by V: 76, 50, 42, 49 and 48.
+
+    V = 3 is tried first: 5 | 4 3 | 3 3, whose largest is 7, so (7 + 1) (4 - 1 + 3) = 48
+    the best bound left is 48, of V = 5: no other V can be better, and the answer is 48, after one V of five
+
+Equations of Hydraulis -> functions:
+
+    Eq. 1, (PP - 1 + V) max_j cost_j                          `price` with EQ1
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j        `price` with SUM
+    Appendix C, the range of V                                `form`
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hydragraph.cost.one_f_one_b import FORWARD, best_order, equal_stages
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.assignment.local_search import (
+    COLUMNS,
+    MAX_LEN,
+    MODE,
+    SINGLE,
+    Floats,
+    Instance,
+    Ints,
+    descend,
+    kick,
+    longest_first,
+)
+
+# Of the numbers V tried, so many of the best are searched further.
+KICKED = 3
+# So far above the bound, as a part of it, is as good as the bound.
+ENOUGH = 1e-3
+# Objectives; see the head of this file.
+EQ1 = 0
+SUM = 1
+
+
+@compiled
+def price(objective: int, largest: float, total: float, count: float, stages: int, c: float) -> float:
+    """Return the seconds of `count` micro-batches, of which the largest has `largest` and all have `total` work."""
+    if objective == EQ1:
+        return (largest + c) * (stages - 1 + count)
+    return total + c * count + (stages - 1) * (largest + c)
+
+
+@compiled
+def largest_at_least(work: Floats, count: int) -> float:
+    """Return a bound on the largest of `count` micro-batches: the mean, and what must share one by the pigeonhole.
+
+    Of the 2 count + 1 sequences with most work, three share a micro-batch: it has at least the work of the last three
+    of them. So it is with any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the first 3 two
+    share at least 4 + 3 = 7, all 5 make three share at least 3 + 3 + 3 = 9.
+
+    Args:
+        work: descending, as lengths are [n].
+        count: how many micro-batches.
+    """
+    n = len(work)
+    bound = max(work[0], work.sum() / count)
+    # What five or more would have to share is hardly ever above the mean.
+    for together in range(2, 5):
+        last = (together - 1) * count
+        if last >= n:
+            break
+        shared = 0.0
+        for k in range(together):  # the least work of `together` among the last + 1 largest
+            shared += work[last - k]
+        bound = max(bound, shared)
+    return bound
+
+
+@compiled
+def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
+    """Return a micro-batch for each sequence (longest first), -1 for those that no longer fit."""
+    instance = as_pipelines(work, lengths, count, max_len)
+    start = np.zeros(count, np.int64)
+    placed = longest_first(instance, start, False)
+    # Where tokens are scarce, filling the fullest leaves room in one piece for what is still to come.
+    if placed.min() < 0:
+        placed = longest_first(instance, start, True)
+    if placed.min() >= 0:
+        descend(placed, instance, np.zeros(count))
+    return placed
+
+
+@compiled
+def kick_evenly(
+    placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
+) -> None:
+    """Improve a spread in place by at most `kicks` kicks, until its largest micro-batch has `enough` work or less."""
+    kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
+
+
+@compiled
+def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
+    """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
+    # One kind: SINGLE reads MaxLen and nothing else, and the work is the end.
+    terms = np.zeros((1, COLUMNS))
+    terms[0, MAX_LEN] = max_len
+    terms[0, MODE] = SINGLE
+    return Instance(work.reshape(-1, 1), lengths, np.zeros(count, np.int64), terms)
+
+
+@compiled
+def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, c: float) -> float:
+    """Return the seconds of a packing, infinite where a sequence has no micro-batch."""
+    if placed.min() < 0:
+        return np.inf
+    loads = np.zeros(count)
+    for i in range(len(work)):
+        loads[placed[i]] += work[i]
+    return price(objective, loads.max(), work.sum(), count, stages, c)
+
+
+@compiled
+def form(
+    work: Floats, lengths: Floats, terms: Floats, stages: int, c: float, util_len: float, objective: int, kicks: int
+) -> tuple[float, float, int, Ints]:
+    """Return the best packing of one pipeline: seconds, their lower bound, V, and each sequence's micro-batch.
+
+    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only where
+    no packing had been possible.
+
+    Args:
+        work: seconds of each sequence, descending [n].
+        lengths: tokens [n].
+        terms: of the pipeline's kind; see `local_search`.
+        stages: PP.
+        c: seconds of a micro-batch beside its work.
+        util_len: tokens that a micro-batch should have.
+        objective: EQ1 or SUM.
+        kicks: of the local search for each V that is searched further.
+    """
+    n = len(work)
+    total = work.sum()
+    max_len = terms[MAX_LEN]
+    low = max(1, math.ceil(lengths.sum() / max_len))
+    high = min(max(low, int(lengths.sum() // util_len)), n)
+    bounds = np.empty(high - low + 1)
+    for v in range(low, high + 1):
+        bounds[v - low] = price(objective, largest_at_least(work, v), total, v, stages, c)
+    # Best bound first: once a packing is as good as the next bound, no V that is left can beat it. Those packings alone
+    # are kept that kicks are for: short sequences may have thousands of V.
+    tried = np.full((KICKED, n), -1, np.int64)
+    kept = np.full(KICKED, -1)  # V - low of each, the best first
+    values = np.full(len(bounds), np.inf)
+    best = np.inf
+    open_bounds = bounds.copy()
+    for _ in range(len(bounds)):
+        at = np.argmin(open_bounds)
+        if open_bounds[at] >= best * (1 - 1e-9):
+            break
+        open_bounds[at] = np.inf
+        placed = spread_evenly(work, lengths, low + at, max_len)
+        values[at] = priced(placed, work, low + at, objective, stages, c)
+        best = min(best, values[at])
+        for k in range(KICKED):
+            if kept[k] < 0 or (values[at], at) < (values[kept[k]], kept[k]):
+                kept[k + 1 :] = kept[k:-1].copy()
+                tried[k + 1 :] = tried[k:-1].copy()
+                kept[k] = at
+                tried[k] = placed
+                break
+    # On one stage SUM does not depend on the largest micro-batch: kicks, which level it, would gain nothing.
+    if objective == EQ1 or stages > 1:
+        for k in range(KICKED):
+            at = kept[k]
+            # What its own bound already excludes, kicks cannot save.
+            if at >= 0 and values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
+                enough = largest_at_least(work, low + at) * (1 + ENOUGH)
+                kick_evenly(tried[k], work, lengths, low + at, max_len, kicks, enough)
+                values[at] = priced(tried[k], work, low + at, objective, stages, c)
+                best = min(best, values[at])
+    at = np.argmin(values)
+    if best < np.inf:
+        for k in range(KICKED):
+            if kept[k] == at:
+                return values[at], min(bounds.min(), values[at]), low + at, tried[k]
+    # Capacity is too tight for the numbers of Appendix C: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    for count in range(high + 1, n + 1):
+        placed = spread_evenly(work, lengths, count, max_len)
+        if placed.min() >= 0:
+            seconds = priced(placed, work, count, objective, stages, c)
+            return seconds, min(bounds.min(), seconds), count, placed
+    return np.inf, np.inf, 0, tried[0]
+
+
+@compiled
+def form_in_order(
+    work: Floats,
+    lengths: Floats,
+    terms: Floats,
+    stages: int,
+    c: float,
+    util_len: float,
+    objective: int,
+    kicks: int,
+    climb: int,
+) -> tuple[float, float, int, Ints, float]:
+    """Return what `form` returns, the micro-batches numbered in the order in which 1F1B ends first, and that end.
+
+    Args:
+        work, lengths, terms, stages, c, util_len, objective, kicks: see `form`.
+        climb: rounds of improving the order.
+    """
+    best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
+    if count == 0:
+        return best, bound, 0, placed, np.inf
+    # A micro-batch costs c whatever is in it, and then its sequences' work.
+    used = np.zeros(count, np.bool_)
+    costs = np.full(count, c)
+    for i in range(len(work)):
+        costs[placed[i]] += work[i]
+        used[placed[i]] = True
+    # Micro-batches may have stayed empty: number those in use from 0.
+    number = np.zeros(count, np.int64)
+    used_count = 0
+    for j in range(count):
+        if used[j]:
+            costs[used_count] = costs[j]
+            number[j] = used_count
+            used_count += 1
+    end, order = best_order(equal_stages(costs[:used_count], stages), FORWARD, climb)
+    # `order` says which micro-batch runs at each position; a sequence needs the position of its micro-batch.
+    position = np.empty(len(order), np.int64)
+    for at in range(len(order)):
+        position[order[at]] = at
+    for i in range(len(work)):
+        placed[i] = position[number[placed[i]]]
+    return best, bound, len(order), placed, end

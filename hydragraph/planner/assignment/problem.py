@@ -1,0 +1,136 @@
+"""One mini-batch to be spread over pipelines, as the arrays that the search and the bound compute with.
+
+The symbols are those of `local_search`: n sequences in descending length, P pipelines of K kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assignment import local_search
+from hydragraph.planner.assignment.local_search import EQ3, FORMED, Floats, Instance, Ints
+
+Bubble = Literal["longest", "constant"]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Sequences in descending length, and pipelines grouped into kinds of equal ones.
+
+    Attributes:
+        pipelines: all of them, in the caller's order.
+        kinds: the different ones.
+        kind_of: the index in `kinds` of each pipeline [P].
+        counts: pipelines of each kind [K].
+        order: the caller's index of each sequence [n].
+        lengths: tokens [n].
+        cost: a l^2 + b l in seconds [n, K], infinite where a sequence is longer than MaxLen.
+        terms: how a pipeline of each kind finishes [K, 8]; see `local_search`.
+    """
+
+    pipelines: tuple[PipelineCost, ...]
+    kinds: tuple[PipelineCost, ...]
+    kind_of: Ints
+    counts: Floats
+    order: Ints
+    lengths: Floats
+    cost: Floats
+    terms: Floats
+
+    @property
+    def instance(self) -> Instance:
+        """What compiled functions are given."""
+        return Instance(self.cost, self.lengths, self.kind_of, self.terms)
+
+    @property
+    def hardest(self) -> list[tuple[float, list[int]]]:
+        """Of every set of kinds, the longest sequence that just these take: no other can take longer alone."""
+        fits = np.isfinite(self.cost)
+        longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
+        return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
+
+    def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
+        """Return which of the caller's sequences each pipeline gets."""
+        of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
+        for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
+            of_pipeline[p].append(i)
+        return tuple(map(tuple, of_pipeline))
+
+    def only(self, allowed: NDArray[np.bool_]) -> Instance:
+        """Return what compiled functions are given where sequences may only go to the kinds allowed [n, K]."""
+        return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
+
+
+def problem_of(
+    pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
+) -> Problem:
+    """Return the arrays of a mini-batch; sequences of length 0 are left out.
+
+    Args:
+        pipelines: what each costs.
+        lengths: tokens per sequence.
+        formed: pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
+        bubble: of Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant of the pipeline.
+
+    Raises:
+        Unsupported: a sequence is longer than every pipeline's MaxLen.
+        ValueError: there is no pipeline, or a length is negative or no whole number.
+    """
+    if not pipelines:
+        raise ValueError("no pipelines: give at least one scheme")
+    tokens = _checked(lengths)
+    # Stable, so that equal lengths keep the caller's order, and every process plans alike.
+    order = np.argsort(-tokens, kind="stable")
+    order = order[tokens[order] > 0]
+    sizes = tokens[order].astype(np.float64)
+    longest = max(p.max_len for p in pipelines)
+    if len(sizes) and sizes[0] > longest:
+        raise Unsupported(
+            f"sequence {order[0]} has {int(sizes[0])} tokens, more than MaxLen = {longest} of every pipeline",
+            where="planner",
+            remedy="truncate it (max_length in the data), or give more devices to a pipeline (tensor or pipeline "
+            "parallelism, more devices in all)",
+        )
+    # Columns are kinds, not pipelines: a hundred pipelines of three kinds are three columns.
+    kinds = tuple(dict.fromkeys(pipelines))
+    kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
+    cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)
+    terms = np.array([_terms(k, formed, bubble) for k in kinds])
+    counts = np.bincount(kind_of, minlength=len(kinds)).astype(np.float64)
+    return Problem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
+
+
+def _checked(lengths: Sequence[int]) -> Ints:
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
+        raise ValueError("lengths must be whole numbers of tokens, one per sequence, none negative")
+    return tokens.astype(np.int64)
+
+
+def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
+    """Return the row that `local_search.finish` reads."""
+    # Where the bubble is a constant, it is in FIXED, and BUBBLE stays 0.
+    depth = float(kind.stages - 1)
+    row = np.zeros(local_search.COLUMNS)
+    row[local_search.QUADRATIC] = kind.a
+    row[local_search.LINEAR] = kind.b
+    row[local_search.OVERHEAD] = kind.c
+    row[local_search.MAX_LEN] = kind.max_len
+    row[local_search.UTIL_LEN] = kind.util_len
+    row[local_search.MODE] = FORMED if formed else EQ3
+    # By Eq. 2, a pipeline pays c once for its last micro-batch, which its sequences' own work leaves out.
+    if formed:
+        row[local_search.BUBBLE] = depth
+    elif bubble == "longest":
+        row[local_search.BUBBLE] = depth
+        row[local_search.FIXED] = kind.c
+    else:
+        row[local_search.FIXED] = kind.c + depth * kind.micro_batch_seconds([kind.max_len])
+    return row

@@ -1,0 +1,588 @@
+"""Improve an assignment by what its schedule really takes, micro-batch by micro-batch (compiled by numba).
+
+The searches before this one go by an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
+micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`stage_terms.end_of`), so that a
+small first and last micro-batch, an uneven stage, or a slow link count as what they are. That is dearer; so only the
+pipeline that ends last is improved, by the first step found that helps, until the steps or the effort are used up.
+
+    n sequences by length, descending; P pipelines of K kinds: as in `local_search`
+    M            micro-batches there may be: as many as sequences. Each has a number, for as long as it lives
+    batch[i]     [n]        the number of sequence i's micro-batch
+    order[p, x]  [P, C]     the number of the micro-batch at position x of pipeline p; count[p] of them, C at most
+    rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_terms`
+    ends[p]      [P]        when pipeline p ends
+
+Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds, a third of which is the forward.
+
+    4 4 2 2  ends at 16; the micro-batches in their order by length
+    2 4 4 2  at 14.67: the pipeline fills and drains with small ones. The envelope says 16 of both
+
+A step, of the pipeline that ends last:
+
+    order  two of its micro-batches change places
+    leave  a sequence goes to a micro-batch of another pipeline, or becomes one there
+    trade  it goes for a shorter sequence of that pipeline
+    move   it goes to another of its own micro-batches, or becomes one
+    swap   two sequences of two of its micro-batches change places
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.stage_arrays import AHEAD, PARTS, Scratch, StageTerms, end_of, fill_row, scratch_of
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
+
+Bools = NDArray[np.bool_]
+
+# Part of the last end that a step must save: large savings first, as small ones take as long to find.
+GAINS = (3e-3, LEAST_GAIN)
+# Tasks (a forward or backward of a micro-batch on a stage) that a search computes at most, all its trials together.
+TASKS = 500_000
+# What a trial costs beside its tasks, in tasks.
+TRIAL = 20
+
+
+class Sequences(NamedTuple):
+    """What is assigned, and to what.
+
+    Attributes:
+        lengths: tokens [n].
+        fits: sequence i may go to pipelines of kind t [n, K].
+        kind_of: of each pipeline [P].
+        max_len: tokens that a micro-batch of each kind may have [K].
+        terms: what each kind's stages take.
+    """
+
+    lengths: Floats
+    kind_of: Ints
+    max_len: Floats
+    terms: StageTerms
+
+
+class Plan(NamedTuple):
+    """An assignment in the making; see the head of this file.
+
+    Attributes:
+        placed: the pipeline of each sequence [n].
+        batch, order, counts: see there (`count`).
+        members, squares, tokens: of each micro-batch: how many sequences, sum l^2 and sum l [M].
+        rows: [M + 4, S, 5]; the last four are those of a trial.
+        busy: what each stage of a pipeline computes [P, S].
+        ends: [P].
+        spent: tasks computed so far [1].
+        scratch: of `end_of`.
+        trial: two orders of a trial [2, C + 1].
+    """
+
+    placed: Ints
+    batch: Ints
+    order: Ints
+    counts: Ints
+    members: Ints
+    squares: Floats
+    tokens: Floats
+    rows: Floats
+    busy: Floats
+    ends: Floats
+    spent: Ints
+    scratch: Scratch
+    trial: Ints
+
+
+@compiled
+def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Plan:
+    """Return the plan of an assignment, which it goes on to change in place."""
+    n = len(placed)
+    pipelines = len(given.kind_of)
+    stages = given.terms.seconds.shape[1]
+    plan = Plan(
+        placed,
+        batch,
+        order,
+        count,
+        np.zeros(n, np.int64),
+        np.zeros(n),
+        np.zeros(n),
+        np.empty((n + 4, stages, PARTS)),
+        np.zeros((pipelines, stages)),
+        np.zeros(pipelines),
+        np.zeros(1, np.int64),
+        scratch_of(stages, order.shape[1] + 1),
+        np.empty((2, order.shape[1] + 1), np.int64),
+    )
+    recount(plan, given, np.ones(pipelines, np.bool_))
+    return plan
+
+
+@compiled
+def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Floats:
+    """Return when each pipeline of an assignment ends [P]."""
+    plan = plan_of(placed, batch, order, count, given)
+    ends: Floats = plan.ends
+    return ends
+
+
+@compiled
+def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
+    """Compute everything about the pipelines that changed from `placed`, `batch`, `order` and `count`."""
+    for p in range(len(changed)):
+        if changed[p]:
+            for x in range(plan.counts[p]):
+                m = plan.order[p, x]
+                plan.members[m] = 0
+                plan.squares[m] = 0.0
+                plan.tokens[m] = 0.0
+    for i in range(len(plan.placed)):
+        if changed[plan.placed[i]]:
+            m = plan.batch[i]
+            plan.members[m] += 1
+            plan.squares[m] += given.lengths[i] * given.lengths[i]
+            plan.tokens[m] += given.lengths[i]
+    for p in range(len(changed)):
+        if not changed[p]:
+            continue
+        t = given.kind_of[p]
+        stages = given.terms.stages[t]
+        plan.busy[p] = 0.0
+        for x in range(plan.counts[p]):
+            m = plan.order[p, x]
+            fill_row(plan.rows[m], given.terms.seconds[t], stages, plan.squares[m], plan.tokens[m])
+            for s in range(stages):
+                for part in range(AHEAD):
+                    plan.busy[p, s] += plan.rows[m, s, part]
+        plan.ends[p] = end_with(p, plan.order[p], plan.counts[p], plan, given)
+        changed[p] = False
+
+
+@compiled
+def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> float:
+    """Return when pipeline p would end with these micro-batches in this order."""
+    t = given.kind_of[p]
+    stages = given.terms.stages[t]
+    plan.spent[0] += 2 * stages * count + TRIAL
+    return float(end_of(plan.rows, order, count, stages, given.terms.gpipe[t], plan.scratch))
+
+
+@compiled
+def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, given: Sequences) -> bool:
+    """Fill the row of trial `at` with micro-batch m without sequence `less` and with `more`; say whether it fits.
+
+    Args:
+        m: of pipeline p; -1: an empty one.
+        at: 0 to 3.
+        less, more: sequences; -1: none.
+    """
+    t = given.kind_of[p]
+    squares = 0.0
+    tokens = 0.0
+    if m >= 0:
+        squares = plan.squares[m]
+        tokens = plan.tokens[m]
+    if less >= 0:
+        squares -= given.lengths[less] * given.lengths[less]
+        tokens -= given.lengths[less]
+    if more >= 0:
+        squares += given.lengths[more] * given.lengths[more]
+        tokens += given.lengths[more]
+    if tokens > given.max_len[t]:
+        return False
+    fill_row(plan.rows[len(plan.placed) + at], given.terms.seconds[t], given.terms.stages[t], squares, tokens)
+    return True
+
+
+@compiled
+def without(i: int, p: int, which: int, plan: Plan, given: Sequences) -> int:
+    """Write pipeline p without sequence i to an order of a trial, and return how many micro-batches it has."""
+    order = plan.trial[which]
+    m = plan.batch[i]
+    count = 0
+    # A micro-batch of one sequence goes with it; of another, what is left takes its place, as trial 2 * which.
+    for x in range(plan.counts[p]):
+        other = plan.order[p, x]
+        if other != m:
+            order[count] = other
+            count += 1
+        elif plan.members[m] > 1:
+            order[count] = len(plan.placed) + 2 * which
+            count += 1
+    if plan.members[m] > 1:
+        changed_batch(m, 2 * which, p, i, -1, plan, given)
+    return count
+
+
+@compiled
+def exchanged(order: Ints, count: int, m: int, by: int) -> None:
+    """Put micro-batch `by` where m is in an order."""
+    for x in range(count):
+        if order[x] == m:
+            order[x] = by
+
+
+@compiled
+def opened(order: Ints, count: int, x: int, m: int) -> None:
+    """Put micro-batch m at position x of an order, in place; what is behind goes one further."""
+    for y in range(count, x, -1):
+        order[y] = order[y - 1]
+    order[x] = m
+
+
+@compiled
+def closed(order: Ints, count: int, x: int) -> None:
+    """Take away what is at position x of an order, in place."""
+    for y in range(x, count - 1):
+        order[y] = order[y + 1]
+
+
+@compiled
+def free_number(plan: Plan) -> int:
+    """Return the number of a micro-batch that does not exist."""
+    for m in range(len(plan.members)):
+        if plan.members[m] == 0:
+            return m
+    return -1
+
+
+@compiled
+def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
+    """Put sequence i into micro-batch m of pipeline q, or, where m is -1, into a new one at position x of it.
+
+    `x` counts the micro-batches that are there without i: where i was alone, its own is gone.
+    """
+    p = plan.placed[i]
+    old = plan.batch[i]
+    plan.members[old] -= 1
+    if plan.members[old] == 0:
+        for y in range(plan.counts[p]):
+            if plan.order[p, y] == old:
+                closed(plan.order[p], plan.counts[p], y)
+                plan.counts[p] -= 1
+                break
+    if m < 0:
+        m = free_number(plan)
+        opened(plan.order[q], plan.counts[q], x, m)
+        plan.counts[q] += 1
+    plan.members[m] += 1
+    plan.placed[i] = q
+    plan.batch[i] = m
+
+
+@compiled
+def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
+    """Let two micro-batches of pipeline p change places, if it ends before `best` then."""
+    order = plan.order[p]
+    for x in range(plan.counts[p] - 1):
+        for y in range(x + 1, plan.counts[p]):
+            order[x], order[y] = order[y], order[x]
+            end = end_with(p, order, plan.counts[p], plan, given)
+            if end < best:
+                plan.ends[p] = end
+                return True
+            order[x], order[y] = order[y], order[x]
+    return False
+
+
+@compiled
+def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
+    """Put sequence i of pipeline p into another of its micro-batches, or into one of its own, if p ends sooner then."""
+    left = len(plan.placed)
+    own = plan.batch[i]
+    count = without(i, p, 0, plan, given)
+    order = plan.trial[0]
+    for x in range(count):
+        m = order[x]
+        if m == left or not changed_batch(m, 1, p, -1, i, plan, given):
+            continue
+        order[x] = left + 1
+        end = end_with(p, order, count, plan, given)
+        order[x] = m
+        if end < best:
+            relocate(i, p, m, 0, plan)
+            return True
+    if count == plan.order.shape[1] or not changed_batch(-1, 1, p, -1, i, plan, given):
+        return False
+    for x in range(count + 1):
+        if plan.members[own] == 1 and x < plan.counts[p] and plan.order[p, x] == own:
+            continue  # as it is
+        opened(order, count, x, left + 1)
+        end = end_with(p, order, count + 1, plan, given)
+        closed(order, count + 1, x)
+        if end < best:
+            relocate(i, p, -1, x, plan)
+            return True
+    return False
+
+
+@compiled
+def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
+    """Let sequence i and a shorter one of another micro-batch of pipeline p change places, if p ends sooner then."""
+    n = len(plan.placed)
+    own = plan.batch[i]
+    order = plan.trial[0]
+    for k in range(i + 1, n):
+        other = plan.batch[k]
+        if plan.placed[k] != p or other == own or given.lengths[k] == given.lengths[i]:
+            continue
+        if not changed_batch(other, 1, p, k, i, plan, given):
+            continue
+        changed_batch(own, 0, p, i, k, plan, given)
+        for x in range(plan.counts[p]):
+            m = plan.order[p, x]
+            order[x] = n if m == own else n + 1 if m == other else m
+        if end_with(p, order, plan.counts[p], plan, given) < best:
+            plan.batch[i] = other
+            plan.batch[k] = own
+            return True
+    return False
+
+
+@compiled
+def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
+    """Return what the busiest stage of pipeline q has to do at least with sequence i, and without k (-1: none)."""
+    seconds = given.terms.seconds[given.kind_of[q]]
+    most = 0.0
+    length = given.lengths[i]
+    squares = length * length
+    if k >= 0:
+        length -= given.lengths[k]
+        squares -= given.lengths[k] * given.lengths[k]
+    # Of one kind of ranks, a stage's seconds are a line; of several, the sum of maxima is no line: left out.
+    if seconds.shape[1] > 1:
+        return 0.0
+    for s in range(given.terms.stages[given.kind_of[q]]):
+        added = 0.0
+        for part in range(AHEAD):
+            added += seconds[s, 0, part, 0] * squares + seconds[s, 0, part, 1] * length
+        most = max(most, plan.busy[q, s] + added)
+    return most
+
+
+@compiled
+def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
+    """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both end before `best` then."""
+    n = len(plan.placed)
+    count = without(i, p, 0, plan, given)
+    if end_with(p, plan.trial[0], count, plan, given) >= best:
+        return False
+    order = plan.trial[1]
+    for q in range(len(plan.ends)):
+        if q == p or plan.ends[q] > horizon or plan.ends[q] >= best:
+            continue
+        if given.lengths[i] > given.max_len[given.kind_of[q]] or least_with(i, -1, q, plan, given) >= best:
+            continue
+        there = plan.counts[q]
+        for x in range(there):
+            order[x] = plan.order[q, x]
+        for x in range(there):
+            m = order[x]
+            if not changed_batch(m, 2, q, -1, i, plan, given):
+                continue
+            order[x] = n + 2
+            end = end_with(q, order, there, plan, given)
+            order[x] = m
+            if end < best:
+                relocate(i, q, m, 0, plan)
+                return True
+        if there == plan.order.shape[1]:
+            continue
+        changed_batch(-1, 2, q, -1, i, plan, given)
+        for x in range(there + 1):
+            opened(order, there, x, n + 2)
+            end = end_with(q, order, there + 1, plan, given)
+            closed(order, there + 1, x)
+            if end < best:
+                relocate(i, q, -1, x, plan)
+                return True
+    return False
+
+
+@compiled
+def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
+    """Let sequence i of pipeline p go for a shorter one of a pipeline that ends by `horizon`, if that helps."""
+    n = len(plan.placed)
+    own = plan.batch[i]
+    mine = plan.trial[0]
+    for x in range(plan.counts[p]):
+        mine[x] = plan.order[p, x]
+    exchanged(mine, plan.counts[p], own, n)
+    theirs = plan.trial[1]
+    for k in range(i + 1, n):
+        q = plan.placed[k]
+        if q == p or plan.ends[q] > horizon or plan.ends[q] >= best or given.lengths[k] == given.lengths[i]:
+            continue
+        if least_with(i, k, q, plan, given) >= best:
+            continue
+        if not changed_batch(own, 0, p, i, k, plan, given) or not changed_batch(plan.batch[k], 2, q, k, i, plan, given):
+            continue
+        if end_with(p, mine, plan.counts[p], plan, given) >= best:
+            continue
+        for x in range(plan.counts[q]):
+            theirs[x] = plan.order[q, x]
+        exchanged(theirs, plan.counts[q], plan.batch[k], n + 2)
+        if end_with(q, theirs, plan.counts[q], plan, given) < best:
+            plan.batch[i] = plan.batch[k]
+            plan.batch[k] = own
+            plan.placed[i] = q
+            plan.placed[k] = p
+            return True
+    return False
+
+
+@compiled
+def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, changed: Bools) -> bool:
+    """Take the first step found that brings the end of the last pipeline forward; mark what it changed."""
+    best = plan.ends[p] * (1.0 - gain)
+    if try_orders(p, best, plan, given):
+        return True
+    n = len(plan.placed)
+    horizon = horizon_of(plan.ends, NEAR) if len(plan.ends) > NEAR else np.inf
+    changed[p] = True
+    for step in range(4):
+        for i in range(n):
+            if plan.placed[i] != p:
+                continue
+            if plan.spent[0] > tasks:
+                changed[p] = False
+                return False
+            if step == 0:
+                found = try_leaving(i, p, best, horizon, plan, given)
+            elif step == 1:
+                found = try_moves(i, p, best, plan, given)
+            elif step == 2:
+                found = try_trades(i, p, best, horizon, plan, given)
+            else:
+                found = try_swaps(i, p, best, plan, given)
+            if found:
+                # A trade leaves another sequence's pipeline changed too, which is where i is now.
+                changed[plan.placed[i]] = True
+                return True
+    changed[p] = False
+    return False
+
+
+@compiled
+def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
+    """Improve in place while a step helps, tasks are left and the last end is above `enough`; return that end."""
+    changed = np.zeros(len(plan.ends), np.bool_)
+    for gain in GAINS:
+        while plan.spent[0] <= tasks:
+            p = np.argmax(plan.ends)
+            if plan.ends[p] <= enough or not improve_once(p, gain, plan, given, tasks, changed):
+                break
+            recount(plan, given, changed)
+    return float(plan.ends.max())
+
+
+@compiled
+def throw(plan: Plan, given: Sequences, changed: Bools) -> None:
+    """Put a random sequence into a random micro-batch, or let two micro-batches change places; mark what changed."""
+    i = np.random.randint(len(plan.placed))
+    # Half of them stay in their pipeline, or one whose micro-batches could be better would seldom be tried.
+    p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
+    if np.random.random() < 0.25 and plan.counts[p] > 1:
+        x = np.random.randint(plan.counts[p])
+        y = np.random.randint(plan.counts[p])
+        plan.order[p, x], plan.order[p, y] = plan.order[p, y], plan.order[p, x]
+        changed[p] = True
+        return
+    most = given.max_len[given.kind_of[p]]
+    if given.lengths[i] > most:
+        return
+    old = plan.placed[i]
+    own = plan.batch[i]
+    alone = plan.members[own] == 1
+    there = plan.counts[p] - (1 if alone and old == p else 0)
+    x = np.random.randint(2 * there + 1)
+    if x < there:
+        m = plan.order[p, x]
+        # Tokens are those of what was there before anything was thrown: whether it really fits is seen by the sum.
+        held = 0.0
+        for k in range(len(plan.placed)):
+            if plan.batch[k] == m:
+                held += given.lengths[k]
+        if m == own or held + given.lengths[i] > most:
+            return
+        relocate(i, p, m, 0, plan)
+    elif there < plan.order.shape[1]:
+        relocate(i, p, -1, x - there, plan)
+    changed[old] = True
+    changed[p] = True
+
+
+@compiled
+def improve(
+    placed: Ints,
+    batch: Ints,
+    order: Ints,
+    count: Ints,
+    given: Sequences,
+    kicks: int,
+    tasks: int,
+    enough: float,
+    seed: int,
+) -> float:
+    """Improve an assignment in place: descend; then throw a few sequences elsewhere, descend, keep what is no worse.
+
+    Whatever `kicks`, `tasks` and `enough`, the same steps are taken in the same order, up to where one of them ends the
+    search, and the best that was seen is kept: so more of them is never worse.
+
+    Args:
+        placed, batch, order, count: see the head of this file.
+        given: what is assigned, and to what.
+        kicks: how often.
+        tasks: to compute, at most; a step that has begun is finished.
+        enough: stop at this many seconds.
+        seed: of the kicks.
+
+    Returns:
+        When the last pipeline ends.
+    """
+    np.random.seed(seed)
+    plan = plan_of(placed, batch, order, count, given)
+    current = descend(plan, given, tasks, enough)
+    best = current
+    kept = (placed.copy(), batch.copy(), order.copy(), count.copy())
+    found = (placed.copy(), batch.copy(), order.copy(), count.copy())
+    changed = np.zeros(len(plan.ends), np.bool_)
+    for _ in range(kicks):
+        if best <= enough or plan.spent[0] > tasks:
+            break
+        for _ in range(2 + np.random.randint(4)):
+            throw(plan, given, changed)
+        recount(plan, given, changed)
+        end = descend(plan, given, tasks, enough)
+        if end <= current:
+            current = end
+            keep(plan, kept)
+            if end < best:
+                best = end
+                keep(plan, found)
+        else:
+            restore(plan, kept)
+            changed[:] = True
+            recount(plan, given, changed)
+    restore(plan, found)
+    return float(best)
+
+
+@compiled
+def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
+    """Copy what a plan consists of."""
+    kept[0][:] = plan.placed
+    kept[1][:] = plan.batch
+    kept[2][:] = plan.order
+    kept[3][:] = plan.counts
+
+
+@compiled
+def restore(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
+    """Copy it back; `recount` computes the rest."""
+    plan.placed[:] = kept[0]
+    plan.batch[:] = kept[1]
+    plan.order[:] = kept[2]
+    plan.counts[:] = kept[3]
+    plan.members[:] = 0

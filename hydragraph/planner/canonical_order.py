@@ -1,0 +1,119 @@
+"""Plans that do not depend on how nodes and devices are listed: planning counts them in an order of its own.
+
+Nodes are sorted by what they are (type, links, cards, devices with their memory and rates), the quickest first; so are
+a node's devices among those that share a network card, and its cards. What is found is told in the ranks as given.
+Only intervals of the state go by the order of ranks, which moves an iteration's seconds a little.
+
+Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.finalists import Finalists, Proposal
+from hydragraph.planner.price_candidate import Settled, Shortage
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+Key = tuple[object, ...]
+
+# Of a device's key, what is the same for all of its type.
+TYPE = 4
+
+
+def order_of(costs: Costs) -> list[int]:
+    """Return the ranks in the order in which planning counts them."""
+    nodes: dict[int, list[int]] = {}
+    for rank in range(costs.ranks):
+        nodes.setdefault(costs.cluster.node_of(rank), []).append(rank)
+    found = []
+    for number, ranks in nodes.items():
+        ordered = _of_node(costs, ranks)
+        devices = [_device(costs, rank) for rank in ordered]
+        found.append((devices[0][:TYPE], _node(costs, number), devices, ordered))
+    found.sort(key=lambda each: each[:3])
+    return [rank for *_, ordered in found for rank in ordered]
+
+
+def _of_node(costs: Costs, ranks: Sequence[int]) -> list[int]:
+    """Return a node's ranks in order. Which of its places share a card follows from their number, and stays."""
+    cards = [
+        sorted(each, key=lambda rank: _device(costs, rank)) for _, each in groupby(ranks, key=costs.cluster.card_of)
+    ]
+    sizes = [len(each) for each in cards]
+    cards.sort(key=lambda each: [_device(costs, rank) for rank in each])
+    by_size = {size: [each for each in cards if len(each) == size] for size in sizes}
+    return [rank for size in sizes for rank in by_size[size].pop(0)]
+
+
+def _node(costs: Costs, number: int) -> Key:
+    node = costs.cluster.node(number)
+    return -node.devices, _link(node.outer), _link(node.inner), -node.cards
+
+
+def _link(link: Interconnect) -> Key:
+    return -link.bytes_per_s, link.latency_s, link.points
+
+
+def _device(costs: Costs, rank: int) -> Key:
+    """Return what tells a device from others, the quickest and largest first."""
+    device = costs.cluster.devices[rank]
+    home = costs.home
+    owned = [shares[rank] for shares in (home.shares, *home.buckets.values(), home.nodes) if shares is not None]
+    name = costs.cluster.type_of(rank)
+    rate = costs.health.rate(rank)
+    return -device.flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, name, rate, owned
+
+
+def told(found: Finalists, order: Sequence[int]) -> Finalists:
+    """Return what was found in the ranks that planning counted in this order."""
+    names = dict(enumerate(order))
+    settled = tuple(as_told(each, order) for each in found.settled)
+    passed = tuple(_proposal(each, names) for each in found.passed)
+    short = tuple(Shortage(_named(e.strategy, names)[0], names[e.rank], e.bytes) for e in found.short)
+    return Finalists(settled, passed, short)
+
+
+def as_told(each: Settled, order: Sequence[int]) -> Settled:
+    """Return one of them in the ranks that planning counted in this order."""
+    strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
+    places = places_of(order)
+    return replace(
+        each,
+        strategy=strategy,
+        home=each.home.reordered(places),
+        assignments=tuple(_assigned(assignment, pipelines) for assignment in each.assignments),
+        memory=tuple(each.memory[place] for place in places),
+    )
+
+
+def places_of(order: Sequence[int]) -> list[int]:
+    """Return where each rank is in an order."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:
+    strategy, pipelines = _named(each.strategy, names)
+    return replace(each, strategy=strategy, assignment=_assigned(each.assignment, pipelines), across=None)
+
+
+def _named(strategy: Strategy, names: dict[int, int]) -> tuple[Strategy, list[int]]:
+    """Return a strategy on ranks as they were given, and which of its pipelines each was: in the order of ranks."""
+    named = strategy.renumbered(names)
+    pipelines = [
+        Pipeline(tuple(replace(stage, devices=tuple(sorted(stage.devices))) for stage in pipeline.stages))
+        for pipeline in named.pipelines
+    ]
+    order = sorted(range(len(pipelines)), key=lambda p: min(pipelines[p].devices))
+    return Strategy(tuple(pipelines[p] for p in order), strategy.schedule), order
+
+
+def _assigned(assignment: Assignment, pipelines: Sequence[int]) -> Assignment:
+    if not assignment.micro_batches:
+        return assignment
+    return replace(assignment, micro_batches=tuple(assignment.micro_batches[p] for p in pipelines))

@@ -1,0 +1,239 @@
+"""The best of all: the paper's integer programs through cvxpy, and every assignment by its schedule; for small cases.
+
+It is the oracle of the tests. cvxpy is an extra: `pip install hydragraph[exact]`; `exact_assignment` needs numba alone.
+
+Equations of Hydraulis -> functions:
+
+    Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
+    Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
+    the end of 1F1B itself (ours)                      `exact_assignment`, by enumeration
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.stage_arrays import PARTS, StageTerms, end_of, fill_row, scratch_of, stage_terms
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
+from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.spec.assignment import Assignment
+
+# Sequences that `exact_assignment` takes: 8 of them have 545,835 orders of micro-batches on a single pipeline.
+MOST = 8
+
+
+def _cvxpy() -> Any:
+    try:
+        import cvxpy
+    except ImportError as error:
+        raise Unsupported(
+            "cvxpy is not installed",
+            where='method="exact"',
+            remedy="pip install 'hydragraph[exact]', or method='search'",
+        ) from error
+    return cvxpy
+
+
+def exact_dispatch(problem: Problem) -> Ints:
+    """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
+
+    A pipeline without sequences takes no time: its constants count where it is used.
+    """
+    cp = _cvxpy()
+    n = len(problem.lengths)
+    count = len(problem.pipelines)
+    cost = problem.cost[:, problem.kind_of]  # [n, P]
+    terms = problem.terms[problem.kind_of]  # [P, 8]
+    fits = np.isfinite(cost)
+    m = cp.Variable((n, count), boolean=True)
+    end = cp.Variable()
+    # Every sequence once, and only where it fits.
+    constraints = [cp.sum(m, axis=1) == 1, m <= fits.astype(float)]
+    for j, row in enumerate(terms):
+        kind = problem.pipelines[j]
+        load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
+        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the largest of all assigned.
+        alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
+        # A maximum of linear terms, as linear programs have it: a variable that is no less than any of them.
+        extra = cp.Variable()  # at least the constants of every sequence that it got
+        constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
+    cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
+    return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
+
+
+def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Solve Eq. 1: for each V, o[i, j] in {0, 1} with the least largest micro-batch of at most MaxLen tokens.
+
+    Returns:
+        The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
+    """
+    problem = problem_of([pipeline], lengths, formed=True)
+    if not len(problem.lengths):
+        return (), 0.0
+    tokens = problem.lengths.sum()
+    n = len(problem.lengths)
+    low = max(1, math.ceil(tokens / pipeline.max_len))
+    high = min(max(low, int(tokens // pipeline.util_len)), n)
+    # Eq. 1 multiplies by V: a program for each V stays linear. Beyond the range of Appendix C only where capacity asks.
+    best = np.inf
+    best_placed = np.zeros(n, dtype=np.int64)
+    for count in range(low, n + 1):
+        if count > high and best < np.inf:
+            break
+        placed = _least_largest(problem.cost[:, 0], problem.lengths, count, pipeline.max_len)
+        if placed is None:
+            continue
+        largest = max(problem.cost[placed == j, 0].sum() for j in range(count))
+        value = (largest + pipeline.c) * (pipeline.stages - 1 + count)
+        if value < best:
+            best = value
+            best_placed = placed
+    batches = tuple(tuple(problem.order[best_placed == j].tolist()) for j in range(int(best_placed.max()) + 1))
+    return tuple(b for b in batches if b), float(best)
+
+
+def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
+    """Return the micro-batch of each sequence that makes the largest least; None: so many cannot hold them."""
+    cp = _cvxpy()
+    o = cp.Variable((len(work), count), boolean=True)
+    largest = cp.Variable()
+    constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
+    # Micro-batches are interchangeable, so sequence i only needs the first i + 1: fewer symmetric solutions to exclude.
+    constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
+    program = cp.Problem(cp.Minimize(largest), constraints)
+    program.solve(solver=cp.HIGHS)
+    return np.asarray(np.argmax(o.value, axis=1), dtype=np.int64) if program.status == "optimal" else None
+
+
+def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[float, Assignment]:
+    """Return the assignment that finishes first of all there are, with any number of micro-batches in any order.
+
+    Raises:
+        ValueError: there are more than `MOST` sequences, or costs that are no constants.
+        Unsupported: a sequence is longer than every MaxLen.
+    """
+    problem = problem_of(pipelines, lengths, formed=True)
+    terms = stage_terms(problem.kinds)
+    n = len(problem.lengths)
+    if n > MOST or not terms.faithful.all():
+        raise ValueError(f"{n} sequences, at most {MOST} of them: all assignments are too many, or costs are tables")
+    # Of every subset of the sequences, the best that a pipeline of each kind can do with it alone.
+    alone = [
+        _every_subset(problem.lengths, float(kind.max_len), terms, k)
+        if n
+        else (np.zeros(1), np.zeros((1, 0), np.int64))
+        for k, kind in enumerate(problem.kinds)
+    ]
+    # Pipeline by pipeline: the best of all ways to give the first ones a subset, and how much of it the last one got.
+    ends = np.full(1 << n, np.inf)
+    ends[0] = 0.0
+    shares = []
+    for k in problem.kind_of.tolist():
+        following = np.full(1 << n, np.inf)
+        share = np.zeros(1 << n, np.int64)
+        for taken in range(1 << n):
+            part = taken
+            while True:
+                end = max(ends[taken ^ part], alone[k][0][part])
+                if end < following[taken]:
+                    following[taken] = end
+                    share[taken] = part
+                if not part:
+                    break
+                part = (part - 1) & taken
+        ends = following
+        shares.append(share)
+    left = (1 << n) - 1
+    micro_batches: list[tuple[tuple[int, ...], ...]] = []
+    for k, share in zip(reversed(problem.kind_of.tolist()), reversed(shares), strict=True):
+        part = int(share[left])
+        mine = [i for i in range(n) if part >> i & 1]
+        at = alone[k][1][part]
+        batches = [[int(problem.order[i]) for i in mine if at[i] == x] for x in range(len(mine))]
+        micro_batches.append(tuple(tuple(b) for b in batches if b))
+        left ^= part
+    return float(ends[-1]), Assignment(tuple(reversed(micro_batches)), tuple(map(int, lengths)))
+
+
+@compiled
+def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int) -> tuple[Floats, Ints]:
+    """Return of every subset of the sequences (bit i: sequence i) the least end, and each one's place in the order."""
+    n = len(lengths)
+    stages = terms.stages[kind]
+    ends = np.full(1 << n, np.inf)
+    places = np.full((1 << n, n), -1, np.int64)
+    ends[0] = 0.0
+    scratch = scratch_of(stages, n)
+    rows = np.empty((n, stages, PARTS))
+    squares = np.zeros(n)
+    tokens = np.zeros(n)
+    group = np.zeros(n, np.int64)
+    most = np.zeros(n, np.int64)  # the largest group so far, as of each member
+    order = np.zeros(n, np.int64)
+    for subset in range(1, 1 << n):
+        members = np.array([i for i in range(n) if subset >> i & 1])
+        count = len(members)
+        group[:] = 0
+        most[:] = 0
+        # Groups as restricted growth strings: a member opens at most the group behind those that are there.
+        while True:
+            groups = most[count - 1] + 1
+            squares[:] = 0.0
+            tokens[:] = 0.0
+            for j in range(count):
+                length = lengths[members[j]]
+                squares[group[j]] += length * length
+                tokens[group[j]] += length
+            if tokens.max() <= max_len:
+                for m in range(groups):
+                    fill_row(rows[m], terms.seconds[kind], stages, squares[m], tokens[m])
+                    order[m] = m
+                while True:
+                    end = end_of(rows, order, groups, stages, terms.gpipe[kind], scratch)
+                    if end < ends[subset]:
+                        ends[subset] = end
+                        for j in range(count):
+                            for x in range(groups):
+                                if order[x] == group[j]:
+                                    places[subset, members[j]] = x
+                    if not _next_order(order, groups):
+                        break
+            j = count - 1
+            while j > 0 and group[j] > most[j - 1]:
+                j -= 1
+            if j == 0:
+                break
+            group[j] += 1
+            most[j] = max(most[j - 1], group[j])
+            for k in range(j + 1, count):
+                group[k] = 0
+                most[k] = most[j]
+    return ends, places
+
+
+@compiled
+def _next_order(order: Ints, count: int) -> bool:
+    """Turn an order into the next one of the dictionary, in place; False behind the last one."""
+    x = count - 2
+    while x >= 0 and order[x] > order[x + 1]:
+        x -= 1
+    if x < 0:
+        return False
+    y = count - 1
+    while order[y] < order[x]:
+        y -= 1
+    order[x], order[y] = order[y], order[x]
+    low = x + 1
+    high = count - 1
+    while low < high:
+        order[low], order[high] = order[high], order[low]
+        low += 1
+        high -= 1
+    return True

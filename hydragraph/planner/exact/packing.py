@@ -1,0 +1,150 @@
+"""Pack one pipeline's sequences into micro-batches (Hydraulis, section 6.1).
+
+Equations of Hydraulis -> functions:
+
+    Eq. 1, (PP - 1 + V) max_j cost_j                    objective "published": `micro_batches.price`, EQ1
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  objective "sum": `micro_batches.price`, SUM
+    1F1B itself (ours)                                  objective "1f1b": `one_f_one_b.pipeline_seconds`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.one_f_one_b import pipeline_seconds
+from hydragraph.planner.assignment.local_search import Floats, Ints
+from hydragraph.planner.assignment.micro_batches import EQ1, SUM, form_in_order
+from hydragraph.planner.assignment.problem import problem_of
+
+Objective = Literal["published", "sum", "1f1b"]
+
+KICKS = 60
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Micro-batches of one pipeline.
+
+    Attributes:
+        micro_batches: the caller's sequences in each, in the order in which they run.
+        seconds: of the objective: "published" (PP - 1 + V) max cost (Eq. 1), "sum": sum of costs + (PP - 1) max cost,
+            "1f1b": the recurrence.
+        seconds_1f1b: the 1F1B recurrence in this order.
+        bound: no packing with V in the range of Eq. 1 has a smaller objective.
+    """
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    seconds: float
+    seconds_1f1b: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a part of it."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+
+def pack(
+    scheme: Scheme,
+    profile: Profile,
+    lengths: Sequence[int],
+    *,
+    devices: int | None = None,
+    objective: Objective = "published",
+    method: Literal["search", "exact"] = "search",
+    kicks: int = KICKS,
+) -> Packing:
+    """Pack sequences into micro-batches of at most MaxLen tokens.
+
+    Args:
+        scheme: of the pipeline.
+        profile: what the scheme costs.
+        lengths: tokens per sequence; those of length 0 are left out.
+        devices: that share the sharded state, which MaxLen depends on; default: this pipeline's own.
+        objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" takes the better of both in
+            the order in which the true recurrence finishes first, so it is never worse than either.
+        method: "exact" solves Eq. 1 as an integer program through cvxpy (slow; small cases).
+        kicks: how long to search for each number of micro-batches.
+
+    Raises:
+        Unsupported: a sequence is longer than MaxLen, or the profile lacks the scheme.
+    """
+    pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
+    if method == "exact":
+        from hydragraph.planner.exact.exact_assignment import exact_packing
+
+        batches, seconds = exact_packing(pipeline, lengths)
+        return Packing(batches, seconds, seconds_of(pipeline, lengths, batches), seconds)
+    return pack_pipeline(pipeline, lengths, objective, kicks)
+
+
+def pack_pipeline(
+    pipeline: PipelineCost,
+    lengths: Sequence[int],
+    objective: Objective = "published",
+    kicks: int = KICKS,
+    climb: int = 0,
+) -> Packing:
+    """Pack sequences for one pipeline; see `pack`.
+
+    Args:
+        pipeline: what it costs.
+        lengths, objective, kicks: see `pack`.
+        climb: rounds of improving the order in which micro-batches run.
+    """
+    if objective == "1f1b":
+        # No search goes by the recurrence itself: the better of both packings, each in its best order, stands for it.
+        both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
+        packing = min(both, key=lambda p: p.seconds_1f1b)
+        return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
+    problem = problem_of([pipeline], lengths, formed=True)
+    if not len(problem.lengths):
+        return Packing((), 0.0, 0.0, 0.0)
+    work = problem.cost[:, 0]
+    return pack_sorted(pipeline, problem.order, work, problem.lengths, problem.terms[0], objective, kicks, climb)
+
+
+def pack_sorted(
+    pipeline: PipelineCost,
+    order: Ints,
+    work: Floats,
+    lengths: Floats,
+    terms: Floats,
+    objective: Objective,
+    kicks: int,
+    climb: int = 0,
+) -> Packing:
+    """Pack sequences that are sorted by length, descending.
+
+    Args:
+        pipeline: what it costs.
+        order: the caller's index of each [n].
+        work: a l^2 + b l of each, in seconds [n].
+        lengths: tokens of each [n].
+        terms: of the pipeline's kind; see `local_search`.
+        objective, kicks, climb: see `pack_pipeline`; not "1f1b".
+    """
+    which = EQ1 if objective == "published" else SUM
+    seconds, bound, count, placed, end = form_in_order(
+        np.ascontiguousarray(work), lengths, terms, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
+    )
+    # Back to what the caller calls the sequences.
+    batches: list[list[int]] = [[] for _ in range(count)]
+    for i, j in zip(order.tolist(), placed.tolist(), strict=True):
+        batches[j].append(i)
+    return Packing(tuple(map(tuple, batches)), seconds, end, bound)
+
+
+def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[float]:
+    """Return the seconds of one stage for each micro-batch."""
+    return [pipeline.micro_batch_seconds([lengths[i] for i in m]) for m in micro_batches]
+
+
+def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
+    """Return the 1F1B recurrence of a pipeline's micro-batches."""
+    return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages)

@@ -1,0 +1,99 @@
+"""A plan in words: which devices do what, what they hold and own, how far it is from the bound, and why rivals lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.state_shares import fractions
+from hydragraph.spec.home_text import owners_text
+from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.training_workload import Workload
+
+SHOWN = 6  # rivals
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What lost.
+
+    Attributes:
+        strategy: that was looked at.
+        seconds: of an iteration; infinite where it does not fit.
+        origin: the way of searching that it came from.
+        why: it lost, in words.
+    """
+
+    strategy: Strategy
+    seconds: float
+    origin: str
+    why: str
+
+
+def explanation(
+    costs: Costs,
+    workload: Workload,
+    chosen: Settled,
+    bound: float,
+    rivals: Sequence[Rival],
+    moved: int,
+    took_s: float,
+) -> str:
+    """Return the text of `Plan.explain`."""
+    how = "simulated" if chosen.simulated else "its slowest pipeline, with an estimate of traffic"
+    lines = [
+        f"{workload} on {costs.ranks} devices: {chosen.seconds:.4g} s an iteration ({how}), "
+        f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
+        f"strategy: {chosen.strategy.name}",
+    ]
+    counts = chosen.assignments[0].counts
+    described = [(_pipeline(costs, p), n) for p, n in zip(chosen.strategy.pipelines, counts, strict=True)]
+    for (text, count), same in groupby(described):
+        times = len(list(same))
+        lines.append(f"  {f'{times} x ' if times > 1 else ''}{text}; {count} micro-batches{' each' * (times > 1)}")
+    idle = sorted(set(range(costs.ranks)) - set(chosen.strategy.devices))
+    if idle:
+        lines.append(f"  idle: {_ranks(costs, idle)}")
+    tightest = max(range(costs.ranks), key=lambda rank: chosen.memory[rank] / costs.memory_of(rank))
+    lines.append(
+        f"memory: at most {max(chosen.memory) / 1e9:.3g} GB; tightest: rank {tightest} with "
+        f"{chosen.memory[tightest] / 1e9:.3g} of {costs.memory_of(tightest) / 1e9:.3g} GB"
+    )
+    lines.append(f"state: {_owners(costs, chosen)}" + (f"; {moved / 1e9:.3g} GB change their owner" if moved else ""))
+    lines += [f"lost: {rival.strategy.name[:90]} {rival.why}" for rival in rivals[:SHOWN]]
+    if len(rivals) > SHOWN:
+        lines.append(f"lost: {len(rivals) - SHOWN} more")
+    return "\n".join(lines)
+
+
+def _pipeline(costs: Costs, pipeline: Pipeline) -> str:
+    stages = []
+    for stage in pipeline.stages:
+        kind = costs.cluster.type_of(stage.devices[0]) or "device"
+        rate = max(costs.rate(rank) for rank in stage.devices)
+        slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
+        marks = " sequence-parallel" * stage.sequence_parallel + " recomputed" * stage.recompute
+        stages.append(f"{stage.tp} {kind}{slow}: {stage.layers} layers{marks}")
+    return " -> ".join(stages)
+
+
+def _owners(costs: Costs, chosen: Settled) -> str:
+    if chosen.home.buckets:
+        return owners_text(chosen.home, [bucket.name for bucket in costs.buckets], costs.ranks)
+    shares = fractions(costs, chosen.home)
+    if max(shares) == min(shares):
+        return "all ranks own equal parts"
+    none = [rank for rank, share in enumerate(shares) if not share]
+    owning = [share for share in shares if share]
+    least, most = f"{min(owning):.2%}", f"{max(owning):.2%}"
+    text = f"ranks own {least} to {most} of it" if least != most else f"ranks own {least} of it each"
+    return text + (f"; none: {_ranks(costs, none)}" if none else "")
+
+
+def _ranks(costs: Costs, ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    lost = [rank for rank in ranks if rank in costs.health.lost]
+    return f"{shown} ({len(lost)} lost)" if lost else shown

@@ -1,0 +1,200 @@
+"""Tensor-parallel groups inside nodes: equal devices in groups of one degree, stragglers in small ones.
+
+A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted by their rates,
+the slowest first, and consecutive runs form the groups: for a given size nothing is better (Malleus, theorem 1). Sizes
+do not fall along that order, so that a straggler drags few devices. Of all such splits of a node, those with the
+largest sum of 1 / y come first (theorem 2).
+
+Example: eight devices, one of rate 5.4, at most 4 in a group, rho = 1, 0.52, 0.28 for 1, 2, 4 ranks:
+
+    4 + 4          1 / (0.28 * 5.4) + 1 / 0.28                 = 4.2
+    1 + 1 + 2 + 4  1 / 5.4 + 1 / 1 + 1 / 0.52 + 1 / 0.28       = 6.7
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.generators.group_prices import Prices, Site, site_of
+
+# Splits of a node with stragglers that are tried beside one another, and combinations of all choices at most.
+SPLITS = 3
+COMBINATIONS = 256
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that share each layer.
+
+    Attributes:
+        devices: ranks, in one node.
+        site: where they are.
+        rate: of the slowest.
+    """
+
+    devices: tuple[int, ...]
+    site: Site
+    rate: float
+
+    @property
+    def tp(self) -> int:
+        """The tensor-parallel degree."""
+        return len(self.devices)
+
+    @property
+    def form(self) -> Form:
+        """What decides what it takes and holds: groups of one form are interchangeable."""
+        return Form(self.site, self.tp, self.rate)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A site, a degree and a rate."""
+
+    site: Site
+    tp: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class NodeDevices:
+    """The devices of one node and type that still run, the slowest first."""
+
+    devices: tuple[int, ...]
+    rates: tuple[float, ...]
+    site: Site
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some are slower than others."""
+        return self.rates[0] != self.rates[-1]
+
+
+def nodes_of(costs: Costs, ranks: Sequence[int] | None = None) -> tuple[NodeDevices, ...]:
+    """Return the devices of every node that are not lost, of these ranks."""
+    by_node: dict[tuple[int, Site], list[int]] = {}
+    for rank in range(costs.ranks) if ranks is None else ranks:
+        if math.isfinite(costs.health.rate(rank)):
+            by_node.setdefault((costs.cluster.node_of(rank), site_of(costs, rank)), []).append(rank)
+    nodes = []
+    for (_, site), devices in by_node.items():
+        slowest_first = sorted(devices, key=lambda rank: (-costs.health.rate(rank), rank))
+        nodes.append(NodeDevices(tuple(slowest_first), tuple(map(costs.health.rate, slowest_first)), site))
+    return tuple(nodes)
+
+
+def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to split so many devices into groups of these sizes, none smaller than the one before it."""
+
+    def rest(left: int, least: int) -> Iterator[tuple[int, ...]]:
+        if left == 0:
+            yield ()
+        for size in sizes:
+            if least <= size <= left:
+                for following in rest(left - size, size):
+                    yield (size, *following)
+
+    return rest(count, 1)
+
+
+def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return groups of one degree, and what is left over in as few smaller ones as can be, the smaller first."""
+    left = count
+    found: list[int] = []
+    for size in sorted((s for s in sizes if s <= degree), reverse=True):
+        found += [size] * (left // size)
+        left %= size
+    return tuple(reversed(found))
+
+
+def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
+    """Return sum 1 / y of a split: the layers per second of all its groups together (Malleus, theorem 2)."""
+    total = 0.0
+    first = 0
+    for size in split:
+        total += 1 / (node.rates[first] * seconds[size])
+        first += size
+    return total
+
+
+def groupings(
+    costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
+) -> list[tuple[Group, ...]]:
+    """Return the groupings that are worth looking at.
+
+    Each type of device has a degree; nodes with stragglers are split for each of a few best ways up to that degree.
+
+    Args:
+        nodes: whose devices are to be grouped.
+        split: whether nodes with stragglers may have groups of different sizes.
+        symmetric: whether all types have the same degree.
+    """
+    sites = list(dict.fromkeys(node.site for node in nodes))
+    largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
+    degrees = {site: prices.degrees(site, largest[site]) for site in sites}
+    seconds = {site: {tp: min(o.layer_s for o in prices.options(site, tp)) for tp in degrees[site]} for site in sites}
+    choices = list(product(*(degrees[site] for site in sites)))
+    if symmetric:
+        choices = [choice for choice in choices if len(set(choice)) == 1]
+    found: dict[tuple[Group, ...], None] = {}
+    for choice in choices[:COMBINATIONS]:
+        degree = dict(zip(sites, choice, strict=True))
+        depth = SPLITS if split and any(node.uneven for node in nodes) else 1
+        for place in range(depth):
+            groups: list[Group] = []
+            for node in nodes:
+                shape = _split(node, degree[node.site], degrees[node.site], seconds[node.site], place, split)
+                groups += _groups(node, shape)
+            found[tuple(groups)] = None
+    return list(found)
+
+
+def _split(
+    node: NodeDevices,
+    degree: int,
+    degrees: Sequence[int],
+    seconds: Mapping[int, float],
+    place: int,
+    split: bool,
+) -> tuple[int, ...]:
+    """Return how a node is split: regularly, or (for those with stragglers) the place-th best way."""
+    even = regular(len(node.devices), degree, degrees)
+    if not (split and node.uneven) or place == 0:
+        return even
+    sizes = tuple(d for d in degrees if d <= degree)
+    ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
+    if place == 1:
+        return ranked[0]
+    # Beyond the best: as few groups as come within a hundredth of it, for those keep stages and pipelines few.
+    best = power(node, ranked[0], seconds)
+    near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
+    return min(near, key=len)
+
+
+@cache
+def _ranked(node: NodeDevices, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the splits of a node, those with most power first."""
+    table = dict(zip(sizes, seconds, strict=True))
+    shapes = list(splits(len(node.devices), sizes))
+    return tuple(sorted(shapes, key=lambda shape: (-power(node, shape, table), len(shape))))
+
+
+def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
+    groups = []
+    first = 0
+    for size in shape:
+        devices = node.devices[first : first + size]
+        groups.append(Group(tuple(sorted(devices)), node.site, node.rates[first]))
+        first += size
+    return groups
+
+
+def forms_of(groups: Sequence[Group]) -> Counter[Form]:
+    """Return how many groups there are of each form."""
+    return Counter(group.form for group in groups)

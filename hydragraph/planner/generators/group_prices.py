@@ -1,0 +1,244 @@
+"""What a tensor-parallel group takes for one layer and what it holds: the numbers that the search goes by.
+
+They are read from `Costs`, for micro-batches of given lengths, on a healthy group: a group with a straggler takes its
+rate times as long (Malleus: y = rho_k max x_g). Layers count as alike here: a layer takes the mean of all of them.
+What the search finds is priced exactly afterwards (`settle`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.rank_memory import batch_bytes
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
+from hydragraph.planner.generators.stage_layout import NUMBERS
+from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Stage
+
+# Of a device's memory: the search's lines are near the exact walk, not above it.
+SAFETY = 0.99
+
+
+class Site(NamedTuple):
+    """Where a group can be: devices of a type, in nodes of some kind.
+
+    Attributes:
+        type: of the devices.
+        inner, outer: links within such a node, and of one of its network cards.
+        cards: how many network cards there are per device.
+    """
+
+    type: str
+    inner: Interconnect
+    outer: Interconnect
+    cards: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way for a group to run its layers.
+
+    Attributes:
+        kind: of the stage.
+        aux_s: what a stage computes once for every micro-batch, such as rotary tables.
+        layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
+        state_bytes, first_bytes, last_bytes: weights and gradients, of a layer, the first and the last block.
+        kept_bytes: what each micro-batch in flight keeps, per layer.
+        own_bytes: what is there whatever the layers: working memory and hidden states.
+    """
+
+    kind: StageKind
+    aux_s: float
+    layer_s: float
+    first_s: float
+    last_s: float
+    state_bytes: float
+    first_bytes: float
+    last_bytes: float
+    kept_bytes: float
+    own_bytes: float
+
+
+class Prices:
+    """Prices for micro-batches of some lengths.
+
+    Args:
+        costs: of the cluster.
+        lengths: tokens of the sequences of a micro-batch.
+        reach: tokens for which memory must suffice; default: those of `lengths`.
+    """
+
+    def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
+        self.costs = healthy(costs)
+        self.lengths = tuple(lengths)
+        self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
+        self.layers = costs.outline.layers
+        self._known: dict[tuple[Site, int], tuple[Option, ...]] = {}
+        self._numbers: dict[tuple[Site, int], NDArray[np.float64]] = {}
+        self._within: dict[Site, float] = {}
+
+    @cached_property
+    def home_bytes(self) -> float:
+        """Bytes of the whole state: weights, gradients and moments in fp32."""
+        return state_bytes(self.costs)
+
+    def held(self, ahead: float, behind: float) -> tuple[float, float]:
+        """Return bytes per byte of a stage's weights and gradients, with messages, beside activations and at the end.
+
+        An owner sends weights to stages that hold other layers than its own, and gets gradients from those behind it
+        while it still computes; at the end it has gradients, its own and those that every pipeline sent. Ranks are
+        taken to own alike.
+
+        Args:
+            ahead, behind: the part of all layers in stages before and behind it.
+        """
+        if self.costs.ranks == 1:
+            return 1.0, 1.0
+        pulled = self.costs.sizes.itemsize / (self.costs.sizes.itemsize + GRADIENT_BYTES)
+        sent = pulled * (ahead + behind)
+        return 1 + sent + (1 - pulled) * behind, 2 * (1 - pulled) + sent
+
+    @cached_property
+    def held_by_flight(self) -> NDArray[np.float64]:
+        """`held`, if all stages have as many layers, by micro-batches in flight and whether the stage is not the first.
+
+        As many stages follow as micro-batches are in flight [layers + 1, 2, 2].
+        """
+        rows = []
+        for flying in range(1, self.layers + 1):
+            behind = 1 - 1 / flying
+            rows.append([self.held(ahead, behind) for ahead in (0.0, 1 / flying)])
+        return np.array([rows[0], *rows])
+
+    def options(self, site: Site, tp: int) -> tuple[Option, ...]:
+        """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""
+        key = (site, tp)
+        if key not in self._known:
+            pieces = self.costs.profile.of(site.type).pieces
+            kinds = sorted(kind for kind in pieces if kind.tp == tp)
+            heads = all(count % tp == 0 for count in self.costs.sizes.heads)
+            self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
+        return self._known[key]
+
+    def numbers(self, site: Site, tp: int) -> NDArray[np.float64]:
+        """Return the same as rows of `laying.NUMBERS` [options, 9]."""
+        key = (site, tp)
+        if key not in self._numbers:
+            rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
+            self._numbers[key] = np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
+        return self._numbers[key]
+
+    def degrees(self, site: Site, most: int) -> tuple[int, ...]:
+        """Return the degrees of at most so many ranks that were measured on a type of device, ascending."""
+        measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
+        return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
+
+    def within(self, site: Site) -> float:
+        """Return the part of all ranks that is in one node of a site."""
+        if site not in self._within:
+            self._within[site] = len(self._ranks[site]) / self.costs.ranks
+        return self._within[site]
+
+    def _option(self, site: Site, kind: StageKind) -> Option:
+        costs = self.costs
+        devices = self._ranks[site][: kind.tp]  # of one node, for links to be looked up by
+        stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
+        templates = costs.profile.blocks
+        pieces = costs.pieces(site.type, kind)
+        seconds: dict[str, float] = {}
+        state: dict[str, float] = {}
+        kept: dict[str, float] = {}
+        working = 0.0
+        early = 0.0
+        part = StagePart(kind, 0)
+        for index, template in enumerate(templates):
+            if template in seconds:
+                continue
+            alone = costs.stage(stage, (index, index + 1))
+            early, *both = alone.apart(self.lengths)
+            seconds[template] = sum(both)
+            piece = pieces[template]
+            learning = piece.parameters - piece.frozen
+            state[template] = costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning
+            held = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
+            kept[template] = held.saved + held.output
+            working = max(working, held.forward, held.backward + held.gradients)
+        inner = templates[1:-1] or templates
+        hidden = self._held.tokens * costs.sizes.hidden_bytes
+        mean = lambda of: sum(of[t] for t in inner) / len(inner)  # noqa: E731
+        return Option(
+            kind,
+            early,
+            mean(seconds),
+            seconds[templates[0]],
+            seconds[templates[-1]],
+            mean(state),
+            state[templates[0]],
+            state[templates[-1]],
+            mean(kept),
+            working + 2 * hidden,
+        )
+
+    @cached_property
+    def _ranks(self) -> dict[Site, tuple[int, ...]]:
+        """By site, the ranks of its largest node."""
+        cluster = self.costs.cluster
+        nodes: dict[int, list[int]] = {}
+        for rank in range(self.costs.ranks):
+            nodes.setdefault(cluster.node_of(rank), []).append(rank)
+        return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in sorted(nodes.values(), key=len)}
+
+
+class Market:
+    """Prices for one cluster, which searches by different ways and simple plans ask for again and again."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = healthy(costs)
+        self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
+
+    def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
+        """Return those for such micro-batches; arguments as of `Prices`."""
+        key = (tuple(lengths), reach)
+        if key not in self._known:
+            self._known[key] = Prices(self._costs, lengths, reach)
+        return self._known[key]
+
+
+def healthy(costs: Costs) -> Costs:
+    """Return the costs of healthy devices."""
+    return costs.changed(health=Health()) if any(True for _ in costs.health) else costs
+
+
+def site_of(costs: Costs, rank: int) -> Site:
+    """Return where a rank is."""
+    cluster = costs.cluster
+    node = cluster.node(cluster.node_of(rank))
+    return Site(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)
+
+
+def state_bytes(costs: Costs) -> float:
+    """Return the bytes of the whole state at home."""
+    learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
+    frozen = sum(bucket.size for bucket in costs.buckets) - learning
+    return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
+
+
+def reserves(costs: Costs, tokens: int) -> dict[int, float]:
+    """Return bytes that every rank that is not lost holds in any case.
+
+    These are its part of the state, if it were shared in proportion to memory, and a mini-batch of so many tokens.
+    """
+    usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
+    part = costs.home.copies * state_bytes(costs) / sum(usable.values())
+    return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

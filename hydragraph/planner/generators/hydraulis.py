@@ -1,0 +1,310 @@
+"""Propose strategies from the data's length histogram (Hydraulis, section 7).
+
+The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here the question is
+turned round: by a time t, how many devices F(l) do the sequences of length <= l need?
+
+    F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
+
+where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t can
+be kept, so bisection finds t[N][L], in a time that does not depend on N; one F gives the plans of all lengths at once.
+
+    N, L        devices, and the longest length
+    l, l'       lengths in levels of 128 tokens: `upto` and `above` in code
+    k           a scheme;  d  how many pipelines of it, a multiple of 0.1, since a pipeline may serve several intervals
+    S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
+    units       F(l) in tenths of a device
+
+Example: two levels; <tp1> takes the first in 4 s and cannot take the second; <tp2> takes them in 2.5 and 3 s.
+
+    t = 2  <tp1> needs 2 x 1 device for the first, <tp2> 1.3 x 2 = 2.6; <tp2> needs 1.5 x 2 = 3 for the second
+    F(1) = 2, and F(2) = 2 + 3 = 5: less than 2.8 x 2 = 5.6, <tp2> alone
+    so 5 devices keep t = 2, by 2 <tp1> and 1.5 <tp2>; on them that rounds to 2 <tp1> + <tp2>, on 6 to 2 <tp1> + 2 <tp2>
+
+Equations of Hydraulis -> functions:
+
+    Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
+    S[n][l] for every l                          `proposals`
+    rounding to the neighbouring integers        `roundings`
+    the order of the candidates (ours)           `expected_seconds`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.measured_profile import Scheme
+from hydragraph.cost.schemes import Schemes
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.assignment.local_search import Floats, Ints
+
+# Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.
+STEP = 128
+PIPELINE_STEPS = 10
+# Levels: no mini-batch worth a strategy of its own is shorter.
+SHORTEST = 8
+# Ratio of neighbouring times that are tried, from the best time down, for plans of shorter contexts.
+SWEEP = 1.03
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The data as the proposal sees it.
+
+    Attributes:
+        schemes: that fit some sequence [K].
+        devices: of each [K].
+        levels: how many levels of length each can take [K].
+        work: seconds of all sequences up to each level, on one pipeline of each scheme [K, levels + 1].
+    """
+
+    schemes: tuple[Scheme, ...]
+    devices: Ints
+    levels: Ints
+    work: Floats
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a proposal: `pipelines` of a scheme, a multiple of 0.1, take the lengths in (above, upto]."""
+
+    scheme: Scheme
+    pipelines: float
+    above: int
+    upto: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The best fractional strategy for sequences up to a length.
+
+    Attributes:
+        seconds: t[N][L], in the units of the lengths given: all of them are computed in this time.
+        shares: which scheme takes which lengths.
+    """
+
+    seconds: float
+    shares: tuple[Share, ...]
+
+
+def propose(
+    profile: Schemes, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
+) -> list[list[Scheme]]:
+    """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
+
+    Args:
+        profile: what each scheme costs.
+        lengths: of the data, or a sample of it; longer ones count as `context`.
+        devices: how many there are; a strategy may leave some idle.
+        context: the longest sequence, in tokens.
+        limit: how many to return at most.
+
+    Raises:
+        Unsupported: no measured scheme takes `context` tokens on so many devices.
+    """
+    data = histogram(profile, lengths, devices, context)
+    # Several proposals round to the same strategy; it is priced once, for the length of the first that leads to it.
+    expected: dict[tuple[Scheme, ...], float] = {}
+    for proposal in proposals(data, devices):
+        for strategy in roundings(proposal, profile, devices, context):
+            if strategy not in expected:
+                expected[strategy] = expected_seconds(strategy, data, proposal.shares[-1].upto)
+    longest = len(data.work[0]) - 1
+    ranked = sorted(expected, key=lambda s: (expected_seconds(s, data, longest), s))
+    return [list(s) for s in ranked[:limit]]
+
+
+def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
+    """Return the work of all lengths by level; sequences of length 0 are left out."""
+    tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
+    tokens = tokens[tokens > 0]
+    if not len(tokens) or devices < 1 or context < 1:
+        raise ValueError(f"{len(tokens)} sequences, {devices} devices, context {context}: give at least one of each")
+    usable = [
+        s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
+    ]
+    last = -(-int(context) // STEP)
+    # A scheme takes whole levels only, except that one whose MaxLen is the context takes the last level too.
+    reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
+    reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
+    if max(reach.values(), default=0) < last:
+        longest = max((profile.max_len(s, devices) for s in usable), default=0)
+        raise Unsupported(
+            f"no measured scheme takes {context} tokens on {devices} devices (the longest MaxLen is {longest})",
+            where=f"profile {profile.name}",
+            remedy="lower the context length, add devices, or measure schemes of more devices",
+        )
+    # A level holds the lengths up to its own, so a scheme that takes a level takes all of its sequences.
+    level = -(-tokens // STEP)
+    rows = []
+    for scheme in usable:
+        pipeline = profile.pipeline(scheme, devices)
+        # The histogram knows no micro-batches, so every sequence bears its part of the c of a full one.
+        seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
+        rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
+    return Histogram(
+        tuple(usable),
+        np.array([tp * pp for tp, pp in usable], dtype=np.int64),
+        np.array([reach[s] for s in usable], dtype=np.int64),
+        np.array(rows),
+    )
+
+
+@compiled
+def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
+    """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it.
+
+    Args:
+        t: seconds that all sequences may take.
+        steps: per device and pipeline.
+        devices: of each scheme [K].
+        levels: how many levels each scheme can take [K].
+        work: seconds up to each level on one pipeline of each scheme [K, levels + 1].
+        units: where to write F of each level [levels + 1].
+        by, below: where to write the scheme of the last interval up to each level, and the level above which it begins.
+    """
+    last = work.shape[1] - 1
+    units[0] = 0
+    for upto in range(1, last + 1):
+        best = np.int64(1) << 60
+        scheme = -1
+        source = -1
+        for k in range(len(devices)):
+            if upto > levels[k]:
+                continue
+            # From the shortest interval on: the longer it is, the more pipelines it needs.
+            for above in range(upto - 1, -1, -1):
+                # A little less than exact, so that rounding does not ask for a tenth of a pipeline more.
+                d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
+                grown = max(d, 1) * devices[k]
+                if grown >= best:
+                    break  # a longer interval needs no fewer
+                total = units[above] + grown
+                if total < best:
+                    best = total
+                    scheme = k
+                    source = above
+        units[upto] = best
+        by[upto] = scheme
+        below[upto] = source
+
+
+def proposals(data: Histogram, devices: int) -> list[Proposal]:
+    """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
+    plans = [least(data, devices)]
+    t = plans[0].seconds
+    # In less time the devices suffice up to a shorter length only; F is there for all lengths, so each t gives a plan.
+    while True:
+        t /= SWEEP
+        units, by, below = _needs(t, data)
+        within = np.flatnonzero(units <= devices * PIPELINE_STEPS)
+        upto = int(within[-1])
+        if upto < SHORTEST or data.work[:, upto].max() <= 0:
+            return plans
+        plans.append(_proposal(data, upto, units, by, below))
+
+
+def least(data: Histogram, devices: int) -> Proposal:
+    """Return t[N][L] and its plan, by bisection; each plan found is priced exactly, which ends the search."""
+    last = data.work.shape[1] - 1
+    budget = devices * PIPELINE_STEPS
+    low = 0.0
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # a tenth of one pipeline does it all
+    best: Proposal | None = None
+    while best is None or high - low > 1e-12 * high:
+        t = high if best is None else (low + high) / 2
+        units, by, below = _needs(t, data)
+        if units[last] <= budget:
+            plan = _proposal(data, last, units, by, below)
+            if best is None or plan.seconds < best.seconds:
+                best = plan
+            # d is rounded up, so the plan itself takes less than t: below its seconds is where to look on.
+            high = min(t, best.seconds)
+        elif best is None:
+            high *= 2
+        else:
+            low = t
+    return best
+
+
+def _needs(t: float, data: Histogram) -> tuple[Ints, Ints, Ints]:
+    size = data.work.shape[1]
+    units, by, below = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    needed(t, PIPELINE_STEPS, data.devices, data.levels, data.work, units, by, below)
+    return units, by, below
+
+
+def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> Proposal:
+    """Follow the choices back from a level, and price them."""
+    shares = []
+    seconds = 0.0
+    while upto:
+        k = int(by[upto])
+        above = int(below[upto])
+        d = (units[upto] - units[above]) / data.devices[k] / PIPELINE_STEPS
+        seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
+        shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
+        upto = above
+    return Proposal(seconds, tuple(reversed(shares)))
+
+
+def roundings(proposal: Proposal, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
+    """Return the neighbouring integer strategies that fit the devices and take the longest length.
+
+    Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.
+    """
+    fractional: dict[Scheme, float] = {}
+    for share in proposal.shares:
+        fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
+    # One scheme may serve several intervals, in fractions: it is their sum that is rounded.
+    schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
+    low = [math.floor(fractional[s] + 1e-9) for s in schemes]
+    choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
+    sizes = [tp * pp for tp, pp in schemes]
+    reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
+    longest = [profile.max_len(s, devices) >= reach for s in schemes]
+    # Where one pipeline more of the rounding still fits, the strategy with it contains this one: only that is kept.
+    kept = []
+    for counts in product(*choices):
+        free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
+        more = any(n < c[-1] and size <= free for n, c, size in zip(counts, choices, sizes, strict=True))
+        if free >= 0 and not more and any(n and fits for n, fits in zip(counts, longest, strict=True)):
+            kept.append(counts)
+    return [tuple(s for n, s in zip(counts, schemes, strict=True) for _ in range(n)) for counts in kept]
+
+
+def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
+    """Return an estimate of a strategy's time for all sequences up to a level, infinite where it cannot take them.
+
+    All pipelines that take a level share it in proportion to their speed. Sequences above any pipeline's reach can only
+    go to the others, so the same holds of what is above each reach alone; the largest of these times counts.
+    """
+    # What the proposal's shares said is gone after rounding: who takes which level is decided anew, by speed alone.
+    index = {s: k for k, s in enumerate(data.schemes)}
+    counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
+    reach = max(int(data.levels[index[s]]) for s in strategy)
+    if reach < upto:
+        return math.inf
+    return _fluid(counts, data.levels, data.work, upto)
+
+
+def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
+    """Return the largest, over the schemes' reaches, of the time that the levels above it take."""
+    of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
+    # Pipelines that share a level work at the sum of their rates; sequences above a reach leave fewer of them to share.
+    used = np.flatnonzero(counts)
+    worst = 0.0
+    for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
+        able = [k for k in used if levels[k] > above]
+        rate = np.array([counts[k] / np.maximum(of_level[k, above:], 1e-300) for k in able])
+        usable = np.array([np.arange(above + 1, upto + 1) <= levels[k] for k in able])
+        total = np.where(usable, rate, 0.0).sum(0)
+        busy = of_level[able[0], above:] > 0
+        worst = max(worst, float((1.0 / total[busy]).sum())) if busy.any() else worst
+    return worst

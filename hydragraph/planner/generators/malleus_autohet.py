@@ -1,0 +1,260 @@
+"""Candidates for equal sequences: degrees, groups, numbers of pipelines and micro-batch sizes, the best improved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.planner.exact.autohet_grouping import Kind, NothingHolds, most_power_by_scip
+from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
+from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
+from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
+from hydragraph.planner.price_candidate import Candidate
+
+# Of the partitions that were priced, how many are improved by exchanges.
+IMPROVED = 6
+# Partitions kept, these among them.
+KEPT = 12
+# What takes longer than this many times the best is not kept.
+WITHIN = 1.25
+# Groups of more than so many times the rate of the healthiest may be better left idle.
+SLOW = 1.5
+# So may the devices of the weakest sites, up to this part of all power: a pipeline waits for each of its stages.
+WEAK = 0.3
+# Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
+# last backward: up to so many are tried, as long as that gains.
+LARGEST = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of searching.
+
+    Attributes:
+        name: for explanations.
+        split: whether nodes with stragglers are split into groups of different sizes.
+        symmetric: whether all types of devices have one tensor-parallel degree.
+        published: whether groups become pipelines by AutoHet's equation 3 as it stands, solved by SCIP, and stay so.
+    """
+
+    name: str
+    split: bool
+    symmetric: bool
+    published: bool = False
+
+
+MIXED = Way("mixed", split=False, symmetric=False)
+STRAGGLER = Way("straggler", split=True, symmetric=True)
+PUBLISHED = Way("scip", split=False, symmetric=True, published=True)
+TOGETHER = Way("auto", split=True, symmetric=False)
+
+
+def search(
+    costs: Costs,
+    sequences: int,
+    length: int,
+    way: Way,
+    *,
+    reach: int = 0,
+    ranks: Sequence[int] | None = None,
+    until: float | None = None,
+    safety: float = SAFETY,
+    market: Market | None = None,
+) -> list[Candidate]:
+    """Return candidates for an iteration of equal sequences, the most promising first.
+
+    Args:
+        reach: tokens of the longest micro-batch that every pipeline must be able to hold; default: its own.
+        ranks: to use; default: all.
+        until: by this time (of `time.monotonic`) what was found so far is returned.
+        safety: the part of a device's memory that may be planned with.
+        market: prices that several searches go by; default: its own.
+
+    Raises:
+        Unsupported: no device is left.
+    """
+    nodes = nodes_of(costs, ranks)
+    if not nodes:
+        raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
+    reserve = reserves(costs, sequences * length)
+    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserve.items()}
+    best = math.inf
+    # Of partitions that are much alike the best is kept: what is settled later should differ.
+    found: dict[object, Candidate] = {}
+    taken: dict[object, float] = {}  # its seconds
+    last = math.inf  # seconds of the last of those that would be kept now
+
+    def worth() -> float:
+        """Return the seconds from which on a partition would not be kept."""
+        return min(WITHIN * best, last)
+
+    sizes, useful = sizes_of(costs, sequences, length)
+    market = market or Market(costs)
+    for together in sizes:
+        before = best
+        prices = market.prices([length] * together, reach)
+        micro_batches = -(-sequences // together)
+        if found and _late(until):
+            break
+        for groups in groupings(costs, prices, nodes, split=way.split, symmetric=way.symmetric):
+            if found and _late(until):
+                break
+            bench = _bench(costs, prices, groups, micro_batches, free)
+            counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
+            # All groups busy all the time is a bound on what this grouping can give.
+            if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
+                continue
+            for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
+                if found and _late(until):
+                    break
+                if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
+                    continue
+                best = min(best, partition.seconds)
+                candidate = Candidate(bench, partition, groups, together, way.name)
+                shape = candidate.shape
+                if shape not in found or partition.seconds < found[shape].seconds:
+                    found[shape] = candidate
+                    taken[shape] = partition.seconds
+                    last = nsmallest(KEPT, taken.values())[-1] if len(taken) >= KEPT else math.inf
+        if together > max(useful, 2) and best >= before:
+            break
+    first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
+    gaining = [] if way.published else first[:IMPROVED]
+    better = [_improved(candidate, until) for candidate in gaining if not _late(until)]
+    return sorted([*better, *first], key=lambda candidate: candidate.seconds)
+
+
+def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
+    """Whether the search finds any pipelines for sequences one by one that memory suffices for.
+
+    Args:
+        safety: the part of a device's memory that may be planned with; above 1 for more memory than there is.
+    """
+    nodes = nodes_of(costs)
+    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserves(costs, sequences * length).items()}
+    prices = Prices(costs, [length])
+    for groups in groupings(costs, prices, nodes, split=False):
+        bench = _bench(costs, prices, groups, sequences, free)
+        counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
+        if any(math.isfinite(partition.seconds) for partition in _partitions(bench, counts)):
+            return True
+    return False
+
+
+def _partitions(
+    bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
+) -> Iterator[Partition]:
+    """Yield partitions of all groups, and of those that are neither slow nor weak, the others idle.
+
+    Where none of them fits, pipelines of the groups with most memory alone are yielded.
+
+    Args:
+        worth: what is said now to be the seconds from which on they need not be known exactly.
+    """
+    fits = False
+    for used, idle in _uses(bench, counts):
+        for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
+            for start in bench.starts(used, number):
+                seconds = bench.price(start, worth())
+                fits = fits or math.isfinite(seconds)
+                yield Partition(tuple(sorted(start.items())), idle, seconds)
+    if not fits:
+        yield from _largest(bench, counts)
+
+
+def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
+    """Yield which groups there may be work for, and the others: what holds no layer idles, and what finds no place.
+
+    Every pipeline needs a micro-batch and every stage a layer, so few of both leave room for the quickest groups only.
+    """
+    able = {i for i in counts if bench.holds(i)}
+    if not able:
+        return
+    healthy = min(bench.forms[i].rate for i in able)
+    quick = frozenset(i for i in able if bench.forms[i].rate <= SLOW * healthy)
+    for kept in dict.fromkeys((frozenset(able), quick, *_strong(bench, counts, able))):
+        places = bench.micro_batches * bench.layers
+        used: dict[int, int] = {}
+        for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
+            taken = min(counts[form], places - sum(used.values()))
+            if taken:
+                used[form] = taken
+        idle = tuple(i for i in sorted(counts) for _ in range(counts[i] - used.get(i, 0)))
+        yield used, idle
+
+
+def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
+    """Yield the groups without those of the weakest site, of the two weakest, ..., as long as little power is lost."""
+    power = {i: bench.speed[i] * counts[i] for i in able}
+    of_a_device: dict[Site, float] = {}
+    for i in able:
+        form = bench.forms[i]
+        of_a_device[form.site] = max(of_a_device.get(form.site, 0.0), bench.speed[i] / form.tp)
+    kept = frozenset(able)
+    for site in sorted(of_a_device, key=lambda each: of_a_device[each])[:-1]:
+        kept = frozenset(i for i in kept if bench.forms[i].site != site)
+        if sum(power[i] for i in kept) < (1 - WEAK) * sum(power.values()):
+            return
+        yield kept
+
+
+def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+    """Yield single pipelines of the groups with most memory: one, two, ... of them, as long as none is too small."""
+    every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
+    for stages in range(1, min(len(every), bench.layers) + 1):
+        if not bench.holds(every[stages - 1]):
+            return
+        pipeline = tuple(sorted(every[:stages]))
+        yield Partition(((pipeline, 1),), tuple(sorted(every[stages:])), bench.price({pipeline: 1}))
+
+
+def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+    """Yield the partition with the most effective computing power, as AutoHet's equation 3 has it; none may fit."""
+    forms = sorted(counts)
+    kinds = [Kind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
+    if min(kind.memory for kind in kinds) <= 0:
+        return
+    try:
+        found = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes)
+    except NothingHolds:
+        return
+    pipelines = Counter(
+        tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in found.groups
+    )
+    yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
+
+
+def _improved(candidate: Candidate, until: float | None) -> Candidate:
+    start = Counter(dict(candidate.partition.pipelines))
+    partition = candidate.bench.improved(start, candidate.partition.idle, until)
+    return Candidate(candidate.bench, partition, candidate.groups, candidate.together, candidate.origin)
+
+
+def _bench(
+    costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
+) -> Bench:
+    forms = list(forms_of(groups))
+    # The devices of a group may differ in what is left to them, and so may groups of a form; the least counts.
+    least = dict.fromkeys(forms, math.inf)
+    for group in groups:
+        least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
+    return Bench(prices, forms, [least[form] for form in forms], micro_batches, alone=costs.ranks == 1)
+
+
+def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
+    """Return how many sequences a micro-batch may have, and below which number each is tried whatever it gains."""
+    useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
+    sizes = [1]
+    while 2 * sizes[-1] <= min(sequences, LARGEST):
+        sizes.append(2 * sizes[-1])
+    return sizes, 2 * useful // length

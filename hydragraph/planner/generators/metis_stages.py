@@ -1,0 +1,405 @@
+"""The same search on hydragraph's own costs: stages of all devices whose data parallelism may change from one to next.
+
+The profile that Metis's search wants is read from `Costs`: what each layer takes and holds by type of device, degree
+and micro-batch. Its cost model then only ranks plans; what it finds is turned into pipelines, which `Costs` prices and
+whose memory it walks. Here a replica's ranks are in one node, and memory is what each rank holds by itself: weights,
+gradients and messages, and what micro-batches in flight keep. How many are in flight depends on how many stages there
+will be: the search runs for 1, 2, 4, ... of them, with and without recomputation, and the best plan that fits is kept.
+
+A stage of dp replicas stands in as many pipelines as the largest dp, dp_max: each replica serves dp_max / dp of them.
+
+Example: stages of dp 4 on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers. Ranks 4 and 5 serve two
+pipelines, as do 6 and 7:
+
+    <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.footprint import Footprint, MicroBatch
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
+from hydragraph.errors import Unsupported
+from hydragraph.planner.metis.cluster import Cluster, DeviceType
+from hydragraph.planner.metis.metis_search import Found, Order, exact, walked
+from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
+from hydragraph.planner.metis.problem import Plan, Problem
+from hydragraph.planner.metis.profile import Measurement, Profile
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+# Orders of types are tried one by one: so many types have 120.
+_MOST_TYPES = 5
+# Of weights and gradients, what messages of pull and push hold at once; and of memory, what is used.
+_MESSAGES = 0.7
+_SAFETY = 0.97
+# Seconds that a simulation takes about for a micro-batch on a stage, on one core.
+_STEP_S = 1e-3
+# Metis counts memory in MB and bandwidth in 2^20 bytes per millisecond.
+_MB = 2**20
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A plan as pipelines.
+
+    Attributes:
+        found: what the search came to; its cost is an estimate in milliseconds.
+        pipelines: as many as the largest dp; those that share a stage name the same one.
+        assignment: of the workload's sequences.
+        seconds: of an iteration, by `Costs.seconds`, or simulated where stages are shared; in a hurry without what is
+            fixed. None where the pipelines are no Strategy, or to simulate them would take too long.
+        memory: bytes that each rank holds when it holds most; empty where the pipelines are no Strategy, or in a hurry.
+    """
+
+    found: Found
+    pipelines: tuple[Pipeline, ...]
+    assignment: Assignment
+    seconds: float | None
+    memory: tuple[int, ...]
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The pipelines as a strategy.
+
+        Raises:
+            ValueError: they share stages in a way that a strategy cannot.
+        """
+        return Strategy(self.pipelines)
+
+    @property
+    def text(self) -> str:
+        """The pipelines as strategies are written."""
+        return text_of(self.pipelines)
+
+
+def text_of(pipelines: Sequence[Pipeline]) -> str:
+    """Return pipelines as strategies are written, stage by stage."""
+    every = (
+        ",".join(
+            f"[{','.join(map(str, stage.devices))}]x{stage.layers}{'r' * stage.recompute}" for stage in each.stages
+        )
+        for each in pipelines
+    )
+    return " + ".join(f"<{stages}>" for stages in every)
+
+
+def staged(
+    costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
+) -> list[Staged]:
+    """Return plans for an iteration of equal sequences on all devices that are not lost, the quickest first.
+
+    Args:
+        costs: what plans are priced by.
+        sequences: of an iteration.
+        length: tokens of each.
+        order: how to search; see `metis.search`.
+        until: after this time (of `time.monotonic`) what was found so far is returned, which may be nothing.
+
+    Raises:
+        Unsupported: no plan was found that fits, or devices are of too many types or rates.
+    """
+    devices = Devices(costs)
+    plans: dict[tuple[Pipeline, ...], Staged] = {}
+    laid: dict[object, Staged] = {}  # searches with other numbers of micro-batches in flight often find the same
+    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
+    for recompute in (False, True):
+        if late():
+            break
+        layers = _layers(costs, devices, sequences, length, recompute)
+        if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
+            continue  # some type of device was not measured so
+        for flying in _flying(costs.outline.layers):
+            if late():
+                break
+            profile = _profile(costs, layers, length, flying)
+            largest = max(tp for _, tp, _ in layers)
+            found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
+            if found is None:
+                continue  # nothing fits with so many micro-batches in flight; with fewer something may
+            key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
+            if key not in laid:
+                laid[key] = laid_out(costs, devices, found, length, recompute, until)
+            plan = laid[key]
+            if _fits(costs, plan, flying):
+                plans.setdefault(plan.pipelines, plan)
+    if not plans and not late():
+        raise Unsupported(
+            f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
+            f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
+            where='plan, method "search"',
+            remedy='use method="auto", more devices or shorter sequences; or profile larger degrees or --recompute',
+        )
+    return sorted(plans.values(), key=lambda plan: plan.found.cost / 1e3 if plan.seconds is None else plan.seconds)
+
+
+class Devices:
+    """The devices that are not lost, as Metis sees them: types are told apart by rate, too."""
+
+    def __init__(self, costs: Costs) -> None:
+        cluster = costs.cluster
+        nodes: dict[tuple[int, str], list[int]] = {}
+        for rank in range(costs.ranks):
+            rate = costs.health.rate(rank)
+            if math.isfinite(rate):
+                kind = cluster.type_of(rank) + (f" at rate {rate:g}" if rate > 1 else "")
+                nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
+        if not nodes:
+            raise Unsupported(
+                "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
+            )
+        # Groups of 1, 2, 4, ... ranks are taken in this order: behind a node of an odd number they would span two.
+        self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
+        several = len({node for node, _ in nodes}) > 1
+        types: dict[str, DeviceType] = {}
+        for (number, kind), ranks in nodes.items():
+            node = cluster.node(number)
+            link = node.outer if several else node.inner
+            bandwidth = link.bytes_per_s / (_MB * 1000)
+            memory = min(_SAFETY * costs.memory_of(rank) - _home(costs, rank) for rank in ranks) / 2**30
+            if kind in types:
+                bandwidth = min(bandwidth, types[kind].bandwidth)
+                memory = min(memory, types[kind].memory_gb)
+            types[kind] = DeviceType(bandwidth, max(memory, 1e-9))
+        if len(types) > _MOST_TYPES:
+            raise Unsupported(
+                f"devices are of {len(types)} types and rates, whose orders are too many",
+                where='plan, method "search"',
+                remedy='use method="auto" or "straggler"',
+            )
+        self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
+
+    def ranks(self, types: tuple[str, ...]) -> list[int]:
+        """Return the ranks in an order of types."""
+        return [rank for kind in types for (_, of), ranks in self._nodes.items() if of == kind for rank in ranks]
+
+    def example(self, kind: str, count: int) -> tuple[int, ...] | None:
+        """Return so many ranks of a type in one node; None: no node has as many."""
+        largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
+        return tuple(largest[:count]) if len(largest) >= count else None
+
+
+def _home(costs: Costs, rank: int) -> float:
+    """Return the bytes of state that a rank owns between steps."""
+    learning = (costs.state_bytes + GRADIENT_BYTES) * costs.owned(rank, True)
+    return float(learning + WEIGHT_BYTES * costs.owned(rank, False))
+
+
+def _flying(layers: int) -> Iterator[int]:
+    """Yield how many micro-batches may be in flight: no pipeline has more stages than layers."""
+    flying = 1
+    while flying < 2 * layers and flying <= 16:
+        yield flying
+        flying *= 2
+
+
+def _found(problem: Problem, order: Order, until: float | None) -> Found | None:
+    try:
+        if order == "exact":
+            return exact(problem, mixed_tp=False, groups="all", until=until)
+        return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp=False)
+    except ValueError:
+        return None
+
+
+class _Layer(NamedTuple):
+    """One layer on one type of device: seconds of forward and backward, bytes of its state, and of a micro-batch."""
+
+    seconds: float
+    state: float
+    kept: float
+
+
+def _layers(
+    costs: Costs, devices: Devices, sequences: int, length: int, recompute: bool
+) -> dict[tuple[str, int, int], list[_Layer]]:
+    """Return every layer by (type, degree, sequences of a micro-batch), as far as it was measured."""
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    replicas = [1 << i for i in range(devices.cluster.devices.bit_length())]
+    sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
+    # A stage of several types divides its sequences unevenly, and prices a part by its binary digits.
+    sizes |= {1 << i for i in range(sequences.bit_length())}
+    found = {}
+    for kind in devices.cluster.counts:
+        type_ = costs.cluster.type_of(devices.ranks((kind,))[0])
+        for stage_kind in sorted(costs.profile.of(type_).pieces):
+            tp = stage_kind.tp
+            example = devices.example(kind, tp)
+            plain = stage_kind == StageKind(tp, False, recompute)
+            if not plain or example is None or tp & (tp - 1) or any(count % tp for count in costs.sizes.heads):
+                continue
+            stage = Stage(example, 1, recompute=recompute)
+            for size in sorted(sizes):
+                found[kind, tp, size] = _measured(costs, stage, size, length)
+    return found
+
+
+def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
+    """Return every layer on a stage's ranks for a micro-batch of equal sequences; layers of equal blocks are alike."""
+    alike: dict[tuple[str, ...], _Layer] = {}
+    found = []
+    for layer in range(costs.outline.layers):
+        span = costs.outline.span(layer, layer + 1)
+        templates = costs.profile.blocks[slice(*span)]
+        if templates not in alike:
+            alike[templates] = _one(costs, stage, span, sequences, length)
+        found.append(alike[templates])
+    return found
+
+
+def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
+    pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
+    # What micro-batches keep is a line over equal sequences: graphs are looked at for one and for two of them.
+    one, two = (MicroBatch(n * length, n) for n in (1, 2))
+    state = 0.0
+    kept = 0.0
+    for at in range(*span):
+        piece = pieces[costs.profile.blocks[at]]
+        state += costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * (piece.parameters - piece.frozen)
+        each, both = (costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two))
+        kept += _kept(each) + (sequences - 1) * (_kept(both) - _kept(each))
+    several = 1 + _MESSAGES if costs.ranks > 1 else 1.0
+    seconds = sum(costs.stage(stage, span).at(sequences * length, sequences * length**2))
+    return _Layer(seconds, several * state, kept)
+
+
+def _kept(held: Footprint) -> int:
+    return held.saved + held.output
+
+
+def _profile(
+    costs: Costs, layers: Mapping[tuple[str, int, int], Sequence[_Layer]], length: int, flying: int
+) -> Profile:
+    """Return what Metis's search goes by, where so many micro-batches are in flight."""
+    measurements = {}
+    for key, rows in layers.items():
+        times = tuple(1e3 * row.seconds for row in rows)
+        memory = tuple((row.state + flying * row.kept) / _MB for row in rows)
+        measurements[key] = Measurement(times, sum(times), memory)
+    last = costs.outline.layers - 1
+    first, middle, end = (float(_gradients(costs, layer)) for layer in (0, min(1, last), last))
+    hidden = costs.sizes.hidden_bytes
+    # Traffic of the state and the update hide in part: what is left of them, `Costs.fixed` says of whole strategies.
+    return Profile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
+
+
+def _gradients(costs: Costs, layer: int) -> int:
+    """Return the bytes of the gradients of a layer with its blocks; of a shared weight, where it is first."""
+    blocks = costs.outline.blocks[slice(*costs.outline.span(layer, layer + 1))]
+    users = dict(costs.outline.buckets)
+    return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)
+
+
+def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
+    """Return a plan's stages as pipelines, as many as the largest dp; replicas of a smaller one are shared.
+
+    Args:
+        plan: whose degrees of data parallelism divide the largest.
+        ranks: which rank each of its ranks is.
+        recompute: of every stage.
+    """
+    count = max(dp for dp, _ in plan.degrees)
+    by_stage: list[list[Stage]] = []
+    start = 0
+    for (dp, tp), group, layers in zip(plan.degrees, plan.groups, plan.layers, strict=True):
+        replicas = [
+            Stage(tuple(ranks[start + i * tp : start + (i + 1) * tp]), layers, recompute=recompute) for i in range(dp)
+        ]
+        by_stage.append([replicas[p * dp // count] for p in range(count)])
+        start += group
+    return tuple(Pipeline(stages) for stages in zip(*by_stage, strict=True))
+
+
+def laid_out(
+    costs: Costs, devices: Devices, found: Found, length: int, recompute: bool, until: float | None = None
+) -> Staged:
+    """Return what a search found as pipelines with sequences, priced and walked where they are a strategy.
+
+    Args:
+        until: by this time (of `time.monotonic`) it is priced without simulations and memory, or not at all: whoever
+            takes it looks at both.
+    """
+    pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
+    together = max(1, found.problem.batch // (found.batches * len(pipelines)))
+    load = together * length, together * length**2
+    seconds = [max(sum(stage.at(*load)) for stage in costs.stages(each)) for each in pipelines]
+    alone = len({d for p in pipelines for d in p.devices}) == sum(len(p.devices) for p in pipelines)
+    # Pipelines that share a stage wait for one another, so none of them is quicker.
+    assignment = _assigned(found.problem.batch, together, seconds if alone else [1.0] * len(pipelines), length)
+    try:
+        strategy = Strategy(pipelines)
+    except ValueError:
+        return Staged(found, pipelines, assignment, None, ())
+    memory = _memory(costs, strategy, assignment) if until is None else ()
+    if not strategy.shares:
+        price = costs.seconds if until is None else costs.pipelines_end
+        return Staged(found, pipelines, assignment, price(strategy, assignment), memory)
+    # What is fixed is told too large where pipelines that share stages hide it behind one another.
+    steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
+    if until is not None and time.monotonic() + _STEP_S * steps > until:
+        return Staged(found, pipelines, assignment, None, memory)
+    return Staged(found, pipelines, assignment, costs.simulate(strategy, assignment).seconds, memory)
+
+
+def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[int, ...]:
+    """Return the bytes that each rank holds when it holds most; ranks in the same place of a plan are walked once."""
+    batches = micro_batches_of(strategy, assignment)
+    places: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(costs.ranks)}
+    for pipeline, mine in zip(strategy.pipelines, batches, strict=True):
+        for position, stage in enumerate(pipeline.stages):
+            # Once a pipeline is full, further micro-batches change nothing.
+            for rank in stage.devices:
+                places[rank].append((position, min(len(mine), len(pipeline.stages) + 1)))
+    known: dict[object, int] = {}
+    found = []
+    for rank in range(costs.ranks):
+        key = (tuple(places[rank]), costs.cluster.type_of(rank), costs.owned(rank))
+        if key not in known:
+            known[key] = costs.walk(strategy, batches, rank).peak().total
+        found.append(known[key])
+    return tuple(found)
+
+
+def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
+    """Return each sequence where it ends first, in micro-batches of at most so many, as even as they come.
+
+    Example: 8 sequences, two pipelines of which one takes three times as long, 2 together: 6 in three and 2 in one.
+    """
+    counts = [0] * len(seconds)
+    queue = [(each, p) for p, each in enumerate(seconds)]
+    heapq.heapify(queue)
+    for _ in range(batch):
+        end, p = heapq.heappop(queue)
+        counts[p] += 1
+        heapq.heappush(queue, (end + seconds[p], p))
+    micro_batches = []
+    first = 0
+    for count in counts:
+        many = -(-count // together)
+        bounds = [first + count * i // many for i in range(many + 1)] if many else []
+        micro_batches.append(tuple(tuple(range(*span)) for span in pairwise(bounds)))
+        first += count
+    return Assignment(tuple(micro_batches), (length,) * batch)
+
+
+def _fits(costs: Costs, plan: Staged, flying: int) -> bool:
+    """Return whether every rank holds what a walk through its program says, or as many micro-batches as are in flight.
+
+    Under 1F1B a stage has as many in flight as there are stages from it to the end, for each pipeline that it serves.
+    """
+    if plan.memory:
+        return all(held <= costs.memory_of(rank) for rank, held in enumerate(plan.memory))
+    degrees = plan.found.degrees
+    most = max(dp for dp, _ in degrees)
+    depth = [min(plan.found.batches, len(degrees) - s) for s in range(len(degrees))]
+    return all(flying >= most // dp * deep for (dp, _), deep in zip(degrees, depth, strict=True))

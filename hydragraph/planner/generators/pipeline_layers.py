@@ -1,0 +1,155 @@
+"""The layers of one pipeline over its stages: which take how many, and how.
+
+Stage j takes y_j seconds per layer and micro-batch, and f_j more where it has the first or last block; its memory holds
+at most cap_j layers. With m micro-batches a pipeline takes
+
+    sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
+
+(AutoHet's cost; Malleus' layer ILP is its second term). Each stage also chooses one of its options, such as
+recomputation, which is slower and holds less.
+
+For a bound T on every stage, stage j takes at most room_j(T) = max over its options of min(cap, (T - f) / y) layers, so
+the least T is found layer by layer. Above it, a larger T moves layers to the quicker stages: a smaller sum for a larger
+maximum, which pays where m is small; so a few larger bounds are tried as well.
+
+Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be quicker still, but an empty
+stage is no stage: (5, 1) takes 5 + 2 = 7 rather than 4 + 4 = 8.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.kernels.numba_compiler import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Multiples of the least bound that are tried; the first is the bound itself.
+LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
+# By how much a layer may be too slow for a bound that is its own seconds, rounded.
+FORGIVEN = 1e-12
+
+
+@compiled
+def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
+    """Return the most layers that a stage can take within so many seconds, by any of its options [O]."""
+    most = 0
+    for o in range(len(layer)):
+        left = seconds - extra[o]
+        # A layer that costs nothing is bounded by memory alone.
+        fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + FORGIVEN) + FORGIVEN))
+        if left >= 0 and fit > most:
+            most = int(fit)
+    return most
+
+
+@compiled
+def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> tuple[float, float, Ints, Ints]:
+    """Spread layers over the stages of a pipeline.
+
+    Args:
+        layers: L.
+        count: micro-batches, at least 1.
+        layer, extra: seconds per layer, and of other blocks, of each stage and option [S, O].
+        cap: the most layers that each can hold [S, O]; 0: the option cannot be used.
+
+    Returns:
+        the sum and the maximum of the stages' seconds per micro-batch (infinite where nothing fits), layers [S] and
+        options [S].
+    """
+    stages, options = layer.shape
+    best_layers = np.zeros(stages, np.int64)
+    best_options = np.zeros(stages, np.int64)
+    best = np.inf
+    best_sum = np.inf
+    best_max = np.inf
+    least = least_bound(layers, layer, extra, cap)
+    if not least < np.inf:
+        return best_sum, best_max, best_layers, best_options
+    # No bound above this allows more: all layers on any one stage.
+    top = 0.0
+    # The quickest stages are filled first: that makes the sum least within the bound.
+    quickest = np.full(stages, np.inf)
+    for s in range(stages):
+        for o in range(options):
+            if cap[s, o] > 0:
+                top = max(top, extra[s, o] + layer[s, o] * layers)
+                quickest[s] = min(quickest[s], layer[s, o])
+    order = np.argsort(quickest)
+    taken = np.zeros(stages, np.int64)
+    chosen = np.zeros(stages, np.int64)
+    for looser in LOOSER:
+        bound = min(least * looser, top)
+        left = layers - stages
+        changed = False
+        for s in order:
+            more = min(left, room(bound, layer[s], extra[s], cap[s]) - 1) if left else 0
+            changed = changed or taken[s] != 1 + more
+            taken[s] = 1 + more
+            left -= more
+        if changed:
+            sum_s = 0.0
+            max_s = 0.0
+            for s in range(stages):
+                mine = np.inf
+                for o in range(options):
+                    if cap[s, o] >= taken[s] and extra[s, o] + layer[s, o] * taken[s] < mine:
+                        mine = extra[s, o] + layer[s, o] * taken[s]
+                        chosen[s] = o
+                sum_s += mine
+                max_s = max(max_s, mine)
+            if sum_s + (count - 1) * max_s < best:
+                best = sum_s + (count - 1) * max_s
+                best_sum = sum_s
+                best_max = max_s
+                best_layers[:] = taken
+                best_options[:] = chosen
+        if bound >= top:
+            break
+    return best_sum, best_max, best_layers, best_options
+
+
+@compiled
+def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
+    """Return the least T within which stages take all layers, each at least one; infinite: memory does not suffice.
+
+    From what the slowest first layer takes, T goes up by one layer of one stage after another.
+    """
+    stages = len(layer)
+    if stages > layers:
+        return np.inf
+    taken = np.zeros(stages, np.int64)
+    further = np.empty(stages)  # the seconds of each stage with one layer more
+    least = 0.0
+    for s in range(stages):
+        least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))
+    if not least < np.inf:
+        return np.inf
+    left = layers
+    for s in range(stages):
+        taken[s] = room(least, layer[s], extra[s], cap[s])
+        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
+        left -= taken[s]
+    while left > 0:
+        s = int(np.argmin(further))
+        if not further[s] < np.inf:
+            return np.inf
+        least = max(least, further[s])
+        taken[s] += 1
+        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
+        left -= 1
+    return least
+
+
+@compiled
+def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float:
+    """Return the seconds from which on a stage has `room` for one more layer, by any of its options [O]."""
+    seconds = np.inf
+    for o in range(len(layer)):
+        if cap[o] > taken:
+            # A few roundings more than what `room` asks for, which is little beside what it forgives.
+            needed = (taken + 1 - FORGIVEN) / (1 + FORGIVEN)
+            seconds = min(seconds, (extra[o] + layer[o] * needed) * (1 + 4e-15))
+    return seconds

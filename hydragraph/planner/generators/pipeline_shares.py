@@ -1,0 +1,66 @@
+"""Micro-batches over pipelines: the most that ends first (Malleus' data ILP).
+
+Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M; the largest of these counts. By T,
+pipeline i can do floor((T - first_i) / each_i) + 1 of them, or none if T < first_i, so the least T is found by
+bisection and is exact.
+
+Example: first = each = (1, 2) seconds, M = 4: T = 3 allows 3 + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.kernels.numba_compiler import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_HALVINGS = 60
+
+
+@compiled
+def able(seconds: float, first: float, each: float) -> int:
+    """Return how many micro-batches a pipeline can do within so many seconds."""
+    if not seconds >= first:
+        return 0
+    return int(np.floor((seconds - first) / each * (1 + 1e-12) + 1e-12)) + 1
+
+
+@compiled
+def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
+    """Return the least T by which pipelines do all micro-batches; infinite where none can do any.
+
+    Args:
+        micro_batches: M.
+        first, each: seconds of the first and of every further one, by kind of pipeline [K].
+        alike: pipelines of each kind [K].
+    """
+    high = np.inf
+    for k in range(len(first)):
+        high = min(high, first[k] + (micro_batches - 1) * each[k])
+    if not high < np.inf:
+        return np.inf
+    low = 0.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        total = 0
+        for k in range(len(first)):
+            total += alike[k] * able(middle, first[k], each[k])
+        if total >= micro_batches:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
+    """Return how many micro-batches each pipeline [P] gets, so that the last one ends first."""
+    until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
+    counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
+    # More may fit than there are: what ends last gives back first.
+    for _ in range(int(counts.sum()) - micro_batches):
+        ends = np.where(counts > 0, first + (counts - 1) * each, -1.0)
+        counts[int(np.argmax(ends))] -= 1
+    return counts

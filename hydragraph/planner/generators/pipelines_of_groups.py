@@ -1,0 +1,341 @@
+"""Groups into pipelines: from balanced and from sorted starts, improved by exchanges.
+
+A pipeline is a multiset of forms of groups; its order, layers and options follow from it (`Bench.lay`). Groups of one
+form are interchangeable, and so are pipelines of one multiset: a partition is how many pipelines there are of each. So
+1,024 devices of two types are searched as quickly as 16.
+
+Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
+layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried,
+too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.planner.generators.device_groups import Form
+from hydragraph.planner.generators.group_prices import Option, Prices
+from hydragraph.planner.generators.pipeline_shares import least_seconds
+from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
+from hydragraph.spec.stage_kind import StageKind
+
+Multiset = tuple[int, ...]  # forms by index, ascending
+# Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
+EVERY = 16
+# Partitions that are priced while one is improved.
+EXCHANGES = 1500
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A multiset of groups as a pipeline.
+
+    Attributes:
+        order: its forms, stage by stage.
+        layers: of each stage.
+        kinds: of each stage.
+        first_s: seconds of the first micro-batch, `exposed_s` included.
+        exposed_s: what of pull and push nothing hides.
+        each_s: seconds of every further one: those of its slowest stage.
+        traffic_s: what pull and push take a rank of it, if nothing else went over its link.
+        stages_s: seconds of each stage for one micro-batch [stages].
+        passing_s: of each layer, what its pull and push take a rank of its stage [layers].
+    """
+
+    order: Multiset
+    layers: tuple[int, ...]
+    kinds: tuple[StageKind, ...]
+    first_s: float
+    exposed_s: float
+    each_s: float
+    traffic_s: float
+    stages_s: NDArray[np.float64]
+    passing_s: NDArray[np.float64]
+
+
+NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which multisets of forms make the pipelines, how many of each, and what is left idle."""
+
+    pipelines: tuple[tuple[Multiset, int], ...]
+    idle: Multiset
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        """How many pipelines there are."""
+        return sum(n for _, n in self.pipelines)
+
+
+class Bench:
+    """Prices pipelines of groups of known forms for micro-batches of known lengths.
+
+    Args:
+        prices: for these micro-batches.
+        forms: of the groups, by index.
+        memory: bytes that a rank of each form has beside its share of the state.
+        micro_batches: M, of an iteration.
+        alone: whether there is one rank in all, which has nobody to exchange anything with.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        forms: Sequence[Form],
+        memory: Sequence[float],
+        micro_batches: int,
+        alone: bool = False,
+    ) -> None:
+        self.forms = tuple(forms)
+        self.micro_batches = micro_batches
+        self.layers = prices.layers
+        self._prices = prices
+        self._memory = tuple(memory)
+        self._alone = alone
+        self._options = [prices.options(form.site, form.tp) for form in self.forms]
+        self._numbers = np.full((len(forms), max(map(len, self._options), default=0), len(NUMBERS)), math.inf)
+        for i, form in enumerate(self.forms):
+            self._numbers[i, : len(self._options[i])] = prices.numbers(form.site, form.tp)
+        rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self._memory, strict=True)]
+        self._rows = np.array(rows).reshape(-1, 3)
+        self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
+        every = range(len(self.forms))
+        slow_first = sorted(every, key=lambda i: (self.speed[i], -self._memory[i], i))
+        large_first = sorted(every, key=lambda i: (-self._memory[i], self.speed[i], i))
+        self._places = [{form: place for place, form in enumerate(order)} for order in (slow_first, large_first)]
+        self._laid: dict[tuple[Multiset, int], Laid] = {}
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Bytes that a rank of each form has beside its share of the state."""
+        return self._memory
+
+    @property
+    def options(self) -> Sequence[Sequence[Option]]:
+        """The ways in which a group of each form may run its layers."""
+        return self._options
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
+        options = [option for every in self._options for option in every]
+        return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
+
+    def holds(self, form: int) -> bool:
+        """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
+        held = self._prices.held_by_flight[1, 1]
+        options = self._numbers[form, : len(self._options[form])]
+        most = (most_layers(o, self._memory[form], False, False, held, 1, self.layers) for o in options)
+        return max(most, default=0) > 0
+
+    def lay(self, multiset: Multiset, count: int) -> Laid:
+        """Return a multiset as a pipeline of about so many micro-batches."""
+        key = (multiset, min(count, 4 * len(multiset)))
+        if key not in self._laid:
+            slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
+            laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
+            if not any(each.order for each in laid):
+                # Large first and last blocks: the two with most memory at the ends; a larger last one: the most there.
+                ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
+                laid += [self._order(order, count) for order in (ends, large_first[::-1])]
+            able = [each for each in laid if each.order]
+            self._laid[key] = min(able, key=lambda e: e.first_s + (count - 1) * e.each_s, default=NOTHING_FITS)
+        return self._laid[key]
+
+    def _order(self, order: Multiset, count: int) -> Laid:
+        if len(order) > self.layers:
+            return NOTHING_FITS
+        held = self._prices.held_by_flight
+        layers, chosen = spread_over(np.array(order), self.layers, count, self._numbers, self._rows, held)
+        return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
+
+    def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
+        """Return a pipeline of these forms, in order, with these layers and options."""
+        first, each, exposed, traffic, seconds, passing = timed(
+            np.array(order), layers, chosen, self._numbers, self._rows
+        )
+        kinds = tuple(self._options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
+        return Laid(order, tuple(layers.tolist()), kinds, first, exposed, each, traffic, seconds, passing)
+
+    def passing(self, form: int, size: float) -> float:
+        """Return what pull and push of so many bytes of weights and gradients take a rank of a form."""
+        return size * float(self._rows[form, 2])
+
+    def _passing(self, form: Form) -> float:
+        if self._alone:
+            return 0.0
+        # Owners in the node are reached by its inner links, the others through its cards.
+        site = form.site
+        away = 1 - self._prices.within(site)
+        return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
+
+    def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
+        """Return the seconds of an iteration of so many pipelines of each multiset.
+
+        Args:
+            worth: seconds from which on more is not worth knowing exactly: then it is a bound from below.
+        """
+        number = sum(pipelines.values())
+        count = max(1, round(self.micro_batches / number))
+        return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines, worth)
+
+    def price_of(
+        self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
+    ) -> float:
+        """Return the same for pipelines that are laid in this way."""
+        laid = [by_multiset[multiset] for multiset in pipelines]
+        if any(not each.order for each in laid):
+            return math.inf
+        first = np.array([each.first_s for each in laid])
+        each_s = np.array([each.each_s for each in laid])
+        alike = np.array(list(pipelines.values()), dtype=np.int64)
+        seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
+        if len(laid) > 1 and seconds < worth:
+            seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
+        # Traffic hides behind computing, as far as there is computing.
+        return max(seconds, max(each.traffic_s for each in laid))
+
+    def awaited(self, laid: Sequence[Laid]) -> list[float]:
+        """Return what each pipeline waits for pull and push beyond its own: a layer is reduced over all pipelines.
+
+        So a layer passes as slowly as in the pipeline where fewest links carry it, and the stages of other pipelines
+        that hold it wait: a straggler's pipeline of small groups holds up those of large ones.
+        """
+        if len(laid) == 1:
+            return [0.0]
+        slowest = np.maximum.reduce([each.passing_s for each in laid])
+        return [awaited(each.stages_s, np.array(each.layers), each.passing_s, slowest) for each in laid]
+
+    # Partitions.
+
+    def starts(self, groups: Mapping[int, int], number: int) -> Iterator[Counter[Multiset]]:
+        """Yield partitions of groups (form -> how many) into so many pipelines to begin with."""
+        yield self._balanced(groups, number)
+        if len(groups) > 1:
+            yield self._sorted(groups, number)
+
+    def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Give each group, the quickest first, to the pipeline that is slowest so far."""
+        first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
+        # While all are equally quick, they take groups in turn.
+        turns, more = divmod(groups[first], number)
+        taken = [turns + 1] * more + [turns] * (number - more)
+        quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
+        # (its speed, how many stages it has, which it is): of equally quick ones the shortest takes the next.
+        queue = [(quick[n], n, p) for p, n in enumerate(taken)]
+        heapq.heapify(queue)
+        members: dict[int, list[int]] = {}
+        for form in others:
+            for _ in range(groups[form]):
+                speed, depth, p = heapq.heappop(queue)
+                members.setdefault(p, []).append(form)
+                heapq.heappush(queue, (speed + self.speed[form], depth + 1, p))
+        alone = {n: (first,) * n for n in dict.fromkeys(taken)}
+        return Counter(
+            tuple(sorted((*alone[n], *members[p]))) if p in members else alone[n] for p, n in enumerate(taken)
+        )
+
+    def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Cut the groups, sorted by form, into runs of as equal numbers as can be: most pipelines of one form."""
+        every = [form for form in sorted(groups, key=lambda i: (self.speed[i], i)) for _ in range(groups[form])]
+        ends = [len(every) * (p + 1) // number for p in range(number)]
+        return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
+
+    def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
+        """Exchange groups between pipelines, or move one, as long as that gains anything.
+
+        Args:
+            until: no longer than to this time (of `time.monotonic`).
+        """
+        now = dict(start)
+        resting = idle
+        best = self.price(now)
+        left = EXCHANGES
+        gained = True
+        while gained and left > 0:
+            gained = False
+            for pipelines, unused in self._neighbours(now, resting):
+                left -= 1
+                seconds = self.price(pipelines, best)
+                if seconds < best * (1 - 1e-9):
+                    now = pipelines
+                    resting = unused
+                    best = seconds
+                    gained = True
+                    break
+                if left <= 0 or (until is not None and time.monotonic() > until):
+                    left = 0
+                    break
+        return Partition(tuple(sorted(now.items())), resting, best)
+
+    def _neighbours(
+        self, now: Mapping[Multiset, int], idle: Multiset
+    ) -> Iterator[tuple[dict[Multiset, int], Multiset]]:
+        """Yield what one exchange makes, the slowest pipelines first."""
+        count = max(1, round(self.micro_batches / sum(now.values())))
+        slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
+        # A pipeline gives one group away, to another one or to nobody.
+        for giving in slowest:
+            for form in dict.fromkeys(giving):
+                if len(giving) > 1:
+                    yield _with(now, {giving: _less(giving, form)}), _more(idle, form)
+                    for taking in now:
+                        if taking != giving or now[giving] > 1:
+                            yield _exchanged(now, (giving, _less(giving, form)), (taking, _more(taking, form))), idle
+        for one in slowest:
+            for other in now:
+                if other == one:
+                    continue
+                for a in dict.fromkeys(one):
+                    for b in dict.fromkeys(other):
+                        if a != b:
+                            changed = (one, _more(_less(one, a), b)), (other, _more(_less(other, b), a))
+                            yield _exchanged(now, *changed), idle
+        for form in dict.fromkeys(idle):
+            for taking in now:
+                yield _with(now, {taking: _more(taking, form)}), _less(idle, form)
+
+
+def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
+    """Return the numbers of pipelines that are tried: no pipeline has more stages than layers."""
+    most = min(groups, micro_batches)
+    few = range(-(-groups // layers), min(most, EVERY) + 1)
+    deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
+    return sorted({*few, *(n for n in deep if -(-groups // layers) <= n <= most), most})
+
+
+def _less(multiset: Multiset, form: int) -> Multiset:
+    at = multiset.index(form)
+    return multiset[:at] + multiset[at + 1 :]
+
+
+def _more(multiset: Multiset, form: int) -> Multiset:
+    return tuple(sorted((*multiset, form)))
+
+
+def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> dict[Multiset, int]:
+    """Return a partition in which one pipeline of each of these multisets becomes another."""
+    return _exchanged(now, *changes.items())
+
+
+def _exchanged(now: Mapping[Multiset, int], *changes: tuple[Multiset, Multiset]) -> dict[Multiset, int]:
+    counts = dict(now)
+    for before, _ in changes:
+        counts[before] -= 1
+        if not counts[before]:
+            del counts[before]
+    for _, after in changes:
+        counts[after] = counts.get(after, 0) + 1
+    return counts

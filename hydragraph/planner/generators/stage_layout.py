@@ -1,0 +1,163 @@
+"""A pipeline of groups, laid and timed: its layers, and what its stages and its traffic take, in compiled loops.
+
+The search lays thousands of pipelines, of up to as many stages as there are layers. What a group takes and holds
+(`prices.Option`) is here a row of numbers, by its form and its option; `layers.spread` says which stage gets what.
+
+Under 1F1B stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as leave room for
+what each of them keeps; an owner of the state also holds messages (`Prices.held`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.generators.pipeline_layers import spread
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Of an option (`prices.Option`), in this order; an option that a form does not have takes infinitely long.
+NUMBERS = (
+    *("layer_s", "aux_s", "first_s", "last_s"),
+    *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
+)
+_LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
+# Of a form: how many times as long as a healthy group it takes, bytes of a rank beside its share of the state, and
+# seconds of a rank's pull and push per byte of weights and gradients.
+_RATE, _MEMORY, _PASSING = range(3)
+# Parts: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
+FORWARD = 1 / 3
+PULLED = 1 / 3
+
+
+@compiled
+def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Floats, flying: int, layers: int) -> int:
+    """Return the most layers that memory suffices for, with so many micro-batches in flight.
+
+    Args:
+        option: its `NUMBERS` [9].
+        memory: bytes that a rank has beside its share of the state.
+        first, last: whether the stage has the first, and the last block.
+        held: bytes per byte of weights and gradients, beside activations and at the end (`Prices.held`) [2].
+        flying: micro-batches.
+        layers: of the model.
+    """
+    outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
+    most = layers
+    for line in range(2):
+        each = held[line] * option[_STATE] + (flying * option[_KEPT] if line == 0 else 0.0)
+        free = memory - option[_OWN] - held[line] * outer
+        if each > 0:
+            most = min(most, max(0, int(np.floor(free / each))))
+    return most
+
+
+@compiled
+def spread_over(
+    order: Ints, layers: int, count: int, options: Floats, forms: Floats, held: Floats
+) -> tuple[Ints, Ints]:
+    """Spread all layers over groups of these forms, in order.
+
+    Args:
+        order: the form of each stage [S].
+        layers: L.
+        count: micro-batches of the pipeline.
+        options: `NUMBERS` of each form and option [F, O, 9].
+        forms: rate, memory and seconds per byte of each form [F, 3].
+        held: `Prices.held`, by micro-batches in flight, and whether there are stages before [L + 1, 2, 2].
+
+    Returns:
+        layers [S] and options [S]; no layers, where memory does not suffice.
+    """
+    stages = len(order)
+    width = options.shape[1]
+    layer = np.full((stages, width), np.inf)
+    extra = np.zeros((stages, width))
+    cap = np.zeros((stages, width), np.int64)
+    for s in range(stages):
+        form = order[s]
+        rate = forms[form, _RATE]
+        first, last = s == 0, s == stages - 1
+        flying = min(stages - s, count)
+        for o in range(width):
+            option = options[form, o]
+            if option[_LAYER] < np.inf:
+                layer[s, o] = rate * option[_LAYER]
+                extra[s, o] = rate * (option[_AUX] + first * option[_FIRST] + last * option[_LAST])
+                line = held[flying, int(not first)]
+                cap[s, o] = most_layers(option, forms[form, _MEMORY], first, last, line, flying, layers)
+    sum_s, _, taken, chosen = spread(layers, count, layer, extra, cap)
+    return (taken, chosen) if sum_s < np.inf else (taken[:0], chosen[:0])
+
+
+@compiled
+def timed(
+    order: Ints, taken: Ints, chosen: Ints, options: Floats, forms: Floats
+) -> tuple[float, float, float, float, Floats, Floats]:
+    """Return what a pipeline with these layers [S] and options [S] takes; other arguments as of `spread_over`.
+
+    Returns:
+        seconds of the first micro-batch and of every further one, what of pull and push nothing hides (part of the
+        first), pull and push of its slowest rank; of each stage [S] for one micro-batch; pull and push of each layer
+        [L].
+    """
+    stages = len(order)
+    seconds = np.empty(stages)
+    passing = np.empty(stages)
+    of_layer = np.empty(taken.sum())
+    done = 0
+    total = 0.0
+    for s in range(stages):
+        form = order[s]
+        option = options[form, chosen[s]]
+        first, last = s == 0, s == stages - 1
+        alone = option[_AUX] + first * option[_FIRST] + last * option[_LAST] + option[_LAYER] * taken[s]
+        seconds[s] = forms[form, _RATE] * alone
+        total += seconds[s]
+        size = taken[s] * option[_STATE] + first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
+        passing[s] = size * forms[form, _PASSING]
+        of_layer[done : done + taken[s]] = passing[s] / taken[s]
+        done += taken[s]
+    waited = exposed(seconds, passing)
+    waited += options[order[0], chosen[0], _FIRST_BYTES] * forms[order[0], _PASSING]
+    return total + waited, seconds.max(), waited, passing.max(), seconds, of_layer
+
+
+@compiled
+def exposed(seconds: Floats, passing: Floats) -> float:
+    """Return what of pull and push the first forward and the last backward do not hide.
+
+    Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
+    backward. What takes longer than that is waited for, at either end of the iteration.
+
+    Args:
+        seconds, passing: of each stage, for a micro-batch, and for its pull and push [S].
+    """
+    pull = push = before = 0.0
+    for s in range(len(seconds)):
+        before += seconds[s]
+        pull = max(pull, PULLED * passing[s] - FORWARD * before)
+        push = max(push, (1 - PULLED) * passing[s] - (1 - FORWARD) * before)
+    return pull + push
+
+
+@compiled
+def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
+    """Return what a pipeline waits for pull and push beyond its own, if each layer passes as slowly as in another one.
+
+    Args:
+        seconds, taken: of each stage, for a micro-batch, and its layers [S].
+        of_layer: seconds of each layer's pull and push here, and where they are most [L].
+    """
+    stages = len(seconds)
+    alone = np.zeros(stages)
+    together = np.zeros(stages)
+    at = 0
+    for s in range(stages):
+        for _ in range(taken[s]):
+            alone[s] += of_layer[at]
+            together[s] += slowest[at]
+            at += 1
+    return float(exposed(seconds, together) - exposed(seconds, alone))

@@ -1,0 +1,283 @@
+"""Simple plans: pipelines of one depth and one degree in node order, with equal layers or layers by speed.
+
+They are what a person would write down, and what Megatron-LM (equal batches, too) and Whale (batches by speed) make of
+devices that differ. Among the candidates, they make sure that no plan loses to them; and they are there at once, so
+that a search that is cut short has something to return.
+
+Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
+across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
+The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic; where that is
+asked for, the plans of the quickest node of each kind are there as well: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
+from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
+from hydragraph.planner.generators.pipeline_layers import spread
+from hydragraph.planner.generators.pipeline_shares import least_seconds
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+
+Floats = NDArray[np.float64]
+# Of the simple plans with equal layers, of those with layers by speed, and of those of a group or a node only, how many
+# are looked at.
+KEPT = 4
+# Of a group's option (`prices.Option`).
+NUMBERS = (
+    *("aux_s", "layer_s", "first_s", "last_s"),
+    *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A simple plan.
+
+    Attributes:
+        strategy: its pipelines.
+        together: sequences in a micro-batch.
+        seconds: of its slowest pipeline, by AutoHet's cost; traffic comes on top.
+    """
+
+    strategy: Strategy
+    together: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Layers and kinds of the stages of all pipelines, and the seconds of an iteration."""
+
+    layers: tuple[int, ...]
+    kinds: tuple[StageKind, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Tensor-parallel groups of one degree, in node order: their ranks, sites, rates, and memory beside the state."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    sites: tuple[Site, ...]
+    rates: Floats
+    free: Floats
+
+
+def simple(
+    costs: Costs,
+    sequences: int,
+    length: int,
+    sizes: Sequence[int],
+    reach: int = 0,
+    safety: float = SAFETY,
+    market: Market | None = None,
+    apart: bool = False,
+) -> list[Simple]:
+    """Return the simple plans that should end first, the most promising first.
+
+    Args:
+        sequences: of an iteration.
+        length: tokens of each.
+        sizes: how many of them may make a micro-batch.
+        reach: tokens that every micro-batch must be able to have; default: its own.
+        safety: the part of a device's memory that may be planned with.
+        market: prices that others have asked for, too; default: its own.
+        apart: whether also those that use one node only: where sending between nodes takes longer than computing,
+            the best plan may be one of them (`fewer` finds better ones, later).
+    """
+    market = market or Market(costs)
+    tokens = sequences * length
+    nodes = nodes_of(costs)
+    sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
+    every = [
+        (number == 0, degree, groups)
+        for number, some in enumerate(sets)
+        for degree in _degrees(costs)
+        if (groups := _groups(costs, some, degree, tokens, safety)) is not None
+    ]
+    everywhere = [groups for whole, _, groups in every if whole]
+    found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
+    alone: dict[int, _Groups] = {}
+    for together in sizes:
+        prices = market.prices([length] * together, reach)
+        for whole, degree, groups in every:
+            several = whole and len(groups.ranks) > 1
+            one = [alone.setdefault(degree, _quickest(prices, groups, degree))] if several else []
+            for of in (groups, *one):
+                for key, laid in _priced(prices, of, degree, -(-sequences // together)):
+                    if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
+                        found[of, *key] = laid, together
+    plans = []
+    lone = list(alone.values())
+    rows: dict[object, list[tuple[tuple[_Groups, int, bool, bool], tuple[_Laid, int]]]] = {}
+    for each in sorted(found.items(), key=lambda one: one[1][0].seconds):
+        groups, _, _, by_speed = each[0]
+        row = by_speed if groups in everywhere else "a group" if groups in lone else "a node"
+        rows.setdefault(row, []).append(each)
+    for best in rows.values():
+        for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
+            order = _order(len(groups.ranks), depth, by_stage)
+            plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
+    """Return the node of each kind, by types of devices and links, whose devices together are quickest today."""
+    found: dict[Site, NodeDevices] = {}
+    for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
+        found.setdefault(node.site, node)
+    return list(found.values())
+
+
+def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
+    """Return the quickest group by itself."""
+    layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
+    g = int(np.argmin(groups.rates * np.array(layer_s)))
+    return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
+
+
+def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
+    pipelines = (
+        Pipeline(
+            tuple(
+                Stage(groups.ranks[g], n, kind.sequence_parallel, kind.recompute)
+                for g, n, kind in zip(row, laid.layers, laid.kinds, strict=True)
+            )
+        )
+        for row in order.tolist()
+    )
+    return Strategy(tuple(pipelines))
+
+
+def _degrees(costs: Costs) -> list[int]:
+    """Return the degrees that were measured on all types of devices."""
+    measured = [{kind.tp for kind in costs.profile.of(name).pieces} for name in costs.cluster.types]
+    return sorted(tp for tp in set.intersection(*measured) if not any(heads % tp for heads in costs.sizes.heads))
+
+
+def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
+    """Return all running devices of nodes in groups of a degree; None, where some node's do not come out even."""
+    state = reserves(costs, tokens)
+    ranks = []
+    sites = []
+    for node in nodes:
+        devices = sorted(node.devices)
+        if len(devices) % degree:
+            return None
+        ranks += [tuple(devices[i : i + degree]) for i in range(0, len(devices), degree)]
+        sites += [node.site] * (len(devices) // degree)
+    rates = np.array([max(costs.rate(rank) for rank in group) for group in ranks])
+    free = np.array([min(safety * costs.memory_of(rank) - state[rank] for rank in group) for group in ranks])
+    return _Groups(tuple(ranks), tuple(sites), rates, free)
+
+
+def _priced(
+    prices: Prices, groups: _Groups, degree: int, micro_batches: int
+) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
+    """Yield every way to make pipelines of all groups: depth, order, whether layers go by speed, and what comes of it.
+
+    With equal layers, all stages are of the quickest kind that fits.
+    """
+    count = len(groups.ranks)
+    depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
+    kinds, numbers = _options(prices, groups, degree)
+    if not kinds:
+        return
+    for depth in depths:
+        equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
+        for by_stage in (False, True) if 1 < depth < count else (False,):
+            rows = _Rows(groups, kinds, numbers, _order(count, depth, by_stage), micro_batches, prices)
+            for choice in range(len(kinds)):
+                if rows.fit(equal, np.full(depth, choice)):
+                    yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
+                    break
+            if depth > 1:
+                layers, chosen = rows.balanced(prices.layers)
+                if layers.any() and (layers != equal).any():
+                    yield (depth, by_stage, True), rows.laid(layers, chosen)
+
+
+class _Rows:
+    """Stages of all pipelines by kind of stage: arrays [kinds, pipelines, stages] of seconds and bytes.
+
+    Args:
+        kinds, numbers: of stages, and what they take of every group [kinds, groups].
+        order: which group is which stage of which pipeline [pipelines, stages].
+        micro_batches: of all pipelines together.
+        prices: of such micro-batches.
+    """
+
+    def __init__(
+        self,
+        groups: _Groups,
+        kinds: Sequence[StageKind],
+        numbers: Mapping[str, Floats],
+        order: NDArray[np.int64],
+        micro_batches: int,
+        prices: Prices,
+    ) -> None:
+        width, depth = order.shape
+        of = {name: each[:, order] for name, each in numbers.items()}
+        first = np.arange(depth) == 0
+        last = np.arange(depth) == depth - 1
+        rate = groups.rates[order]
+        self._kinds = kinds
+        self._micro_batches = micro_batches
+        self._count = -(-micro_batches // width)
+        self._layer_s = rate * of["layer_s"]
+        self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
+        # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
+        flying = np.minimum(depth - np.arange(depth), self._count)
+        behind = 1 - (np.arange(depth) + 1) / depth
+        held = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
+        self._most = np.full(self._layer_s.shape, math.inf)
+        for line, kept in zip(held, (flying, 0), strict=True):
+            each = line * of["state_bytes"] + kept * of["kept_bytes"]
+            own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
+            self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9)))
+        self._most = np.maximum(0, self._most).min(axis=1)
+
+    def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
+        """Whether every stage has memory for its layers."""
+        return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
+
+    def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return layers and kinds by speed, the same for all pipelines: the slowest of them decides; 0: none fit."""
+        most = np.minimum(self._most, layers).astype(np.int64)
+        slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
+        total, _, taken, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
+        return (taken, chosen) if math.isfinite(total) else (np.zeros_like(taken), chosen)
+
+    def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
+        """Return these layers and kinds with the seconds of an iteration, sequences by speed."""
+        stages = np.arange(len(layers))
+        taken = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
+        alike = np.ones(taken.shape[1], np.int64)
+        seconds = least_seconds(self._micro_batches, taken.sum(axis=0), taken.max(axis=0), alike)
+        return _Laid(tuple(layers.tolist()), tuple(self._kinds[k] for k in chosen.tolist()), float(seconds))
+
+
+def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
+    """Return kinds of stages that all groups know, the quickest first, and their numbers as arrays [kinds, groups]."""
+    sites = list(dict.fromkeys(groups.sites))
+    by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
+    common = set.intersection(*map(set, by_site))
+    kinds = sorted(common, key=lambda kind: (max(options[kind].layer_s for options in by_site), kind))
+    which = [sites.index(site) for site in groups.sites]
+    every = {name: np.array([[getattr(of[kind], name) for of in by_site] for kind in kinds]) for name in NUMBERS}
+    return kinds, {name: table[:, which] if kinds else table for name, table in every.items()}
+
+
+def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
+    """Return which group is which stage of which pipeline [pipelines, stages]: pipeline after pipeline, or by stage."""
+    every = np.arange(groups)
+    return every.reshape(depth, -1).T if by_stage else every.reshape(-1, depth)

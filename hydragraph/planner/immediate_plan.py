@@ -1,0 +1,155 @@
+"""A good plan at once, for a run that waits for one: what costs most to know of a plan is left out, or known of few.
+
+    what runs, with layers by rates where ranks are slow, with these ranks and without, or without their pipelines; what
+    ran before ranks were lost, without these
+    the search, and equal pipelines in node order     by equal sequences as long as all are on average
+    one mini-batch                                    of these, assigned quickly, traffic in line
+    memory                                            from the best on, until one fits
+
+Nothing is simulated, and the state stays where it is. `hg.plan` looks at all mini-batches, and finds better plans.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines
+from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.finalists import proposals
+from hydragraph.planner.generators.group_prices import SAFETY
+from hydragraph.planner.generators.malleus_autohet import STRAGGLER, TOGETHER, search, sizes_of
+from hydragraph.planner.generators.symmetric import simple
+from hydragraph.planner.improve_devices import Yard
+from hydragraph.planner.micro_batch_sizes import pipeline_costs
+from hydragraph.planner.price_candidate import Candidate
+from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.training_workload import Workload
+
+AT_ONCE_S = 0.3  # after which the best so far is taken
+# Strategies that are estimated: at most of those that run, and of what is searched; of all, whatever the time is.
+RUNNING = 3
+MOST = 4
+FEWEST = 5
+SEARCHING = 0.6  # the part of the time there is that the search may take
+SLOW = 1.5  # a rank of a higher rate may be better left idle
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A strategy that fits.
+
+    Attributes:
+        strategy, pipelines: what runs, and what it costs.
+        assignment: of the mini-batch that it was estimated by.
+        seconds: of that iteration.
+    """
+
+    strategy: Strategy
+    pipelines: tuple[PipelineCost, ...]
+    assignment: PlannedAssignment
+    seconds: float
+
+    @property
+    def charge(self) -> float:
+        """What it takes beside its slowest pipeline."""
+        return max(0.0, self.seconds - self.assignment.seconds)
+
+
+def plan_at_once(
+    costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
+) -> Estimate | None:
+    """Return the best strategy that is found in about so many seconds; None: nothing fits.
+
+    Args:
+        costs: whose home stays.
+        workload: mini-batches of varying lengths.
+        others: strategies that are estimated, too, such as what runs. Of what ran before ranks were lost, these have
+            numbers beyond the cluster's.
+        deadline_s: after it nothing more is estimated. What fits may take longer to find out.
+    """
+    began = time.monotonic()
+    batch = sample(workload)
+    promising = _promising(costs, workload, began + SEARCHING * deadline_s)
+    near = [s for s in _near(costs, workload, others) if s not in promising]
+    in_turns = [s for pair in zip_longest(near, promising) for s in pair if s is not None]
+    found: list[Estimate] = []
+    for strategy in in_turns:
+        if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
+            break
+        # The search's own line of memory says that all of its pipelines hold the longest sequence.
+        pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
+        if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
+            found.append(_estimate(costs, strategy, pipelines, batch, QUICK))
+    for each in sorted(found, key=lambda one: one.seconds):
+        try:
+            pipelines = costs.pipelines(each.strategy)
+        except Unsupported:
+            continue
+        limits = [p.max_len for p in pipelines]
+        if min(limits) > 0 and max(limits) >= workload.longest:
+            return _estimate(costs, each.strategy, pipelines, batch, None)  # assigned as it will be
+    return None
+
+
+def sample(workload: Workload) -> tuple[int, ...]:
+    """Return the mini-batch of which half of the others have less work in their attention, and half more."""
+    ordered = sorted(workload.batches, key=lambda batch: sum(n * n for n in batch))
+    return ordered[len(ordered) // 2]
+
+
+def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
+    """Return strategies that run, where no rank of theirs is lost, and what is near the first of them."""
+
+    def rate(rank: int) -> float:
+        return costs.health.rate(rank) if rank < costs.ranks else math.inf
+
+    every = [s for s in dict.fromkeys(others) if all(math.isfinite(rate(d)) for d in s.devices)][:RUNNING]
+    first = next(iter(others), None)
+    if first is None or first.shares:
+        return every
+    slow = [p for p in first.pipelines if any(rate(rank) > SLOW for rank in p.devices)]
+    if not slow:
+        return every
+    yard = Yard(costs, workload, workload.longest, SAFETY)
+    number = len(first.pipelines)
+    # The slow pipelines go on without the slow ranks, or with those that are not lost, or not at all.
+    for most in (SLOW, math.inf, 0.0):
+        kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
+        anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
+        pipelines = [*(p for p in first.pipelines if p not in slow), *(p for p in anew if p is not None)]
+        if pipelines:
+            every.append(replace(first, pipelines=tuple(sorted(pipelines, key=lambda p: min(p.devices)))))
+    return list(dict.fromkeys(every))
+
+
+def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
+    """Return strategies all of whose pipelines hold the longest sequence, the most promising for equal ones first."""
+    typical = workload.typical
+    count, length = typical.sequences, typical.length
+    way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
+    unlike: dict[object, Candidate] = {}
+    for candidate in search(costs, count, length, way, reach=workload.longest, until=until):
+        unlike.setdefault(candidate.shape, candidate)
+    sizes, _ = sizes_of(costs, count, length)
+    plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
+    found = proposals(costs, typical.batches[0], list(unlike.values())[:MOST], [], plain)
+    return [each.strategy for each in found[:MOST]]
+
+
+def _estimate(
+    costs: Costs,
+    strategy: Strategy,
+    pipelines: tuple[PipelineCost, ...],
+    batch: Sequence[int],
+    effort: Effort | None,
+) -> Estimate:
+    assignment = assign_pipelines(pipelines, batch, effort=effort)
+    return Estimate(strategy, pipelines, assignment, traffic_in_line(costs, strategy)(assignment))

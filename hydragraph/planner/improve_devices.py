@@ -1,0 +1,268 @@
+"""Better plans for varying lengths, by moves of devices: long sequences want large groups, short ones small groups.
+
+The search for equal sequences (`searching`) gives all pipelines of a type one degree, so a plan for varying lengths is
+either too slow for the longest sequence or wastes devices on the others. From its best plans, moves are made as long
+as they gain anything for the mini-batches as they are:
+
+    a node's devices, split another way: slowest devices together, each group a pipeline; or the slow ones idle
+    a pipeline's devices as one pipeline, or as two, of another degree
+    two pipelines' devices as one pipeline of some degree
+    a pipeline's devices left idle
+
+each for one node or pipeline, and for all that are alike: equal ones are interchangeable. Layers and options of a new
+pipeline are `Bench.lay`'s. Moves are priced in the order of what they would take with all pipelines busy all the time.
+
+Example: of four nodes of eight, with <tp4,pp1> everywhere and one long sequence: three nodes become 4 x <tp2,pp1>.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import combinations_with_replacement
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.generators.device_groups import Form, Group, NodeDevices, nodes_of, regular, splits
+from hydragraph.planner.generators.group_prices import Prices, reserves
+from hydragraph.planner.generators.pipelines_of_groups import Bench
+from hydragraph.planner.price_candidate import form_of
+from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.training_workload import Workload
+
+# Strategies that are priced while one is improved.
+PRICED = 200
+# So many moves are priced before the best of them is made: what gains first is often a dead end.
+AT_ONCE = 24
+# A move must save this part.
+SAVES = 1e-3
+# A move that would take so many times the best is not priced.
+REACH = 1.15
+# The part of pull and push that is taken to be waited for, before that is estimated.
+WAITED = 0.25
+# Devices of more than so many times the rate of a node's healthiest may be better left idle.
+SLOW = 1.5
+
+Devices = tuple[int, ...]
+
+
+class Yard:
+    """Makes pipelines of devices, and moves of devices between pipelines.
+
+    Args:
+        costs: of the cluster.
+        workload: of varying lengths.
+        reach: tokens that a micro-batch must be able to have.
+        safety: the part of a device's memory that may be planned with.
+    """
+
+    def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
+        typical = workload.typical
+        self._costs = costs
+        self._nodes = nodes_of(costs)
+        self._node = {rank: node for node in self._nodes for rank in node.devices}
+        self._rate = {rank: rate for node in self._nodes for rank, rate in zip(node.devices, node.rates, strict=True)}
+        prices = Prices(costs, [typical.length], reach)
+        self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
+        reserve = reserves(costs, typical.sequences * typical.length)
+        free: dict[Form, float] = {}
+        for node in self._nodes:
+            least = min(safety * costs.memory_of(rank) - reserve[rank] for rank in node.devices)
+            for tp in self._degrees[node]:
+                for rate in dict.fromkeys(node.rates):
+                    form = Form(node.site, tp, rate)
+                    free[form] = min(free.get(form, math.inf), least)
+        self._forms = {form: i for i, form in enumerate(free)}
+        self._bench = Bench(prices, list(free), list(free.values()), typical.sequences, alone=costs.ranks == 1)
+        self._prices = prices
+        self._made: dict[tuple[Group, ...], Pipeline | None] = {}
+        self._paces: dict[Hashable, tuple[float, float]] = {}
+
+    def pace(self, strategy: Strategy) -> float:
+        """Return about the seconds of an iteration: all pipelines busy all the time, and what traffic they wait for."""
+        each = [self._pace(pipeline) for pipeline in strategy.pipelines]
+        busy = self._bench.micro_batches / sum(speed for speed, _ in each)
+        return busy + WAITED * max(traffic for _, traffic in each)
+
+    def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
+        """Return how many typical sequences a second a pipeline does, and what pull and push take its ranks."""
+        key = form_of(self._costs, pipeline)
+        if key not in self._paces:
+            slowest = 0.0
+            traffic = 0.0
+            for s, stage in enumerate(pipeline.stages):
+                site = self._node[stage.devices[0]].site
+                rate = max(self._rate[rank] for rank in stage.devices)
+                option = next(o for o in self._prices.options(site, stage.tp) if o.kind == stage.kind)
+                ends = s == 0, s == len(pipeline.stages) - 1
+                seconds = option.aux_s + stage.layers * option.layer_s + ends[0] * option.first_s
+                slowest = max(slowest, rate * (seconds + ends[1] * option.last_s))
+                size = stage.layers * option.state_bytes + ends[0] * option.first_bytes + ends[1] * option.last_bytes
+                traffic = max(traffic, self._bench.passing(self._forms[Form(site, stage.tp, rate)], size))
+            self._paces[key] = 1 / slowest, traffic
+        return self._paces[key]
+
+    def moves(self, strategy: Strategy) -> Iterator[Strategy]:
+        """Yield what one move makes of a strategy without shared stages."""
+        alike: dict[Hashable, list[Pipeline]] = {}
+        for pipeline in strategy.pipelines:
+            alike.setdefault(form_of(self._costs, pipeline), []).append(pipeline)
+        count = max(1, self._bench.micro_batches // len(strategy.pipelines))
+        yield from self._nodes_split(strategy, count)
+        for each in alike.values():
+            for some in {1: each[:1], len(each): each}.values():
+                # Left idle; or of another degree, one or two of the devices of one.
+                yield from _with(strategy, some, [])
+                for parts in (1, 2) if len(each[0].devices) > 1 else (1,):
+                    for degree in self._all_degrees():
+                        # Every other device of each stage: the parts are in the same nodes.
+                        devices = [one.devices[part::parts] for one in some for part in range(parts)]
+                        yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
+        for one, other in combinations_with_replacement(alike.values(), 2):
+            if one is other and len(one) < 2:
+                continue
+            pairs = (
+                list(zip(one[::2], one[1::2], strict=False)) if one is other else list(zip(one, other, strict=False))
+            )
+            for joined in {1: pairs[:1], len(pairs): pairs}.values():
+                for degree in self._all_degrees():
+                    made = [self._pipeline((*a.devices, *b.devices), degree, count) for a, b in joined]
+                    yield from _with(strategy, [p for pair in joined for p in pair], made)
+
+    def _nodes_split(self, strategy: Strategy, count: int) -> Iterator[Strategy]:
+        """Yield strategies in which pipelines of single groups, and idle devices, of a node are grouped otherwise."""
+        single: dict[NodeDevices, list[Pipeline]] = {node: [] for node in self._nodes}
+        taken: set[int] = set()
+        for pipeline in strategy.pipelines:
+            if len(pipeline.stages) == 1:
+                single[self._node[pipeline.devices[0]]].append(pipeline)
+            else:
+                taken.update(pipeline.devices)
+        alike: dict[Hashable, list[tuple[Devices, list[Pipeline]]]] = {}
+        for node, pipelines in single.items():
+            devices = tuple(rank for rank in node.devices if rank not in taken)
+            shape = tuple(sorted(tuple(sorted(self._rate[rank] for rank in p.devices)) for p in pipelines))
+            key = node.site, tuple(self._rate[rank] for rank in devices), shape
+            if devices:
+                alike.setdefault(key, []).append((devices, pipelines))
+        for nodes in alike.values():
+            example = nodes[0][0]
+            healthy = min(self._rate[rank] for rank in example)
+            slow = sum(self._rate[rank] > SLOW * healthy for rank in example)
+            for idle in dict.fromkeys((0, slow)):
+                for sizes in splits(len(example) - idle, self._degrees[self._node[example[0]]]):
+                    for some in {1: nodes[:1], len(nodes): nodes}.values():
+                        split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
+                        yield from self._split(strategy, split, count)
+        # All nodes at once, but for one or all that are alike: a layer passes as slowly as where it does so slowest,
+        # so small groups in one place gain little while traffic is already theirs.
+        every = [node for nodes in alike.values() for node in nodes]
+        for degree in self._all_degrees():
+            for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
+                some = [node for node in every if node not in kept]
+                split = [
+                    (ranks, regular(len(ranks), degree, self._degrees[self._node[ranks[0]]]), pipelines)
+                    for ranks, pipelines in some
+                ]
+                yield from self._split(strategy, split, count)
+
+    def _split(
+        self, strategy: Strategy, nodes: Sequence[tuple[Devices, Sequence[int], list[Pipeline]]], count: int
+    ) -> Iterator[Strategy]:
+        """Yield a strategy in which these devices form groups of these sizes, each a pipeline, instead of theirs."""
+        made = [self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)]
+        yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], made)
+
+    def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
+        """Return a pipeline of some of its devices with layers by their rates; None: they do not hold the model.
+
+        Args:
+            pipeline: its largest degree stays, as far as the devices of a node go.
+            devices: none of them lost.
+            pipelines: among how many the mini-batch is shared.
+        """
+        count = max(1, self._bench.micro_batches // pipelines)
+        return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
+
+    def _all_degrees(self) -> list[int]:
+        return sorted({degree for degrees in self._degrees.values() for degree in degrees})
+
+    def _pipeline(self, devices: Sequence[int], degree: int, count: int) -> Pipeline | None:
+        """Return a pipeline of all these devices, in groups of a degree as far as can be, of about so many batches."""
+        groups: list[Group] = []
+        for node in self._nodes:
+            mine = [rank for rank in node.devices if rank in set(devices)]
+            sizes = self._degrees[node]
+            if not mine:
+                continue
+            if not sizes or sizes[0] != 1:
+                return None
+            for run in _runs(mine, regular(len(mine), degree, sizes)):
+                groups.append(Group(tuple(sorted(run)), node.site, max(self._rate[rank] for rank in run)))
+        key = tuple(groups)
+        if key not in self._made:
+            self._made[key] = self._laid(groups, count)
+        return self._made[key]
+
+    def _laid(self, groups: Sequence[Group], count: int) -> Pipeline | None:
+        laid = self._bench.lay(tuple(sorted(self._forms[group.form] for group in groups)), count)
+        if not laid.order:
+            return None
+        waiting: dict[int, list[Group]] = {}
+        for group in groups:
+            waiting.setdefault(self._forms[group.form], []).append(group)
+        stages = zip(laid.order, laid.layers, laid.kinds, strict=True)
+        return Pipeline(
+            tuple(Stage(waiting[i].pop(0).devices, n, k.sequence_parallel, k.recompute) for i, n, k in stages)
+        )
+
+
+def climbed(
+    varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
+) -> Strategy:
+    """Return what a strategy is improved to; all that was priced on the way stays in `varied`.
+
+    Args:
+        start: takes all mini-batches.
+        until: no longer than to this time (of `time.monotonic`).
+        priced: how many strategies may be priced.
+    """
+    now = start
+    best = varied.seconds(now)
+    left = priced
+    looked_at: set[Strategy] = set()
+    gained = True
+    while gained:
+        gained = False
+        moves = {move: None for yard in yards for move in yard.moves(now)}
+        order = sorted((yards[0].pace(move), i, move) for i, move in enumerate(moves))
+        near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
+        while near and left > 0 and not gained:
+            some, near = near[: min(left, AT_ONCE)], near[AT_ONCE:]
+            for move in some:
+                if until is not None and time.monotonic() > until:
+                    return now
+                looked_at.add(move)
+                left -= move not in varied.priced
+                # Most moves are no good, and that is known before their traffic is.
+                seconds = varied.seconds(move, best)
+                if seconds < best * (1 - SAVES):
+                    now, best, gained = move, seconds, True
+    return now
+
+
+def _runs(devices: Sequence[int], shape: Sequence[int]) -> Iterator[Devices]:
+    first = 0
+    for size in shape:
+        yield tuple(devices[first : first + size])
+        first += size
+
+
+def _with(strategy: Strategy, without: Sequence[Pipeline], made: Sequence[Pipeline | None]) -> Iterator[Strategy]:
+    """Yield a strategy with some pipelines in place of others, if all of them could be made."""
+    gone = set(without)
+    kept = [pipeline for pipeline in strategy.pipelines if pipeline not in gone]
+    every = [*kept, *(pipeline for pipeline in made if pipeline is not None)]
+    if every and None not in made and set(made) != gone:
+        yield Strategy(tuple(sorted(every, key=lambda pipeline: min(pipeline.devices))), strategy.schedule)

@@ -1,0 +1,156 @@
+"""Improve candidate strategies on sample mini-batches: exchange pipelines of one scheme for pipelines of another.
+
+The proposal (Hydraulis, section 7) prices no bubbles and rounds every scheme by itself. So its candidates, and the
+homogeneous strategies beside them, are only where this search starts from: once for all mini-batches together, and once
+for each group of those that one scheme just takes, since a mini-batch of short sequences may run a strategy that does
+not take the longest ones.
+
+Example: 2 <tp4,pp1> on 8 devices, where <tp2,pp1> and <tp8,pp1> were measured too. One exchange leads to
+<tp4,pp1> + 2 <tp2,pp1>, to 4 <tp2,pp1>, or to <tp8,pp1>. Each is priced on the tuning set; the best of them replaces
+the strategy if it is quicker, and so on until none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost.measured_profile import Scheme
+from hydragraph.cost.schemes import Schemes
+from hydragraph.planner.tuning_set import Strategy, TuningSet
+
+# Candidates that are improved for each group of mini-batches, and exchanges for each of them at most.
+STARTS = 4
+ROUNDS = 16
+# Part of the time for all mini-batches that a further candidate must save to be chosen for what it adds.
+WORTH = 1e-3
+
+
+def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
+    """Return as many equal pipelines of each scheme as there is room for, where anything fits them."""
+    every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
+    return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
+
+
+def refine(
+    candidates: Sequence[Sequence[Scheme]],
+    profile: Schemes,
+    batches: Sequence[Sequence[int]],
+    devices: int,
+    *,
+    context: int | None = None,
+) -> list[list[Scheme]]:
+    """Return the candidates and what they were improved to: the best static one, then what choosing gains most from.
+
+    Args:
+        candidates: strategies, such as those of `propose` and `homogeneous`.
+        profile: what each scheme costs.
+        batches: sequence lengths of sample mini-batches.
+        devices: how many there are.
+        context: the longest sequence that the static one must take; default: that of `batches`.
+
+    Each improvement takes pipelines of one scheme away and puts as many of another as fit into the room. Behind the
+    first, each strategy is the one that saves most where every mini-batch runs the quickest of those before and it;
+    behind these, where none saves anything worth mentioning, the rest follows by its time for all mini-batches.
+    """
+    tuning = TuningSet(profile, batches, devices)
+    longest = context if context is not None else max(tuning.longest, default=0)
+    starts = list(dict.fromkeys(tuple(sorted(c, reverse=True)) for c in candidates))
+    seen = dict.fromkeys(starts)  # in order, each once
+    everything = np.arange(len(tuning.longest))
+    for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
+        # Only strategies that take the group's longest sequence can run it.
+        able = [s for s in starts if tuning.reach(s) >= reach]
+        for start in sorted(able, key=lambda s: (_total(tuning, s, group), s))[:STARTS]:
+            seen[climbed(start, tuning, group, reach, profile, devices)] = None
+    chosen = complementary(tuning, longest)
+    rest = sorted(seen, key=lambda s: (tuning.reach(s) < longest, _total(tuning, s, everything), s))
+    return [list(s) for s in dict.fromkeys([*chosen, *rest])]
+
+
+def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
+    """Return which mini-batches each scheme just takes, with the longest sequence among them.
+
+    Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
+    belong to the longest ones are left out, as all that take these must take the rest.
+    """
+    # A group is what lies between two neighbouring MaxLens: the same schemes, and so the same strategies, take it.
+    limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
+    longest = np.array(tuning.longest)
+    which = np.searchsorted(limits, longest)
+    members = [np.flatnonzero(which == level) for level in np.unique(which)[:-1]]
+    return [(group, int(longest[group].max())) for group in members]
+
+
+def climbed(
+    start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
+) -> Strategy:
+    """Return what a strategy is improved to on a group of mini-batches; it still takes `reach` tokens.
+
+    What unequal pipelines pay is left out on the way: one exchange alone seldom earns it, several may.
+    """
+
+    # Every strategy that is priced on the way stays in the tuning set, for `complementary` to choose from.
+    def price(strategy: Strategy) -> float:
+        return float(tuning.computing(strategy)[group].sum())
+
+    at = start
+    for _ in range(ROUNDS):
+        able = [s for s in exchanges(at, profile, devices) if tuning.reach(s) >= reach]
+        best = min(able, key=lambda s: (price(s), s), default=at)
+        if price(best) >= price(at):
+            break
+        at = best
+    return at
+
+
+def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
+    """Return, of all strategies that were priced, the best one that takes `reach`, then what adds most to those before.
+
+    Empty where no strategy takes `reach` and all mini-batches.
+    """
+    priced = list(tuning.priced)
+    if not priced or not tuning.longest:
+        return []
+    table = np.array([tuning.seconds(s) for s in priced])  # [strategies, mini-batches]
+    totals = np.where([tuning.reach(s) >= reach for s in priced], table.sum(1), np.inf)
+    at = min(range(len(priced)), key=lambda i: (totals[i], priced[i]))
+    if not np.isfinite(totals[at]):
+        return []
+    chosen = [priced[at]]
+    quickest = table[at]  # of each mini-batch, by the strategies chosen so far
+    while True:
+        together = np.minimum(table, quickest).sum(1)
+        at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
+        if together[at] >= quickest.sum() * (1 - WORTH):
+            return chosen
+        chosen.append(priced[at])
+        quickest = np.minimum(quickest, table[at])
+
+
+def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
+    """Yield the strategies that one exchange leads to: fewer pipelines of one scheme, or none, and more of another."""
+    usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
+    for old, new in product(dict.fromkeys(strategy), usable):
+        count = strategy.count(old)
+        free = devices - sum(map(size, strategy))
+        fewest = -(-max(size(new) - free, 0) // size(old))
+        if old == new or fewest > count:
+            continue
+        others = [s for s in strategy if s != old]
+        # One pipeline of the new scheme, or as many as the old scheme's devices and the idle ones have room for.
+        for removed in {fewest, count}:
+            added = (free + removed * size(old)) // size(new)
+            yield tuple(sorted([*others, *[old] * (count - removed), *[new] * added], reverse=True))
+
+
+def size(scheme: Scheme) -> int:
+    """Return the devices of a scheme."""
+    return scheme[0] * scheme[1]
+
+
+def _total(tuning: TuningSet, strategy: Strategy, group: NDArray[np.int64]) -> float:
+    return float(tuning.seconds(strategy)[group].sum())

@@ -1,0 +1,124 @@
+"""What is lacking where no plan fits: how much memory, how much shorter the sequences, how many more devices.
+
+Each is found by asking the search again, with that one thing changed and nothing else, until something fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.rank_memory import batch_bytes
+from hydragraph.errors import Unsupported
+from hydragraph.planner.generators.group_prices import SAFETY, state_bytes
+from hydragraph.planner.generators.malleus_autohet import fits
+from hydragraph.planner.price_candidate import Shortage
+from hydragraph.spec.home import Home
+from hydragraph.spec.training_workload import Workload
+
+# Memory is sought up to so many times what there is, and so many times the devices.
+MOST = 64
+MANY = 8
+# Memory is told to about this part.
+NEARLY = 1.05
+
+
+def check_labels(costs: Costs, workload: Workload) -> None:
+    """Refuse devices that are too small for what every rank holds, whatever the plan: the labels of all sequences.
+
+    Raises:
+        Unsupported: which these are.
+    """
+    running = _running(costs)
+    least = batch_bytes(0, max(map(sum, workload.batches)))
+    small = [rank for rank in running if costs.memory_of(rank) < least]
+    if small:
+        listed = ", ".join(map(str, small))
+        lost = ", ".join(f"{rank}: inf" for rank in small)
+        without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
+        raise Unsupported(
+            f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
+            where=f"plan of {costs.ranks} devices for {workload}",
+            remedy=f"{without}give smaller mini-batches",
+        )
+
+
+def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY) -> Unsupported:
+    """Return the error of a workload that no plan fits, with how far off it is and what would help.
+
+    Args:
+        short: plans that were looked at exactly, with what they lack.
+        safety: the part of all memory with which the search found nothing that fits.
+    """
+    running = _running(costs)
+    if short:
+        nearest = min(short, key=lambda each: each.bytes)
+        why = f"the nearest, {nearest.strategy.name}: {nearest}"
+        first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
+    else:
+        state = costs.home.copies * state_bytes(costs)
+        room = sum(costs.memory_of(rank) for rank in running)
+        why = (
+            "no pipeline of these devices holds the model, whose state alone takes "
+            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages"
+        )
+        first = ""
+    wishes = _wishes(costs, workload, safety)
+    found = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
+    return Unsupported(
+        f"nothing fits: {why}",
+        where=f"plan of {costs.ranks} devices for {workload}",
+        remedy=f"{found}{first}allow recomputation and higher tensor-parallel degrees (a measured profile needs them "
+        "measured: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
+    )
+
+
+def _running(costs: Costs) -> list[int]:
+    return [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+
+
+def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:
+    """Return what alone would make something fit."""
+    longest = workload.longest
+    sequences = workload.typical.sequences
+    found = []
+    memory = _least(lambda times: fits(costs, sequences, longest, times * safety), MOST)
+    if 1 < memory < math.inf:
+        found.append(f"{memory:.3g} times the memory in each device")
+    shorter = _least(lambda times: fits(costs, sequences, max(1, int(longest / times)), safety), longest)
+    if 1 < shorter < math.inf:
+        found.append(f"sequences of at most {max(1, int(longest / shorter)):,} tokens")
+    for times in (2, 4, MANY):
+        if fits(_several(costs, times), sequences, longest, safety):
+            found.append(f"{times} times as many such devices")
+            break
+    return found
+
+
+def _least(able: Callable[[float], bool], most: float) -> float:
+    """Return about the least factor from 1 on with which something fits, as with larger ones; infinite: none."""
+    high = 1.0
+    while not able(high):
+        if high >= most:
+            return math.inf
+        high = min(2 * high, most)
+    low = high / 2
+    while high > 1 and high / low > NEARLY:
+        middle = math.sqrt(low * high)
+        if able(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _several(costs: Costs, times: int) -> Costs:
+    """Return the costs of a cluster with so many times the nodes; the further ones are healthy."""
+    cluster = costs.cluster
+    count = 1 + max(device.node for device in cluster.devices)
+    devices = tuple(replace(d, node=d.node + i * count) for i in range(times) for d in cluster.devices)
+    return costs.changed(
+        cluster=replace(cluster, devices=devices, nodes=times * cluster.nodes), home=Home(copies=costs.home.copies)
+    )

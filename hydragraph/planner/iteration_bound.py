@@ -1,0 +1,83 @@
+"""Seconds that no plan on these devices beats, whatever pipelines it makes of them.
+
+A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds on it, and a straggler's
+seconds count 1 / x (it slows its whole group, so this flatters it). The cheapest way w(type, block) bounds every other.
+Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least for which all blocks of all
+sequences can be shared out: a small linear program over types and kinds of blocks.
+
+A sequence also goes through all blocks one after another: no plan ends before the quickest way through them.
+
+Healthy devices and one kind of block give Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without stragglers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.generators.device_groups import nodes_of
+from hydragraph.planner.generators.group_prices import Site
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Stage
+
+
+def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
+    """Return seconds that no strategy can beat for any of these mini-batches, on average.
+
+    Args:
+        batches: sequence lengths of each mini-batch.
+    """
+    found = [_bound(costs, Counter(batch)) for batch in dict.fromkeys(tuple(sorted(b)) for b in batches)]
+    weights = Counter(tuple(sorted(b)) for b in batches)
+    return sum(s * n for s, n in zip(found, weights.values(), strict=True)) / len(batches)
+
+
+def _bound(costs: Costs, lengths: Counter[int]) -> float:
+    from scipy.optimize import linprog  # only planning needs it
+
+    healthy = costs.changed(health=Health())
+    nodes = nodes_of(costs)
+    capacity: Counter[Site] = Counter()
+    for node in nodes:
+        capacity[node.site] += sum(1 / rate for rate in node.rates)  # type: ignore[assignment]
+    sites = list(capacity)
+    largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
+    example = {
+        site: next(n.devices for n in nodes if n.site == site and len(n.devices) == largest[site]) for site in sites
+    }
+    blocks = Counter(costs.profile.blocks)
+    templates = list(blocks)
+    # Device-seconds of all sequences for one block of a template, and seconds of the longest sequence alone.
+    spent = np.full((len(sites), len(templates)), math.inf)
+    alone = np.full((len(sites), len(templates)), math.inf)
+    longest = max(lengths)
+    tokens, squared = (sum(times * n**power for n, times in lengths.items()) for power in (1, 2))
+    for s, site in enumerate(sites):
+        for kind in costs.profile.of(site.type).pieces:
+            if kind.tp > largest[site] or any(heads % kind.tp for heads in costs.sizes.heads):
+                continue
+            stage = Stage(example[site][: kind.tp], 1, kind.sequence_parallel, kind.recompute)
+            for t, template in enumerate(templates):
+                at = costs.profile.blocks.index(template)
+                cost = healthy.stage(stage, (at, at + 1))
+                # What a micro-batch costs beside its sequences is paid at least once; auxiliary values are left out.
+                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.at(tokens, squared)[1:]))
+                alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
+    # Variables: the part of each template's work that each site does, then T.
+    count = len(sites) * len(templates)
+    objective = np.zeros(count + 1)
+    objective[-1] = 1.0
+    every = np.zeros((len(templates), count + 1))
+    limits = np.zeros((len(sites), count + 1))
+    for s, site in enumerate(sites):
+        limits[s, -1] = -capacity[site]
+        for t, template in enumerate(templates):
+            every[t, s * len(templates) + t] = 1.0
+            limits[s, s * len(templates) + t] = blocks[template] * spent[s, t]
+    solved = linprog(objective, limits, np.zeros(len(sites)), every, np.ones(len(templates)), method="highs")
+    through = sum(blocks[template] * alone[:, t].min() for t, template in enumerate(templates))
+    return max(float(solved.fun), float(through))

@@ -1,0 +1,646 @@
+"""The plan of least cost by Metis's model, proven: dynamic programming over labels, with bounds.
+
+For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
+layers). An *option* is a stage's first rank, its ranks and its degrees; with its layers it is a step of the path. Its
+cost is a sum over stages and three maxima,
+
+    cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
+
+with t a stage's milliseconds of a micro-batch, o its update and g its gradients. A *label* is what the stages so far
+add up to: (sum, t, o, g). At the same ranks and layers, label A makes B needless if
+
+    A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
+
+for whatever follows both, A costs no more. What follows costs at least some t, o and g (`least`, by the same recurrence
+backwards), so a label's t, o and g are first raised to those: then more labels make others needless.
+
+What follows a label also costs a sum, which is larger where its stages must be fast. `sums[k]` is the least sum of
+stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs at least
+(B - 1) caps[k - 1] + sums[k]; a label is dropped where, for every k, this reaches the best plan that is known. The
+plans behind `sums` are themselves good ones. Orders and numbers of micro-batches come by their own bound, the least
+first, and those that reach the best plan are never looked at.
+
+Example: L = 2 layers of 4 ms each, two ranks, B = 4. One rank per stage and layer: 3 * 4 + 4 + 4 = 20 ms. Both ranks in
+one stage, 3.5 ms for both layers: 3 * 3.5 + 3.5 = 14 ms, less. After one rank and one layer the label is (sum 4, t 4),
+and what follows adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so it is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.metis.metis_cost import (
+    least_bandwidth,
+    one_type,
+    price,
+    samples_of,
+    size_index,
+    stage_bytes,
+    sync_ms,
+)
+from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
+from hydragraph.planner.metis.problem import Floats, Ints, Problem, Tables
+
+_MIB = 1024.0 * 1024.0
+# Caps on the slowest stage, between the least there can be and the most that the best plan allows.
+_CAPS = 8
+# A bound reaches the best plan unless it is smaller by more than rounding.
+_ROUNDING = 1e-12
+
+
+class Options(NamedTuple):
+    """What a stage can be, for one order of types and one B, sorted by first rank.
+
+    Attributes:
+        begin: the first option of each rank, and the end [N + 1].
+        size: ranks [O].
+        dp: replicas [O].
+        tp: ranks of a replica [O].
+        first_row: of `upto`: a stage takes the largest difference of its rows [O + 1].
+        upto: milliseconds of the first layers [R, L + 1].
+        held: MB of the first layers, on the type that needs most [O, L + 1] by `memory_row`.
+        memory_row: which row of `held` an option has [O].
+        limit: MB of its devices, together or of the smallest [O].
+        bandwidth: the least of its types [O].
+        samples: of a micro-batch, per replica [O].
+        sync: B times what is not in layers, if the stage is the last [O].
+        ahead: the largest bandwidth that a stage beginning at each rank can have [N + 1].
+    """
+
+    begin: Ints
+    size: Ints
+    dp: Ints
+    tp: Ints
+    first_row: Ints
+    upto: Floats
+    held: Floats
+    memory_row: Ints
+    limit: Floats
+    bandwidth: Floats
+    samples: Ints
+    sync: Floats
+    ahead: Floats
+
+
+@compiled
+def options_of(
+    tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Floats, Floats, Ints, Floats, Floats, Ints, Floats, Floats]:
+    """Return every option of one order of types and B, as the fields of `Options`; `sizes` are ranks of a stage."""
+    ranks = kinds.size
+    layers = tables.share.size
+    degrees = tables.upto.shape[1]
+    most = ranks * sizes.size * degrees
+    begin = np.zeros(ranks + 1, dtype=np.int64)
+    size = np.zeros(most, dtype=np.int64)
+    dp = np.zeros(most, dtype=np.int64)
+    tp = np.zeros(most, dtype=np.int64)
+    first_row = np.zeros(most + 1, dtype=np.int64)
+    limit = np.zeros(most)
+    bandwidth = np.zeros(most)
+    samples = np.zeros(most, dtype=np.int64)
+    sync = np.zeros(most)
+    memory_row = np.zeros(most, dtype=np.int64)
+    upto = np.zeros((1024, layers + 1))
+    held = np.zeros((1024, layers + 1))
+    rows = 0
+    held_rows = 0
+    # Stages of one type, degree and size share their row of memory.
+    shared = np.full((tables.bandwidth.size, degrees, tables.size_at.size), -1, dtype=np.int64)
+    count = 0
+    for start in range(ranks):
+        begin[start] = count
+        for group in sizes:
+            if start + group > ranks:
+                continue
+            alike = one_type(kinds, start, group)
+            for d in range(degrees):
+                width = 1 << d
+                if width > group or width > max_tp:
+                    break
+                replicas = group // width
+                mbs = tables.batch // replicas // batches
+                m = size_index(tables, mbs)
+                if mbs == 0 or m < 0:
+                    continue
+                if not mixed_tp and not replicas_of_one_type(places, start, group, width):
+                    continue
+                last = sync_ms(tables, kinds, start, group, d, mbs)
+                if not np.isfinite(last):
+                    continue
+                if upto.shape[0] < rows + replicas:
+                    upto = np.concatenate((upto, np.zeros((upto.shape[0] + replicas, layers + 1))))
+                if held.shape[0] < held_rows + 1:
+                    held = np.concatenate((held, np.zeros((held.shape[0], layers + 1))))
+                begun = rows
+                kind = kinds[start]
+                if alike:
+                    upto[rows] = tables.upto[kind, d, m]
+                    rows += 1
+                    if shared[kind, d, mbs] < 0:
+                        write_held(tables, kinds, start, 1, d, m, held[held_rows])
+                        shared[kind, d, mbs] = held_rows
+                        held_rows += 1
+                    memory_row[count] = shared[kind, d, mbs]
+                else:
+                    rows = replica_rows(tables, kinds, start, group, replicas, d, batches, upto, rows)
+                    if rows < 0:
+                        rows = begun
+                        continue
+                    write_held(tables, kinds, start, group, d, m, held[held_rows])
+                    memory_row[count] = held_rows
+                    held_rows += 1
+                least = np.inf
+                for rank in range(start, start + group):
+                    limit[count] += tables.capacity[kinds[rank]]
+                    least = min(least, tables.capacity[kinds[rank]])
+                if tables.per_rank:
+                    limit[count] = least
+                size[count] = group
+                dp[count] = replicas
+                tp[count] = width
+                bandwidth[count] = least_bandwidth(tables, kinds, start, group)
+                samples[count] = mbs
+                sync[count] = last * batches
+                first_row[count] = begun
+                count += 1
+                first_row[count] = rows
+    begin[ranks] = count
+    ahead = np.full(ranks + 1, np.inf)
+    for rank in range(ranks):
+        ahead[rank] = tables.bandwidth[kinds[rank]]
+    return (
+        begin,
+        size[:count],
+        dp[:count],
+        tp[:count],
+        first_row[: count + 1],
+        upto[:rows],
+        held[:held_rows],
+        memory_row[:count],
+        limit[:count],
+        bandwidth[:count],
+        samples[:count],
+        sync[:count],
+        ahead,
+    )
+
+
+@compiled
+def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
+    """Write the MB of the first layers of a stage, each layer on the type that needs most of it."""
+    for layer in range(tables.share.size):
+        most = 0.0
+        for rank in range(start, start + group):
+            if rank == start or kinds[rank] != kinds[rank - 1]:
+                most = max(most, tables.memory[kinds[rank], d, m, layer])
+        row[layer + 1] = row[layer] + most
+
+
+@compiled
+def replica_rows(
+    tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
+) -> int:
+    """Write the milliseconds of the different replicas of a stage of several types; return the end, -1 if unknown."""
+    shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
+    width = group // dp
+    for i in range(dp):
+        kind = kinds[start + i * width]
+        if i > 0 and shares[i] == shares[i - 1] and kind == kinds[start + (i - 1) * width]:
+            continue
+        upto[rows] = 0.0
+        digit = 1
+        while digit <= shares[i]:
+            if shares[i] & digit:
+                m = size_index(tables, digit)
+                if m < 0 or not tables.known[kind, d, m]:
+                    return -1
+                upto[rows] += tables.upto[kind, d, m]
+            digit *= 2
+        if shares[i] < 0:
+            return -1
+        rows += 1
+    return rows
+
+
+@compiled
+def took(o: Options, option: int, first: int, end: int) -> float:
+    """Return the milliseconds of a micro-batch in layers first to end - 1 of an option."""
+    found = 0.0
+    for row in range(o.first_row[option], o.first_row[option + 1]):
+        found = max(found, o.upto[row, end] - o.upto[row, first])
+    return found
+
+
+@compiled
+def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
+    """Return whether an option's devices hold layers first to end - 1."""
+    held = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
+    return bool(LEAST_MB + tables.factor * held <= o.limit[option])
+
+
+@compiled
+def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
+    """Return the numbers that a stage with layers up to end - 1 hands to the next."""
+    if end == tables.share.size - 1:
+        return float(o.samples[option] * tables.logits / o.tp[option])
+    return float(o.samples[option] * tables.activation)
+
+
+@compiled
+def updating(tables: Tables, o: Options, option: int, count: int) -> float:
+    """Return the milliseconds of the optimizer for so many layers."""
+    return float(tables.optimizer / o.tp[option] * count / tables.share.size)
+
+
+@compiled
+def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
+    """Return the milliseconds of the gradients of layers first to end - 1."""
+    dp = o.dp[option]
+    each = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
+    return float(each * stage_bytes(tables, first, end, o.tp[option]))
+
+
+@compiled
+def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
+    """Return what follows ranks n and layers l at least, for every n and l.
+
+    Args:
+        tables: see `Tables`.
+        o: the options.
+        caps: on the milliseconds of a stage, ascending [K].
+
+    Returns:
+        sums: the least sum over stages, none slower than each cap [N + 1, L + 1, K]; infinite where there is no way.
+        least: the least that the largest t, o and g can be [N + 1, L + 1, 3].
+        option, end: the first stage of the way behind `sums` [N + 1, L + 1, K].
+    """
+    ranks = o.begin.size - 1
+    layers = tables.share.size
+    many = caps.size
+    sums = np.full((ranks + 1, layers + 1, many), np.inf)
+    least = np.full((ranks + 1, layers + 1, 3), np.inf)
+    chosen = np.full((ranks + 1, layers + 1, many), -1, dtype=np.int64)
+    ends = np.zeros((ranks + 1, layers + 1, many), dtype=np.int64)
+    sums[ranks, layers] = 0.0
+    least[ranks, layers] = 0.0
+    for start in range(ranks - 1, -1, -1):
+        for option in range(o.begin[start], o.begin[start + 1]):
+            behind = start + o.size[option]
+            for first in range(layers - 1, -1, -1):
+                for end in range(first + 1, layers + 1):
+                    if not np.isfinite(least[behind, end, 0]):
+                        continue
+                    if not fits(tables, o, option, first, end):
+                        break
+                    t = took(o, option, first, end)
+                    if t > caps[-1]:
+                        break
+                    further = o.sync[option]
+                    if behind < ranks:
+                        between = min(o.bandwidth[option], o.ahead[behind])
+                        further = handed_on(tables, o, option, end) / (between * _MIB)
+                    here = least[start, first]
+                    there = least[behind, end]
+                    here[0] = min(here[0], max(there[0], t))
+                    here[1] = min(here[1], max(there[1], updating(tables, o, option, end - first)))
+                    here[2] = min(here[2], max(there[2], gradients(tables, o, option, first, end)))
+                    for k in range(many - 1, -1, -1):
+                        if t > caps[k]:
+                            break
+                        total = t + further + sums[behind, end, k]
+                        if total < sums[start, first, k]:
+                            sums[start, first, k] = total
+                            chosen[start, first, k] = option
+                            ends[start, first, k] = end
+    return sums, least, chosen, ends
+
+
+@compiled
+def way(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
+    """Return the plan behind `sums[0, 0, k]` as rows of groups, dp, tp and first layers [4, S + 1]."""
+    ranks = o.begin.size - 1
+    found = np.zeros((4, ranks + 1), dtype=np.int64)
+    start = 0
+    layer = 0
+    s = 0
+    while start < ranks:
+        option = chosen[start, layer, k]
+        end = ends[start, layer, k]
+        found[0, s] = o.size[option]
+        found[1, s] = o.dp[option]
+        found[2, s] = o.tp[option]
+        found[3, s] = layer
+        start += o.size[option]
+        layer = end
+        s += 1
+    found[3, s] = layer
+    return found[:, : s + 1].copy()
+
+
+@compiled
+def best_labels(
+    tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
+) -> tuple[Ints, int]:
+    """Look for a plan of at least `fewest` stages that costs less than `best`.
+
+    Returns:
+        Its rows as `way` has them, without a stage if there is none; and how many labels were looked at.
+    """
+    ranks = o.begin.size - 1
+    layers = tables.share.size
+    fixed = batches * tables.generator
+    room = 4096
+    # A label: sum, t, o, g, and what it still has to hand on: numbers, and the bandwidth on its side.
+    value = np.zeros((room, 6))
+    # Where it comes from: the label before, the option, the layers up to its end; the next at the same place; and how
+    # many stages it has, counted up to `fewest`.
+    origin = np.zeros((room, 5), dtype=np.int64)
+    heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
+    latest_at = np.full(ranks + 1, np.inf)
+    for rank in range(ranks - 1, -1, -1):
+        latest_at[rank] = min(latest_at[rank + 1], o.ahead[rank])
+    value[0, 1:4] = least[0, 0]
+    value[0, 5] = np.inf
+    origin[0, 0] = -1
+    origin[0, 3] = -1
+    heads[0, 0] = 0
+    made = 1
+    last = -1
+    smallest = o.size.min()
+    new = np.zeros(6)
+    for start in range(ranks):
+        for option in range(o.begin[start], o.begin[start + 1]):
+            behind = start + o.size[option]
+            for first in range(layers):
+                if heads[start, first] < 0:
+                    continue
+                for end in range(first + 1, layers + 1):
+                    if not np.isfinite(least[behind, end, 0]):
+                        continue
+                    if not fits(tables, o, option, first, end):
+                        break
+                    t = took(o, option, first, end)
+                    if t > caps[-1]:
+                        break
+                    update = updating(tables, o, option, end - first)
+                    gradient = gradients(tables, o, option, first, end)
+                    label = heads[start, first]
+                    while label >= 0:
+                        handed = value[label, 4] / (min(value[label, 5], o.bandwidth[option]) * _MIB)
+                        new[0] = value[label, 0] + handed + t
+                        new[1] = max(value[label, 1], t, least[behind, end, 0])
+                        new[2] = max(value[label, 2], update, least[behind, end, 1])
+                        new[3] = max(value[label, 3], gradient, least[behind, end, 2])
+                        before = label
+                        label = origin[label, 3]
+                        stages = min(origin[before, 4] + 1, fewest)
+                        if stages + min((ranks - behind) // smallest, layers - end) < fewest:
+                            continue
+                        if behind == ranks:
+                            cost = new[0] + o.sync[option] + (batches - 1) * new[1] + new[2] + new[3] + fixed
+                            if cost < best:
+                                best = cost
+                                origin, value, made = added(origin, value, made, before, option, end, new)
+                                last = made - 1
+                            continue
+                        new[4] = handed_on(tables, o, option, end)
+                        new[5] = o.bandwidth[option]
+                        soonest = new[4] / (min(new[5], o.ahead[behind]) * _MIB)
+                        latest = new[4] / (min(new[5], latest_at[behind]) * _MIB)
+                        rest = np.inf
+                        for k in range(caps.size):
+                            below = caps[k - 1] if k > 0 else 0.0
+                            rest = min(rest, (batches - 1) * max(new[1], below) + sums[behind, end, k])
+                        if new[0] + soonest + new[2] + new[3] + fixed + rest >= best * (1.0 - _ROUNDING):
+                            continue
+                        if is_needless(
+                            value, origin, heads[behind, end], new, stages, soonest, batches, latest_at[behind]
+                        ):
+                            continue
+                        drop_needless(value, origin, heads, behind, end, new, stages, latest, batches, o.ahead[behind])
+                        origin, value, made = added(origin, value, made, before, option, end, new)
+                        origin[made - 1, 3] = heads[behind, end]
+                        origin[made - 1, 4] = stages
+                        heads[behind, end] = made - 1
+    return rows_of(o, origin, last), made
+
+
+@compiled
+def added(
+    origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
+) -> tuple[Ints, Floats, int]:
+    """Write a label behind the others, in larger arrays where they are full; return the arrays and the new count."""
+    if made == value.shape[0]:
+        value = np.concatenate((value, np.zeros_like(value)))
+        origin = np.concatenate((origin, np.zeros_like(origin)))
+    value[made] = new
+    origin[made, 0] = before
+    origin[made, 1] = option
+    origin[made, 2] = end
+    origin[made, 3] = -1
+    origin[made, 4] = 0
+    return origin, value, made + 1
+
+
+@compiled
+def excess(batches: int, one: Floats, other: Floats) -> float:
+    """Return how much more than another label one costs at most by its t, o and g, whatever follows both."""
+    return float(
+        (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
+    )
+
+
+@compiled
+def is_needless(
+    value: Floats, origin: Ints, head: int, new: Floats, stages: int, soonest: float, batches: int, slow: float
+) -> bool:
+    """Return whether a label at the same place is as good as a new one, whatever stage comes next.
+
+    What they hand on depends on that stage's bandwidth, so the one has to be better at the least, `slow`, than the new
+    one is at the largest, unless both hand on the same.
+    """
+    label = head
+    while label >= 0:
+        here = value[label]
+        more = here[0] - new[0] + excess(batches, here, new)
+        if here[4] != new[4] or here[5] != new[5]:
+            more += here[4] / (min(here[5], slow) * _MIB) - soonest
+        if more <= 0.0 and origin[label, 4] >= stages:
+            return True
+        label = origin[label, 3]
+    return False
+
+
+@compiled
+def drop_needless(
+    value: Floats,
+    origin: Ints,
+    heads: Ints,
+    rank: int,
+    layer: int,
+    new: Floats,
+    stages: int,
+    latest: float,
+    batches: int,
+    fast: float,
+) -> None:
+    """Take the labels that a new one makes needless out of their place's list."""
+    before = -1
+    label = heads[rank, layer]
+    while label >= 0:
+        here = value[label]
+        following = origin[label, 3]
+        more = new[0] - here[0] + excess(batches, new, here)
+        if here[4] != new[4] or here[5] != new[5]:
+            more += latest - here[4] / (min(here[5], fast) * _MIB)
+        if more <= 0.0 and origin[label, 4] <= stages:
+            if before < 0:
+                heads[rank, layer] = following
+            else:
+                origin[before, 3] = following
+        else:
+            before = label
+        label = following
+
+
+@compiled
+def rows_of(o: Options, origin: Ints, last: int) -> Ints:
+    """Return the plan that ends with a label as rows of groups, dp, tp and first layers [4, S + 1]; -1: no stage."""
+    count = 0
+    label = last
+    while label > 0:
+        count += 1
+        label = origin[label, 0]
+    found = np.zeros((4, count + 1), dtype=np.int64)
+    label = last
+    for s in range(count - 1, -1, -1):
+        option = origin[label, 1]
+        found[0, s] = o.size[option]
+        found[1, s] = o.dp[option]
+        found[2, s] = o.tp[option]
+        found[3, s + 1] = origin[label, 2]
+        label = origin[label, 0]
+    return found
+
+
+class _Case(NamedTuple):
+    """One order of types and one number of micro-batches."""
+
+    bound: float
+    types: tuple[str, ...]
+    batches: int
+    options: Options
+    sums: Floats
+    least: Floats
+
+
+class Optimum(NamedTuple):
+    """The best plan: its order of types, micro-batches and rows as `way`, its cost, and the labels looked at."""
+
+    types: tuple[str, ...]
+    batches: int
+    rows: Ints
+    cost: float
+    labels: int
+
+
+def optimum(
+    problem: Problem,
+    mixed_tp: bool,
+    *,
+    smallest: int = 1,
+    fewest: int = 1,
+    known: Optimum | None = None,
+    until: float | None = None,
+) -> Optimum | None:
+    """Return the plan of least cost; None: nothing fits.
+
+    Args:
+        problem: what is planned.
+        mixed_tp: whether a replica may have devices of several types.
+        smallest: the least ranks of a stage; all powers of two from there on are looked at.
+        fewest: the least number of stages.
+        known: a plan that is already known: it is returned where there is no better one.
+        until: after this time (of `time.monotonic`) the best plan so far is returned.
+    """
+    tables = problem.tables
+    best = known
+    ranks = problem.cluster.devices
+    sizes = np.array([1 << i for i in range(ranks.bit_length()) if 1 << i >= smallest], dtype=np.int64)
+    cases = []
+    for types in permutations(problem.types):
+        kinds = problem.kinds(types)
+        places = problem.places(types)
+        for batches in _divisors(problem.batch):
+            if best is not None and _late(until):
+                break
+            options = Options(*options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp))
+            caps = np.full(1, np.inf)
+            sums, least, chosen, ends = bounds_of(tables, options, caps)
+            if not np.isfinite(sums[0, 0, 0]):
+                continue
+            rows = way(options, chosen, ends, 0)
+            if rows.shape[1] > fewest:
+                best = _better(problem, best, types, batches, rows)
+            cases.append(_Case(_bound(problem, batches, sums, least), types, batches, options, sums, least))
+    labels = 0 if known is None else known.labels
+    for case in sorted(cases, key=lambda case: case.bound):
+        if best is not None and (_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
+            break
+        best, looked_at = _solved(problem, case, best, fewest)
+        labels += looked_at
+    return None if best is None else best._replace(labels=labels)
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
+
+
+def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
+    """Return the best plan with what one case has to offer, and the labels looked at."""
+    tables = problem.tables
+    batches = case.batches
+    lowest = case.least[0, 0, 0]
+    caps = np.full(1, np.inf)
+    if batches > 1 and best is not None:
+        # A slower stage than this makes the pipeline alone cost as much as the best plan.
+        others = batches * tables.generator + case.least[0, 0, 1] + case.least[0, 0, 2] + case.sums[0, 0, 0]
+        highest = (best.cost - others) / (batches - 1)
+        # The sums may be computed in another order than the slowest stage was: equal ones must not exclude each other.
+        caps = np.geomspace(lowest, max(lowest, highest), _CAPS) * (1.0 + _ROUNDING)
+    sums, least, chosen, ends = bounds_of(tables, case.options, caps)
+    for k in range(len(caps)):
+        if np.isfinite(sums[0, 0, k]):
+            rows = way(case.options, chosen, ends, k)
+            if rows.shape[1] > fewest:
+                best = _better(problem, best, case.types, batches, rows)
+    cost = np.inf if best is None else best.cost
+    rows, made = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
+    if rows.shape[1] > 1:
+        best = _better(problem, best, case.types, batches, rows)
+    return best, made
+
+
+def _better(problem: Problem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
+    """Return the better one of the best plan so far and another, which is priced in full."""
+    groups, dp, tp = rows[:3, :-1].copy()
+    found = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
+    cost = float(found.sum())
+    return Optimum(types, batches, rows, cost, 0) if best is None or cost < best.cost else best
+
+
+def _bound(problem: Problem, batches: int, sums: Floats, least: Floats) -> float:
+    start = least[0, 0]
+    pipeline = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0, 0]
+    return float(pipeline + batches * problem.tables.generator)
+
+
+def _divisors(number: int) -> list[int]:
+    """Return what divides a number, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,252 @@
+"""What an iteration of a plan takes by Metis's cost model, and how a stage of several types shares its samples.
+
+    s, S      a stage, and how many; its ranks are dp * tp, its layers a to b - 1
+    B, mbs    micro-batches of an iteration; samples of one per replica, batch // dp // B
+
+A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
+over its replicas by their speed at one sample, and a replica takes, for its share, the sum over the share's binary
+digits: 5 samples take what 4 and 1 take. Then
+
+    total = (B - 1) max_s t_s + sum_s t_s                     pipeline
+          + B max over types of the last stage of sync        what is not in layers
+          + max_s optimizer / tp * (b - a) / L                update
+          + max_s 2 (dp - 1) / dp * bytes / tp / bandwidth    gradients
+          + sum_{s < S - 1} numbers handed on / bandwidth     activations (numbers, not bytes: so Metis has it)
+          + B generator                                       data
+
+with the least bandwidth of any type in a stage, or in a stage and its next. Metis names the sum "cost": milliseconds.
+
+Example: two stages that take 3 and 5 ms, B = 4, nothing else: 3 * 5 + 3 + 5 = 23 ms.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.metis.problem import Floats, Ints, Plan, Tables
+
+# Bytes per millisecond of a bandwidth of 1.
+_MIB = 1024.0 * 1024.0
+
+# The parts of a cost.
+PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generator")
+
+
+def parts(plan: Plan) -> dict[str, float]:
+    """Return the milliseconds of each part of a plan's iteration; they add up to its cost.
+
+    A plan that loses layers, or has a stage without, is priced as Metis prices it: `Plan.faults` says what is wrong.
+
+    Raises:
+        ValueError: the profile has not measured what a stage does.
+    """
+    tables = plan.problem.tables
+    dp, tp = (np.array(column, dtype=np.int64) for column in zip(*plan.degrees, strict=True))
+    problem = plan.problem
+    if max(tp) > 1 << (tables.upto.shape[1] - 1):
+        raise ValueError(f"{plan} has tp {max(tp)}: the problem has degrees up to {1 << (tables.upto.shape[1] - 1)}")
+    found = price(
+        tables,
+        problem.kinds(plan.types),
+        np.array(plan.groups, dtype=np.int64),
+        dp,
+        tp,
+        np.array(plan.partition, dtype=np.int64),
+        plan.batches,
+        len(plan.groups),
+    )
+    if not np.isfinite(found).all():
+        raise ValueError(f"{plan}: the profile lacks the micro-batch size or the degree of a stage, or B is too large")
+    return dict(zip(PARTS, map(float, found), strict=True))
+
+
+def cost(plan: Plan) -> float:
+    """Return the milliseconds that an iteration of a plan takes by Metis's cost model, all of its stages counted.
+
+    Raises:
+        ValueError: see `parts`.
+    """
+    total = 0.0
+    for part in parts(plan).values():
+        total += part
+    return total
+
+
+@compiled
+def price(
+    tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
+) -> Floats:
+    """Return the parts [6] of a cost, infinite where something was not measured.
+
+    Args:
+        tables: see `Tables`.
+        kinds: the type of each rank [N].
+        groups: ranks of each stage [S].
+        dp: replicas of each stage [S].
+        tp: ranks of a replica [S].
+        bounds: first layer of each stage, and the end [S + 1].
+        batches: B.
+        count: how many stages to look at; S, or 1 for the plans of which Metis costs the first stage only.
+    """
+    layers = tables.share.size
+    found = np.zeros(6)
+    slowest = 0.0
+    total = 0.0
+    start = 0
+    for s in range(count):
+        first, end = bounds[s], bounds[s + 1]
+        d = degree_index(tp[s])
+        t = stage_ms(tables, kinds, start, groups[s], dp[s], d, first, end, batches)
+        slowest = max(slowest, t)
+        total += t
+        mbs = tables.batch // dp[s] // batches
+        bandwidth = least_bandwidth(tables, kinds, start, groups[s])
+        if s == count - 1:
+            found[1] = sync_ms(tables, kinds, start, groups[s], d, mbs) * batches
+        else:
+            between = min(bandwidth, least_bandwidth(tables, kinds, start + groups[s], groups[s + 1]))
+            handed = mbs * tables.logits / tp[s] if end == layers - 1 else mbs * tables.activation
+            found[4] += handed / (between * _MIB)
+        update = tables.optimizer / tp[s] * (end - first) / layers
+        found[2] = max(found[2], update)
+        bytes_ = stage_bytes(tables, first, end, tp[s])
+        found[3] = max(found[3], 2.0 * (dp[s] - 1) / (dp[s] * bandwidth * _MIB) * bytes_)
+        start += groups[s]
+    found[0] = (batches - 1) * slowest + total
+    found[5] = batches * tables.generator
+    return found
+
+
+@compiled
+def degree_index(tp: int) -> int:
+    """Return the d of tp = 2^d."""
+    d = 0
+    while tp > 1:
+        tp >>= 1
+        d += 1
+    return d
+
+
+@compiled
+def one_type(kinds: Ints, start: int, size: int) -> bool:
+    """Return whether a group's devices are of one type; those of a type follow each other."""
+    return bool(kinds[start] == kinds[start + size - 1])
+
+
+@compiled
+def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float:
+    """Return the least bandwidth of any type in a group."""
+    least = tables.bandwidth[kinds[start]]
+    if not one_type(kinds, start, size):
+        for rank in range(start + 1, start + size):
+            least = min(least, tables.bandwidth[kinds[rank]])
+    return float(least)
+
+
+@compiled
+def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
+    """Return what a micro-batch takes besides its layers, on the slowest type of a group; infinite if unknown."""
+    m = size_index(tables, mbs)
+    most = -np.inf
+    for rank in range(start, start + size):
+        kind = kinds[rank]
+        if rank > start and kind == kinds[rank - 1]:
+            continue
+        if m < 0 or not tables.known[kind, d, m]:
+            return np.inf
+        most = max(most, tables.sync[kind, d, m])
+    return float(most)
+
+
+@compiled
+def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
+    """Return the bytes of parameters that one rank of a stage holds."""
+    middle = end - first
+    found = 0.0
+    if first == 0:
+        found += tables.parameters[0] / tp
+        middle -= 1
+    if end == tables.share.size:
+        found += tables.parameters[2] / tp
+        middle -= 1
+    return float(found + tables.parameters[1] / tp * middle)
+
+
+@compiled
+def size_index(tables: Tables, mbs: int) -> int:
+    """Return the entry of a micro-batch size; -1 where it was not measured at all."""
+    return int(tables.size_at[mbs]) if 0 < mbs < tables.size_at.size else -1
+
+
+@compiled
+def stage_ms(
+    tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, first: int, end: int, batches: int
+) -> float:
+    """Return the milliseconds of a micro-batch in layers first to end - 1 of a stage; infinite if not measured."""
+    if one_type(kinds, start, size):
+        kind = kinds[start]
+        m = size_index(tables, tables.batch // dp // batches)
+        if m < 0 or not tables.known[kind, d, m]:
+            return np.inf
+        return float(tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first])
+    shares = samples_of(tables, kinds, start, size, dp, d, tables.batch // batches)
+    slowest = 0.0
+    for i in range(dp):
+        if (
+            i > 0
+            and shares[i] == shares[i - 1]
+            and kinds[start + i * (size // dp)] == kinds[start + (i - 1) * (size // dp)]
+        ):
+            continue
+        slowest = max(slowest, replica_ms(tables, kinds[start + i * (size // dp)], d, shares[i], first, end))
+    return slowest
+
+
+@compiled
+def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
+    """Return the milliseconds of a replica for its samples: the sum over their binary digits, largest first."""
+    found = 0.0
+    digit = 1
+    while 2 * digit <= samples:
+        digit *= 2
+    while digit > 0:
+        if samples & digit:
+            m = size_index(tables, digit)
+            if m < 0 or not tables.known[kind, d, m]:
+                return np.inf
+            found += tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first]
+        digit //= 2
+    return found
+
+
+@compiled
+def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
+    """Return how many samples each replica [dp] of a stage gets: by speed at one sample, rounded to the largest parts.
+
+    A replica is as fast as the type of its first device. Where that was not measured, no samples are shared out.
+    """
+    speed = np.zeros(dp)
+    group = size // dp
+    total = 0.0
+    m = size_index(tables, 1)
+    for i in range(dp):
+        kind = kinds[start + i * group]
+        speed[i] = 1.0 / tables.upto[kind, d, m, tables.share.size] if m >= 0 and tables.known[kind, d, m] else np.nan
+        total += speed[i]
+    found = np.zeros(dp, dtype=np.int64)
+    if not total > 0:
+        found[:] = -1
+        return found
+    over = np.zeros(dp)
+    rest = samples
+    for i in range(dp):
+        exact = samples * (speed[i] / total)
+        found[i] = int(exact)
+        over[i] = exact - found[i]
+        rest -= found[i]
+    # Equal remainders go to the first replicas.
+    largest = np.argsort(-over, kind="mergesort")
+    for i in range(rest):
+        found[largest[i]] += 1
+    return found

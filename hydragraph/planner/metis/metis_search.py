@@ -1,0 +1,179 @@
+"""One call for Metis's search, for the memory-aware one, and for the exact optimum of what they search.
+
+Example:
+    profile = metis.Profile.load(["a100.json", "v100.json"], hidden=4096, sequence=1024, vocabulary=51200)
+    types = {"A100": metis.DeviceType(46, 80), "V100": metis.DeviceType(50, 16)}
+    cluster = metis.Cluster(types, (("V100", 4),) * 4 + (("A100", 4),) * 4)
+    found = metis.search(profile, cluster, layers=10, batch=128, order="exact")
+    found.cost, found.groups, found.degrees, found.layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import permutations
+from typing import Any, Literal
+
+import numpy as np
+
+from hydragraph.planner.metis.cluster import Cluster
+from hydragraph.planner.metis.divisions import divisions
+from hydragraph.planner.metis.exact_optimum import Optimum, optimum
+from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE, Best, walk
+from hydragraph.planner.metis.problem import Ints, Plan, Problem
+from hydragraph.planner.metis.profile import Profile
+from hydragraph.spec import cluster as spec
+
+Order = Literal["naive", "memory", "exact"]
+
+
+@dataclass(frozen=True)
+class Found(Plan):
+    """The best plan of a search.
+
+    Attributes:
+        cost: milliseconds of an iteration by Metis's cost model, all stages counted: `metis.cost` of this plan.
+        steps: steps that the search took, counted as in Table 1 of the improved paper; for "exact", labels looked at.
+        claimed: what the published program would print as the cost of its best plan, which may be one of which it
+            counted the first stage only, or which loses layers; None for "exact".
+        claimed_plan: that plan.
+    """
+
+    cost: float
+    steps: int
+    claimed: float | None = None
+    claimed_plan: Plan | None = None
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster | spec.Cluster,
+    layers: int,
+    batch: int,
+    order: Order = "naive",
+    *,
+    max_tp: int | None = None,
+    mixed_tp: bool | None = None,
+    groups: Literal["all", "metis"] | None = None,
+) -> Found:
+    """Return the best plan that a search finds: its cost, its steps, and what Metis's own program claims.
+
+    Args:
+        profile: of the model; one of another number of layers is stretched (`Profile.stretched`).
+        cluster: Metis's or hydragraph's; all of its devices are used.
+        layers: of the model.
+        batch: sequences of an iteration.
+        order: "naive", Metis's own; "memory", the improved paper's; "exact", the least cost there is, proven.
+        max_tp: the largest tensor-parallel degree. By default what the profile has, and for "exact" 4 of it: beyond
+            that Metis's own measurements are extrapolations.
+        mixed_tp: whether a replica of a stage may have devices of several types, which Metis prices as if all were
+            like the first. By default so for the two searches, as published, and not for "exact".
+        groups: for "exact", the ranks of a stage: "all" powers of two (the default), or "metis", what its search
+            looks at: none smaller than ranks // stages.
+
+    Raises:
+        ValueError: the profile lacks what the cluster or the batch needs, or no plan fits; the message says which.
+    """
+    if order not in ("naive", "memory", "exact"):
+        raise ValueError(f"order is {order!r}: use 'naive', 'memory' or 'exact'")
+    largest = max(tp for _, tp, _ in profile.measurements)
+    if max_tp is None:
+        max_tp = min(4, largest) if order == "exact" else largest
+    problem = Problem(profile.stretched(layers), Cluster.of(cluster), batch, max_tp)
+    if order == "exact":
+        return exact(problem, bool(mixed_tp), groups or "all")
+    if groups is not None:
+        raise ValueError(f"groups is {groups!r}: the orders 'naive' and 'memory' walk Metis's own")
+    return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
+
+
+def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = None) -> Found:
+    """Return the plan of least cost; see `search`.
+
+    Args:
+        until: after this time (of `time.monotonic`) the best plan so far is returned, for `groups` "all".
+    """
+    best: Optimum | None = None
+    if groups == "all":
+        best = optimum(problem, mixed_tp, until=until)
+    else:
+        # S stages of at least ranks // S ranks: for each size, the plans of so many stages that it is large enough.
+        ranks = problem.cluster.devices
+        for smallest in (1 << i for i in range(ranks.bit_length())):
+            best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
+    if best is None:
+        raise ValueError(_nothing(problem, groups == "metis"))
+    plan = _plan(problem, best.types, best.rows, best.batches)
+    return Found(**_fields(plan), cost=best.cost, steps=best.labels)
+
+
+def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
+    """Return the best plan that Metis's search, or the memory-aware one, comes to; see `search`."""
+    steps = 0
+    best: Best | None = None
+    best_types: tuple[str, ...] = ()
+    claimed: Best | None = None
+    claimed_types: tuple[str, ...] = ()
+    for types, rows, twice in _visits(problem):
+        kinds = problem.kinds(types)
+        places = problem.places(types)
+        stages = 1 if twice else rows.shape[1]
+        found = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
+        # The second time costs other than the first stage's are looked at as well, and the steps are the same.
+        steps += 2 * found.steps if twice else found.steps
+        if best is None or found.cost < best.cost:
+            best = found
+            best_types = types
+        if claimed is None or found.claimed < claimed.claimed:
+            claimed = found
+            claimed_types = types
+    if best is None or claimed is None or not np.isfinite(best.cost):
+        raise ValueError(_nothing(problem, True))
+    plan = _plan(problem, best_types, best.plan, best.batches)
+    printed = _plan(problem, claimed_types, claimed.claimed_plan, claimed.claimed_batches)
+    return Found(
+        **_fields(plan), cost=float(best.cost), steps=steps, claimed=float(claimed.claimed), claimed_plan=printed
+    )
+
+
+def _visits(problem: Problem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
+    """Yield orders of types with divisions of the ranks, and whether Metis visits these twice.
+
+    The first time it prices the first stage only. It does so where it begins with an order of types that is not the
+    first one: with the least number of stages above one. It never comes to one stage there.
+    """
+    ranks = problem.cluster.devices
+    for number, types in enumerate(permutations(problem.types)):
+        twice = number > 0
+        for stages in range(2 if number else 1, min(ranks, problem.layers) + 1):
+            empty = True
+            for rows in divisions(ranks, stages):
+                empty = False
+                yield types, rows, twice
+            twice = twice and empty
+
+
+def _plan(problem: Problem, types: tuple[str, ...], rows: Ints, batches: int) -> Plan:
+    groups, dp, tp = rows[:3, :-1].tolist()
+    degrees = tuple(zip(dp, tp, strict=True))
+    return Plan(types, tuple(groups), degrees, batches, tuple(np.diff(rows[3]).tolist()), problem)
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in fields(Plan)}
+
+
+def _nothing(problem: Problem, metis_groups: bool) -> str:
+    ranks = problem.cluster.devices
+    most = min(ranks, problem.layers)
+    if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
+        return (
+            f"no plan: Metis divides {ranks} devices into at most {most} stages in no way, since none may have less "
+            'than an equal part, rounded down: use order="exact" with groups="all"'
+        )
+    memory = sum(problem.cluster.types[kind].memory_gb * n for kind, n in problem.cluster.counts.items())
+    return (
+        f"no plan for {problem.batch} sequences on {problem.cluster.devices} devices of {memory:g} GB together fits: "
+        "use more devices or fewer layers, or profile larger degrees or further micro-batch sizes"
+    )

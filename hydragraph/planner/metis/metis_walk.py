@@ -1,0 +1,574 @@
+"""Metis's search, and the memory-aware one: every division of the devices into stages, then degrees step by step.
+
+For each order of types, each division of the ranks into stages and each number of micro-batches, every stage begins
+with data parallelism only. Layers go to stages by speed; where some do not fit, speeds are corrected by memory and the
+layers divided again, at most three times. A *step* is a change of degrees (one stage halves dp and doubles tp) or a
+correction. The two orders differ in which stage changes first:
+
+    NAIVE   the one with least memory left in the division that fitted last; where none did, the one of largest dp
+    MEMORY  the one that lacked most memory at the first attempt; where all fitted, the one with least memory left
+
+A walk ends with the first plan that fits at its first attempt, or with no stage left to change; what steps led to no
+plan is not counted (Table 1 does not either).
+
+Metis's program prices some plans by their first stage only: from the second order of types on it begins with divisions
+into two stages and still counts one. `Best.claimed` has what it then takes for the best; everything else prices plans
+in full, and leaves out those that lose layers or leave a stage without any.
+
+    capacity[s]  [S]  the speed of stage s, as part of all stages' speeds
+    split[q]     [7 L]  each layer in seven equal pieces, which are divided before whole layers are
+    owner[q]     [7 L]  the stage of a piece; -1: none yet
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.metis.metis_cost import (
+    degree_index,
+    one_type,
+    price,
+    samples_of,
+    size_index,
+    stage_ms,
+)
+from hydragraph.planner.metis.problem import Floats, Ints, Tables
+
+NAIVE = 0
+MEMORY = 1
+
+# Pieces of a layer: a stage has a layer if it has more than half of its pieces.
+PIECES = 7
+ATTEMPTS = 3
+# What a stage of no layers needs, in MB.
+LEAST_MB = 0.001
+
+
+class Best(NamedTuple):
+    """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
+
+    Attributes:
+        steps: of all walks that led to a plan.
+        visited: plans that fitted.
+        cost: the least, priced in full, of plans that can train; infinite without any.
+        batches: of that plan.
+        plan: of that plan.
+        claimed: the least cost as Metis's program prices: in full and, if `stages` says so, by a plan's first only.
+        claimed_batches: of the plan that it would print.
+        claimed_plan: of the plan that it would print.
+    """
+
+    steps: int
+    visited: int
+    cost: float
+    batches: int
+    plan: Ints
+    claimed: float
+    claimed_batches: int
+    claimed_plan: Ints
+
+
+@compiled
+def walk(
+    tables: Tables,
+    kinds: Ints,
+    places: Ints,
+    divisions: Ints,
+    order: int,
+    max_tp: int,
+    mixed_tp: bool,
+    stages: int,
+) -> tuple[int, int, float, int, Ints, float, int, Ints]:
+    """Walk the degrees of some divisions of the ranks into equally many stages; see `Best`.
+
+    Args:
+        tables: see `Tables`.
+        kinds: the type of each rank [N].
+        places: what the ranks of a replica must have in common, unless `mixed_tp` [N].
+        divisions: ranks of each stage, a row per division [G, S].
+        order: NAIVE or MEMORY.
+        max_tp: the largest degree.
+        mixed_tp: whether a replica may have devices of several types.
+        stages: by how many stages Metis prices these plans before it comes to them again.
+    """
+    count = divisions.shape[1]
+    layers = tables.share.size
+    split = np.repeat(tables.share / PIECES, PIECES)
+    groups = np.zeros(count, dtype=np.int64)
+    dp = np.zeros(count, dtype=np.int64)
+    tp = np.zeros(count, dtype=np.int64)
+    bounds = np.zeros(count + 1, dtype=np.int64)
+    limits = np.zeros(count)
+    left = np.zeros(count)
+    lacking = np.zeros(count)
+    steps = 0
+    visited = 0
+    best = np.inf
+    best_batches = 0
+    best_plan = np.zeros((4, count + 1), dtype=np.int64)
+    claimed = np.inf
+    claimed_batches = 0
+    claimed_plan = np.zeros((4, count + 1), dtype=np.int64)
+    for row in range(divisions.shape[0]):
+        groups[:] = divisions[row]
+        capacity_mb(tables, kinds, groups, limits)
+        for batches in range(tables.batch, 0, -1):
+            if tables.batch % batches:
+                continue
+            dp[:] = groups
+            tp[:] = 1
+            taken = 0
+            # Whether `left` and `lacking` hold something: what the order of changes looks at.
+            has_left = False
+            has_lacking = False
+            more = True
+            while more:
+                attempt = 0
+                if degrees_are_valid(tables, dp, tp, batches, max_tp):
+                    attempt, failed = divide(
+                        tables, kinds, groups, dp, tp, batches, split, limits, bounds, left, lacking
+                    )
+                    taken += failed
+                    if attempt >= 0:
+                        has_left = attempt > 0
+                        has_lacking = attempt != 1
+                if attempt > 0:
+                    visited += 1
+                    steps += taken
+                    taken = 0
+                    found = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
+                    printed = found
+                    if stages < count:
+                        first = price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum()
+                        printed = min(first, found)
+                    if printed < claimed:
+                        claimed = printed
+                        claimed_batches = batches
+                        keep(claimed_plan, groups, dp, tp, bounds)
+                    if found < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
+                        best = found
+                        best_batches = batches
+                        keep(best_plan, groups, dp, tp, bounds)
+                    if attempt == 1:
+                        break
+                taken += 1
+                if order == MEMORY and has_lacking:
+                    more = change(dp, tp, lacking)
+                elif has_left:
+                    more = change(dp, tp, left)
+                else:
+                    more = change(dp, tp, 1.0 / dp)
+    return steps, visited, best, best_batches, best_plan, claimed, claimed_batches, claimed_plan
+
+
+@compiled
+def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
+    """Write a plan down."""
+    count = groups.size
+    plan[0, :count] = groups
+    plan[1, :count] = dp
+    plan[2, :count] = tp
+    plan[3] = bounds
+
+
+@compiled
+def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mixed_tp: bool) -> bool:
+    """Return whether a plan has every layer, no stage without, and no replica of several types that may not be."""
+    if bounds[-1] != layers:
+        return False
+    start = 0
+    for s in range(groups.size):
+        if bounds[s + 1] == bounds[s]:
+            return False
+        if not mixed_tp and not replicas_of_one_type(places, start, groups[s], tp[s]):
+            return False
+        start += groups[s]
+    return True
+
+
+@compiled
+def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
+    """Return whether each tp ranks of a group are of one type."""
+    if tp == 1 or one_type(kinds, start, size):
+        return True
+    for first in range(start, start + size, tp):  # noqa: SIM110
+        if not one_type(kinds, first, tp):
+            return False
+    return True
+
+
+@compiled
+def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: int) -> bool:
+    """Return whether every stage has samples for each replica, of a size and at a degree that may be."""
+    for s in range(dp.size):
+        mbs = tables.batch // dp[s] // batches
+        if mbs == 0 or mbs >= tables.size_at.size or tp[s] > max_tp:
+            return False
+    return True
+
+
+@compiled
+def change(dp: Ints, tp: Ints, left: Floats) -> bool:
+    """Halve dp and double tp of the stage with least left that can; return whether there is one."""
+    least = -1
+    for s in range(dp.size):
+        if dp[s] != 1 and (least < 0 or left[s] < left[least]):
+            least = s
+    if least < 0:
+        return False
+    dp[least] //= 2
+    tp[least] *= 2
+    return True
+
+
+@compiled
+def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
+    """Write how many MB the devices of each stage have: together, or where each needs all, the least of any."""
+    start = 0
+    for s in range(groups.size):
+        limits[s] = 0.0
+        if tables.per_rank:
+            limits[s] = np.inf
+            for rank in range(start, start + groups[s]):
+                limits[s] = min(limits[s], tables.capacity[kinds[rank]])
+        elif one_type(kinds, start, groups[s]):
+            limits[s] = tables.capacity[kinds[start]] * groups[s]
+        else:
+            for rank in range(start, start + groups[s]):
+                limits[s] += tables.capacity[kinds[rank]]
+        start += groups[s]
+
+
+@compiled
+def divide(
+    tables: Tables,
+    kinds: Ints,
+    groups: Ints,
+    dp: Ints,
+    tp: Ints,
+    batches: int,
+    split: Floats,
+    limits: Floats,
+    bounds: Ints,
+    left: Floats,
+    lacking: Floats,
+) -> tuple[int, int]:
+    """Divide the layers over stages by speed and memory; write bounds, what is left, and what the first attempt lacked.
+
+    Returns:
+        Which attempt fitted; 0: none; -1: something was not measured. And how many attempts did not fit.
+    """
+    count = groups.size
+    speed = np.zeros(count)
+    if not speeds(tables, kinds, groups, dp, tp, batches, speed):
+        return -1, 0
+    demand = np.zeros(count)
+    for attempt in range(1, ATTEMPTS + 1):
+        partition(tables.share, split, speed, bounds)
+        if not memory_mb(tables, kinds, groups, dp, tp, batches, bounds, demand):
+            return -1, 0
+        fits = True
+        for s in range(count):
+            left[s] = limits[s] - demand[s]
+            fits = fits and left[s] >= 0
+        if fits:
+            return attempt, attempt - 1
+        if attempt == 1:
+            lacking[:] = left
+        if not correct(speed, limits, demand):
+            return 0, attempt
+    return 0, ATTEMPTS
+
+
+@compiled
+def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
+    """Write each stage's speed over all layers, as a part of all of them; return whether it was measured."""
+    layers = tables.share.size
+    start = 0
+    total = 0.0
+    for s in range(groups.size):
+        d = degree_index(tp[s])
+        if d >= tables.upto.shape[1]:
+            return False
+        took = stage_ms(tables, kinds, start, groups[s], dp[s], d, 0, layers, batches)
+        if not np.isfinite(took):
+            return False
+        found[s] = 1.0 / took if took != 0 else 0.0
+        total += found[s]
+        start += groups[s]
+    if not total > 0:
+        return False
+    for s in range(groups.size):
+        found[s] /= total
+    return True
+
+
+@compiled
+def memory_mb(
+    tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
+) -> bool:
+    """Write how many MB each stage needs as Metis's search counts; return whether it was measured.
+
+    It looks up the type of rank 0 for every stage, and for one of several types adds up all replicas of all devices.
+    """
+    kind = kinds[0]
+    start = 0
+    for s in range(groups.size):
+        d = degree_index(tp[s])
+        first, end = bounds[s], bounds[s + 1]
+        demand[s] = LEAST_MB
+        if tables.per_rank:
+            needed = 0.0
+            for rank in range(start, start + groups[s]):
+                if rank == start or kinds[rank] != kinds[rank - 1]:
+                    mbs = tables.batch // batches // dp[s]
+                    needed = max(needed, layers_mb(tables, kinds[rank], d, mbs, first, end))
+            if not np.isfinite(needed):
+                return False
+            demand[s] += needed * tables.factor
+        elif one_type(kinds, start, groups[s]):
+            needed = layers_mb(tables, kind, d, tables.batch // batches // dp[s], first, end)
+            if not np.isfinite(needed):
+                return False
+            demand[s] += needed * tables.factor
+        else:
+            shares = samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches)
+            for i in range(dp[s]):
+                digit = 1
+                while 2 * digit <= shares[i]:
+                    digit *= 2
+                while digit > 0:
+                    if shares[i] & digit:
+                        needed = layers_mb(tables, kind, d, digit, first, end)
+                        if not np.isfinite(needed):
+                            return False
+                        demand[s] += needed * tables.factor
+                    digit //= 2
+        start += groups[s]
+    return True
+
+
+@compiled
+def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int) -> float:
+    """Return the measured MB of layers first to end - 1; infinite if not measured."""
+    m = size_index(tables, mbs)
+    if m < 0 or not tables.known[kind, d, m]:
+        return np.inf
+    found = 0.0
+    for layer in range(first, end):
+        found += tables.memory[kind, d, m, layer]
+    return found
+
+
+@compiled
+def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
+    """Lower the speeds of stages that lack memory, and raise the others'; return whether there is room for that.
+
+    A stage with memory left may grow until that is full; one without shrinks to nine tenths of what fits.
+    """
+    count = speed.size
+    room = np.zeros(count)
+    added = np.zeros(count)
+    lowered = np.zeros(count)
+    missing = 0.0
+    for s in range(count):
+        lowered[s] = speed[s]
+        if limits[s] > demand[s]:
+            room[s] = (speed[s] * limits[s] / demand[s]) - speed[s]
+        else:
+            lowered[s] = speed[s] * (limits[s] / demand[s]) * 0.9
+            missing += speed[s] - lowered[s]
+    rooms = 0.0
+    for s in range(count):
+        rooms += room[s]
+    if rooms < missing:
+        return False
+    while missing > 0.01:
+        total = 0.0
+        for s in range(count):
+            if room[s] > 0.001:
+                total += speed[s]
+        before = missing
+        for s in range(count):
+            part = speed[s] / total if room[s] > 0.001 else 0.0
+            wanted = missing * part
+            given = room[s] if wanted > room[s] else wanted
+            added[s] += given
+            room[s] -= given
+            missing -= given
+        if missing == before:  # Metis's program would not end here
+            return False
+    for s in range(count):
+        speed[s] = added[s] + lowered[s]
+    return True
+
+
+@compiled
+def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
+    """Divide layers over stages by speed: write the first layer of each stage, and the end, which may be too early."""
+    count = speed.size
+    layers = share.size
+    owner = np.full(split.size, -1, dtype=np.int64)
+    capacity = speed.copy()
+    give_pieces_forward(split, capacity, owner)
+    give_pieces_to_last(split, capacity, owner)
+    give_rest_of_pieces(split, capacity, owner)
+    stage = np.full(layers, -1, dtype=np.int64)
+    whole_layers(owner, stage, count)
+    spare(share, speed, stage, capacity)
+    for _ in range(3):
+        if not level(share, stage, capacity):
+            break
+    sizes = np.zeros(count, dtype=np.int64)
+    for layer in range(layers):
+        if stage[layer] >= 0:
+            sizes[stage[layer]] += 1
+    bounds[0] = 0
+    for s in range(count):
+        bounds[s + 1] = bounds[s] + sizes[s]
+
+
+@compiled
+def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
+    """Fill each stage but the last from the front; the piece at which one is full goes to nobody yet."""
+    at = 0
+    end = split.size - 1 - PIECES
+    for s in range(capacity.size - 1):
+        while at < end:
+            piece = at
+            at += 1
+            if not capacity[s] > split[piece]:
+                break
+            capacity[s] -= split[piece]
+            owner[piece] = s
+
+
+@compiled
+def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
+    """Fill the last stage from the end: the last layer, and what borders on it as long as there is capacity."""
+    last = capacity.size - 1
+    lowest = split.size
+    taken = 0
+    for piece in range(split.size - 1, -1, -1):
+        if owner[piece] >= 0:
+            continue
+        if taken >= PIECES and (piece + 1 != lowest or not capacity[last] > split[piece]):
+            continue
+        capacity[last] -= split[piece]
+        owner[piece] = last
+        lowest = piece
+        taken += 1
+
+
+@compiled
+def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
+    """Give every other piece to the stage of most capacity between its neighbours."""
+    count = capacity.size
+    low = np.full(count, split.size, dtype=np.int64)
+    high = np.full(count, -1, dtype=np.int64)
+    for piece in range(split.size):
+        if owner[piece] >= 0:
+            low[owner[piece]] = min(low[owner[piece]], piece)
+            high[owner[piece]] = piece
+    for piece in range(split.size):
+        if owner[piece] >= 0:
+            continue
+        before = 0
+        behind = count - 1
+        highest = -1
+        lowest = split.size
+        for s in range(count):
+            if high[s] < 0:
+                continue
+            if piece > high[s] and high[s] > highest:
+                before = s
+                highest = high[s]
+            if piece < low[s] and low[s] < lowest:
+                behind = s
+                lowest = low[s]
+        most = before
+        for s in range(before + 1, behind + 1):
+            if capacity[s] > capacity[most]:
+                most = s
+        capacity[most] -= split[piece]
+        owner[piece] = most
+        low[most] = min(low[most], piece)
+        high[most] = max(high[most], piece)
+
+
+@compiled
+def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
+    """Write the stage that has more than half of a layer's pieces; a layer of which none has is lost."""
+    pieces = np.zeros(count, dtype=np.int64)
+    for layer in range(stage.size):
+        for q in range(layer * PIECES, (layer + 1) * PIECES):
+            pieces[owner[q]] += 1
+            if 2 * pieces[owner[q]] > PIECES:
+                stage[layer] = owner[q]
+        for q in range(layer * PIECES, (layer + 1) * PIECES):
+            pieces[owner[q]] = 0
+
+
+@compiled
+def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
+    """Write each stage's speed less its layers, from its first to its last."""
+    count = speed.size
+    first = np.full(count, -1, dtype=np.int64)
+    last = np.full(count, -1, dtype=np.int64)
+    for layer in range(stage.size):
+        s = stage[layer]
+        if s >= 0:
+            if first[s] < 0:
+                first[s] = layer
+            last[s] = layer
+    for s in range(count):
+        total = 0.0
+        if first[s] >= 0:
+            for layer in range(first[s], last[s] + 1):
+                total += share[layer]
+        found[s] = speed[s] - total
+
+
+@compiled
+def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
+    """Move a layer to the stage of most capacity from its neighbour of less; return whether that does no harm."""
+    count = capacity.size
+    most = 0
+    for s in range(1, count):
+        if capacity[s] > capacity[most]:
+            most = s
+    near = -1
+    if most > 0:
+        near = most - 1
+    if most + 1 < count and (near < 0 or capacity[most + 1] < capacity[near]):
+        near = most + 1
+    if near < 0:
+        return False
+    size = 0
+    lowest = -1
+    highest = -1
+    for layer in range(stage.size):
+        if stage[layer] == near:
+            size += 1
+            if lowest < 0:
+                lowest = layer
+            highest = layer
+    if size < 2:
+        return False
+    moved = highest if most > near else lowest
+    largest = capacity[most]
+    for s in range(count):
+        now = capacity[s]
+        if s == most:
+            now -= share[moved]
+        elif s == near:
+            now += share[moved]
+        if now > largest:
+            return False
+    stage[moved] = most
+    capacity[most] -= share[moved]
+    capacity[near] += share[moved]
+    return True

@@ -1,0 +1,574 @@
+"""Which devices form which pipelines and stages, and who owns the state, when devices differ: `hg.plan`.
+
+Every way of searching (`WAYS`) gives candidates by the numbers of `prices`; the best are settled exactly: on ranks,
+with their assignment, owners and memory. The one that ends first is the plan; what the others lost by is told.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Literal, get_args
+
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.link import copy
+from hydragraph.planner.canonical_order import as_told, order_of, places_of, told
+from hydragraph.planner.cluster_parts import with_fewer
+from hydragraph.planner.explanation import Rival, explanation
+from hydragraph.planner.finalists import Exactly, Finalists, Moved, Proposal, finalists, proposals
+from hydragraph.planner.generators.group_prices import SAFETY, Market, healthy, state_bytes
+from hydragraph.planner.generators.malleus_autohet import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
+from hydragraph.planner.generators.memory_pooling import pooled
+from hydragraph.planner.generators.metis_stages import Staged, staged
+from hydragraph.planner.generators.symmetric import Simple, simple
+from hydragraph.planner.improve_devices import Yard, climbed
+from hydragraph.planner.infeasibility import check_labels, nothing_fits
+from hydragraph.planner.iteration_bound import bound as bound_of
+from hydragraph.planner.price_candidate import Candidate, Settled, Shortage, simulated, strategies_of
+from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
+from hydragraph.planner.state_shares import home_by_block
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.training_workload import Workload
+
+Method = Literal["auto", "mixed", "search", "straggler"]
+Solver = Literal["scip"]
+WAYS: dict[str, tuple[Way, ...]] = {
+    "mixed": (MIXED,),
+    "straggler": (STRAGGLER,),
+    "search": (),
+    "auto": (TOGETHER, MIXED, STRAGGLER),
+}
+
+# Parts of devices' memory that the search plans with, one after the other while all that it finds is too large.
+SAFETIES = (SAFETY, 0.88, 0.7)
+# Where the state takes more than a part of all memory, the search also looks at what would fit with so many times it.
+TIGHT = 0.1
+ROOMY = 1.2
+# Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
+SETTLED = 6
+ALIKE = 1
+# Ranks up to which Metis's search is among all ways.
+FEW = 64
+# Plans of Metis's search that are looked at.
+STAGED = 2
+# Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
+# state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
+NEAR = 0.005
+# Of a deadline, the part after which nothing more is begun; and of that, the part after which ways of searching end, so
+# that what they found is looked at: without traffic, nobody knows what is best. (Metis's own search, where it is asked
+# for, ends by the first.)
+SEARCHING = 0.9
+FINDING = 0.65
+# Plans that are improved for varying lengths.
+CLIMBS = 3
+# Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
+CANDIDATES = 4
+WORTH = 1e-3
+# Bytes of a moved element: weight and AdamW's two moments in fp32.
+MOVED_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How devices that differ train a model together.
+
+    Attributes:
+        strategy: runs as it is: `hg.compile(model, plan.strategy, home=plan.home)`.
+        home: who owns how much of the state.
+        strategies: candidates for the iteration planner, where lengths vary; the strategy is the first of them.
+        seconds: of an iteration of the strategy, on average over the workload's mini-batches.
+        choosing_s: the same, if each of them runs the quickest of the strategies.
+        memory: bytes that each rank holds when it holds most.
+        limits: bytes that each may hold.
+        bound: seconds that no strategy beats on these devices.
+        rivals: what lost, the nearest first.
+        assignment: of the first mini-batch.
+        moved_bytes: state that changes its owner, from what runs now.
+        origin: the way of searching that found it.
+        simulated: whether the seconds were simulated; else they are the slowest pipeline's and an estimate of traffic.
+        took_s: how long planning took.
+        text: for `explain`.
+    """
+
+    strategy: Strategy
+    home: Home
+    strategies: tuple[Strategy, ...]
+    seconds: float
+    choosing_s: float
+    memory: tuple[int, ...]
+    limits: tuple[float, ...]
+    bound: float
+    rivals: tuple[Rival, ...]
+    assignment: Assignment
+    moved_bytes: int
+    origin: str
+    simulated: bool
+    took_s: float
+    text: str
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it is: 0.05 is 5 %."""
+        return self.seconds / self.bound - 1
+
+    def explain(self) -> str:
+        """Return the plan in words: pipelines, stages, memory, owners, and what the rivals lost by."""
+        return self.text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plan(
+    costs: Costs,
+    workload: Workload,
+    method: Method = "auto",
+    running: Plan | Strategy | str | None = None,
+    deadline_s: float | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> Plan:
+    """Plan devices that differ by type, memory, or how fast they are today.
+
+    Args:
+        costs: profile of the model for every type of device, the cluster, and its health.
+        workload: of one iteration.
+        method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
+            "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to
+            64 ranks and without a deadline only: among so many it takes ten seconds).
+        running: what runs now, a plan, a strategy or its text; among plans that are nearly as good, that which moves
+            fewest bytes is taken.
+        deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
+            arguments give equal plans.
+        seed: of what is drawn; nothing is, today.
+        solver: "scip" groups devices into pipelines as AutoHet published it (its equation 3, through cvxpy), instead
+            of our search; for method "mixed" and few devices.
+
+    Returns:
+        the plan.
+
+    Raises:
+        Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
+        ValueError: there is no such method or solver, the deadline is no time, or what runs is no strategy.
+    """
+    check_question(method, deadline_s, solver)
+    del seed
+    if isinstance(running, str):
+        running = Strategy.parse(running, costs.outline.layers)
+    if isinstance(running, Strategy):
+        running.check(costs.outline.layers, costs.ranks)
+    elif not (running is None or isinstance(running, Plan)):
+        raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
+    with _uncollected():
+        return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
+
+
+def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
+    """Check what is asked of `plan` apart from costs and workload, which may take a while to make.
+
+    Raises:
+        ValueError: there is no such method or solver, or the deadline is no time.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
+    if solver not in (None, *get_args(Solver)):
+        raise ValueError(f"solver is {solver!r}: use {', '.join(map(repr, get_args(Solver)))}, or leave it out")
+    if solver is not None and method != "mixed":
+        raise ValueError(
+            f'solver {solver!r} groups devices of several types: use it with method="mixed", not {method!r}'
+        )
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
+        raise ValueError(f"deadline_s is {deadline_s!r}: give seconds from 0, or None to search to the end")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking through all of a program's objects for planning's many small ones."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _plan(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    running: Plan | Strategy | None,
+    deadline_s: float | None,
+    ways: Sequence[Way],
+) -> Plan:
+    began = time.monotonic()
+    _check_copies(costs)
+    check_labels(costs, workload)
+    until = None if deadline_s is None else began + SEARCHING * deadline_s
+    near = NEAR if running is not None else 0.0
+    # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
+    order = order_of(costs if running is None else healthy(costs))
+    listed = order == list(range(costs.ranks))
+    ordered = costs if listed else costs.reordered(order)
+    before = running.strategy if isinstance(running, Plan) else running
+    home_before = running.home if isinstance(running, Plan) else costs.home.without_rule
+    if isinstance(running, Strategy) and costs.home.rule is not None:
+        home_before = home_by_block(costs, running, costs.home)
+    places = places_of(order)
+
+    @cache
+    def moved(home: Home) -> int:
+        return moved_bytes(costs, home_before, home)
+
+    def moved_as_ordered(home: Home) -> int:
+        return moved(home if listed else home.reordered(places))
+
+    def exactly(each: Settled) -> Settled:
+        """Simulate it on the ranks as given: what ranks own follows their order, and with it traffic."""
+        found = simulated(costs, each if listed else as_told(each, order))
+        return replace(each, by_batch=found.by_batch, simulated=True)
+
+    ask = partial(
+        _looked_at,
+        workload=workload,
+        method=method,
+        ways=ways,
+        near=near,
+        until=until,
+        moved=None if running is None else moved_as_ordered,
+        exactly=exactly,
+    )
+    market = Market(ordered)
+    looked = Finalists((), (), ())
+    # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
+    short: list[Shortage] = []
+    for safety in SAFETIES:
+        looked = ask(ordered, safety=safety, market=market)
+        short += looked.short
+        if looked.settled or not looked.short:
+            break
+    least = bound_of(costs, workload.batches) if looked.settled else math.inf
+    if method != "search" and PUBLISHED not in ways:  # these plan on all devices
+        # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
+        quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
+        looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
+    looked = replace(looked, short=tuple(short))
+    looked = looked if listed else told(looked, order)
+    settled = looked.settled
+    passed = looked.passed
+    # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
+    able = [each for each in settled if math.isfinite(each.seconds)]
+    if not able:
+        raise nothing_fits(costs, workload, looked.short, safety)
+    best = min(each.seconds for each in able)
+    equal = [each for each in able if each.seconds <= best * (1 + near)]
+    chosen = min(equal, key=lambda each: (moved(each.home), each.strategy != before, each.seconds))
+    # Where lengths vary, they were simulated in the order of planning.
+    exact = chosen.simulated and (listed or not workload.lengths)
+    if not exact and until is None and (chosen.simulated or not workload.lengths):
+        chosen = simulated(costs, chosen)
+    useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
+    rivals = _rivals(chosen, settled, passed, looked.short)
+    limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
+    took = time.monotonic() - began
+    text = explanation(costs, workload, chosen, least, rivals, moved(chosen.home), took)
+    return Plan(
+        chosen.strategy,
+        chosen.home,
+        tuple(each.strategy for each in useful),
+        chosen.seconds,
+        mean([min(seconds) for seconds in zip(*(each.by_batch for each in useful), strict=True)]),
+        chosen.memory,
+        limits,
+        least,
+        rivals,
+        chosen.assignments[0],
+        moved(chosen.home),
+        chosen.origin,
+        chosen.simulated,
+        took,
+        text,
+    )
+
+
+def _looked_at(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    ways: Sequence[Way],
+    near: float,
+    until: float | None,
+    safety: float,
+    market: Market,
+    moved: Moved | None,
+    exactly: Exactly,
+) -> Finalists:
+    """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
+    typical = workload.typical
+    reaches = _reaches(workload)
+    now = time.monotonic()
+    ended = None if until is None else now + FINDING * (until - now)
+    ask = partial(search, costs, typical.sequences, typical.length, until=ended, market=market)
+    every: list[tuple[list[Candidate], list[Staged]]] = []
+    for way in ways:
+        candidates: list[Candidate] = []
+        for reach in reaches:
+            candidates += _unlike(ask(way, reach=reach, safety=safety))
+        if not workload.lengths and not way.published:
+            candidates += _pooled(costs, workload, candidates, ended)
+            if _tight(costs) and not _late(ended):
+                # What is a little too large as long as all own alike may fit where first stages own less.
+                candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
+        every.append((candidates, []))
+    # Among more ranks its search takes long, so there it has to be asked for.
+    if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
+        every.append(([], _staged(costs, typical, method, until)))
+    # What was published has no such candidates.
+    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
+    if workload.lengths:
+        return _varying(costs, workload, every, plain, method == "auto", until, safety)
+    known: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
+    passed: dict[Strategy, Proposal] = {}
+    for candidates, stages in every:
+        found = proposals(costs, workload.batches[0], candidates, stages, plain)
+        for each in finalists(costs, found, near, until, known, moved, exactly).passed:
+            passed.setdefault(each.strategy, each)
+    # One strategy may have been looked at with several assignments.
+    settled: dict[Strategy, Settled] = {}
+    short: dict[Strategy, Shortage] = {}
+    for (strategy, _), one in known.items():
+        if isinstance(one, Shortage):
+            short[strategy] = one
+        elif strategy not in settled or one.seconds < settled[strategy].seconds:
+            settled[strategy] = one
+    return Finalists(
+        tuple(settled.values()),
+        tuple(sorted((p for s, p in passed.items() if s not in settled and s not in short), key=_expected)),
+        tuple(each for strategy, each in short.items() if strategy not in settled),
+    )
+
+
+def _expected(proposal: Proposal) -> float:
+    return proposal.expected_s
+
+
+def _on_fewer(
+    costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
+) -> Finalists:
+    """Return also what is found on fewer nodes, where that may be better than the best so far.
+
+    Args:
+        whole_s: what looking at all nodes took: of fewer ones about as much less is expected.
+    """
+    found = {each.strategy: each for each in looked.settled}
+    passed = {each.strategy: each for each in looked.passed}
+    took_s = 0.0
+    for some, part in with_fewer(costs):
+        best = min((each.seconds for each in found.values()), default=0.0)
+        if _late(until, took_s or part * whole_s) or least >= part * best:
+            continue
+        began = time.monotonic()
+        also = ask(some, market=Market(some))
+        took_s = max(took_s, time.monotonic() - began)
+        for each in also.settled:
+            if each.strategy not in found or each.seconds < found[each.strategy].seconds:
+                found[each.strategy] = each
+        for proposal in also.passed:
+            passed.setdefault(proposal.strategy, proposal)
+    left = (each for strategy, each in passed.items() if strategy not in found)
+    return Finalists(tuple(found.values()), tuple(sorted(left, key=_expected)), looked.short)
+
+
+def _tight(costs: Costs) -> bool:
+    """Whether the state takes so much of all memory that who owns it decides what fits."""
+    running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+    return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
+
+
+def _late(until: float | None, needed_s: float = 0.0) -> bool:
+    """Return whether something that takes so long would end after a time."""
+    return until is not None and time.monotonic() + needed_s > until
+
+
+def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:
+    """Return candidates whose layers make the most of all memory, where the search's do not."""
+    found: list[Candidate] = []
+    for candidate in candidates:
+        if until is not None and time.monotonic() > until:
+            break
+        found += pooled(costs, candidate, workload.typical.sequences * workload.typical.length)
+    return found
+
+
+def _check_copies(costs: Costs) -> None:
+    """Refuse copies on another node where all devices that still run are on one of several."""
+    running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
+    several = {device.node for device in costs.cluster.devices}
+    if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
+        raise Unsupported(
+            f"{costs.home.copies} copies of the state on different nodes: only node {running.pop()} still runs",
+            where="plan",
+            remedy="plan with a home of one copy, or with a device of another node",
+        )
+
+
+def _reaches(workload: Workload) -> list[int]:
+    """Return the tokens that every pipeline must hold: the longest sequence; or less, where lengths vary."""
+    if not workload.lengths:
+        return [0]
+    return list(dict.fromkeys((workload.longest, workload.typical.length)))
+
+
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the most promising candidates, few of each shape."""
+    shapes: Counter[object] = Counter()
+    found = []
+    for candidate in candidates:
+        shapes[candidate.shape] += 1
+        if shapes[candidate.shape] <= ALIKE:
+            found.append(candidate)
+    return found[:SETTLED]
+
+
+def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
+    """Return what Metis's search finds: stages of all devices, whose data parallelism may change."""
+    try:
+        found = staged(costs, typical.sequences, typical.length, "exact", until)
+    except Unsupported:
+        # Its space has no plan that fits, or it does not know so many kinds of devices; other ways may.
+        if method == "search":
+            raise
+        return []
+    return [each for each in found if each.seconds is not None][:STAGED]
+
+
+def _varying(
+    costs: Costs,
+    workload: Workload,
+    every: Sequence[tuple[list[Candidate], list[Staged]]],
+    plain: Sequence[Simple],
+    improving: bool,
+    until: float | None,
+    safety: float,
+) -> Finalists:
+    """Look at what each way finds by the mini-batches as they are; then, if asked, improve the best of them."""
+    varied = Varied(costs, workload.batches)
+    known: dict[Strategy, Settled | Shortage] = {}
+    origins: dict[Strategy, str] = {}
+    for candidates, stages in every:
+        found = _origins(candidates, stages, plain)
+        settle_best(varied, found, until, known)
+        origins = {**found, **origins}
+    able = [s for s, each in known.items() if isinstance(each, Settled) and math.isfinite(each.seconds)]
+    if improving and able:
+        yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
+        for start in _starts(varied):
+            climbed(varied, yards, start, until)
+        better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
+        settle_best(varied, better, until, known)
+    passed = [
+        Proposal(s, Assignment(()), mean(seconds), mean(seconds), origins.get(s, "auto"))
+        for s, seconds in varied.priced.items()
+        if s in origins and s not in known
+    ]
+    return Finalists(
+        tuple(each for each in known.values() if isinstance(each, Settled)),
+        tuple(sorted(passed, key=_expected)),
+        tuple(each for each in known.values() if isinstance(each, Shortage)),
+    )
+
+
+def _starts(varied: Varied) -> list[Strategy]:
+    """Return what is to be improved: the best that is known, and the best whose pipelines are all of one shape.
+
+    Moves of one pipeline seldom lead to groups of another size everywhere: what is in between is worse than both.
+    """
+    able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
+    order = sorted(able, key=varied.seconds)
+    alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
+    return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
+
+
+def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apart: bool) -> list[Simple]:
+    typical = workload.typical
+    sizes, _ = sizes_of(costs, typical.sequences, typical.length)
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market, apart)
+
+
+def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:
+    """Return strategies, the most promising first, and which way of searching each came from."""
+    found: dict[Strategy, str] = {}
+    for candidate in sorted(candidates, key=lambda each: each.seconds):
+        found.setdefault(strategies_of(candidate)[0], candidate.origin)
+    for each in stages:
+        found.setdefault(each.strategy, "search")
+    for one in plain:
+        found.setdefault(one.strategy, "simple")
+    return found
+
+
+def _rivals(
+    chosen: Settled, settled: Sequence[Settled], passed: Sequence[Proposal], short: Sequence[Shortage]
+) -> tuple[Rival, ...]:
+    rivals = []
+    for each in sorted(settled, key=lambda one: one.seconds):
+        if each.strategy != chosen.strategy:
+            more = each.seconds / chosen.seconds - 1
+            why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
+            rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
+    for proposal in passed:
+        more = proposal.expected_s / chosen.seconds - 1
+        why = (
+            f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
+        )
+        rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
+    rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
+    return tuple(rivals)
+
+
+def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
+    """Return the plan's strategy, and those from which choosing for every mini-batch gains most, by its owners."""
+    varied = Varied(costs, workload.batches)
+    kept = [chosen]
+    now = list(chosen.by_batch)
+    left = list(settled)
+    while len(kept) < CANDIDATES:
+        saved = {
+            i: sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for i, each in enumerate(left)
+        }
+        best = max(saved, key=lambda i: (saved[i], -i), default=None)
+        if best is None or saved[best] <= WORTH * sum(now):
+            break
+        each = left.pop(best)
+        owned = each if each.home == chosen.home else varied.settle(each.strategy, each.origin, chosen.home)
+        if isinstance(owned, Shortage):
+            continue
+        kept.append(owned)
+        now = [min(a, b) for a, b in zip(now, owned.by_batch, strict=True)]
+    return kept
+
+
+def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
+    """Return the bytes of state that change their owner."""
+    if before == after:
+        return 0
+    nodes = [device.node for device in costs.cluster.devices]
+    old, new = (HomeLayouts(home.on(nodes), costs.ranks) for home in (before, after))
+    known: dict[int, int] = {}
+    total = 0
+    for bucket in costs.buckets:
+        if bucket.size not in known:
+            there = copy(old.of(bucket), new.of(bucket)).travelling
+            known[bucket.size] = int((there.hi - there.lo).sum())
+        total += MOVED_BYTES * known[bucket.size]
+    return total

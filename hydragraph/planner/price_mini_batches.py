@@ -1,0 +1,221 @@
+"""What strategies take for mini-batches whose lengths vary: an estimate of many, and the exact seconds of a few.
+
+    an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in line (`exchange`)
+    memory and owners    of those that may be the best (`settle.owners`)
+    a simulation         of these, each mini-batch assigned by the iteration planner
+
+A strategy that no pipeline of can take a mini-batch's longest sequence takes infinitely long for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
+from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.price_candidate import Settled, Shortage, form_of, held, owners, owners_by_block
+from hydragraph.planner.state_shares import homes_of
+from hydragraph.planner.traffic_estimate import Iterations
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+T = TypeVar("T")
+
+# Of the assignments that estimates go by.
+QUICK = Effort(kicks=1, enough=2e-2)
+# Strategies of each way of searching that are simulated.
+SIMULATED = 3
+# How often sequences are assigned anew where some rank then lacks memory.
+ROUNDS = 8
+# Ranks up to which they are; beyond, estimates stand.
+FEW = 128
+
+
+class Varied:
+    """What strategies take for sample mini-batches; each is estimated once, and what pipelines cost is computed once.
+
+    Args:
+        costs: whose home estimates go by: what a pipeline has memory for hardly depends on who owns the state.
+        batches: tokens of each sequence of each mini-batch.
+    """
+
+    def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
+        self.costs = costs
+        self.batches = tuple(tuple(batch) for batch in batches)
+        self.priced: dict[Strategy, tuple[float, ...]] = {}
+        self._pipelines: dict[object, PipelineCost] = {}
+        self._at_home: dict[Home, Varied] = {costs.home: self}
+
+    def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
+        """Return about the seconds of every mini-batch; infinite, if without traffic they take so many on average."""
+        if strategy not in self.priced:
+            pipelines = self.pipelines(strategy)
+            reach = max(each.max_len for each in pipelines)
+            assigned = {
+                batch: assign_pipelines(pipelines, batch, effort=QUICK)
+                for batch in dict.fromkeys(self.batches)
+                if max(batch) <= reach
+            }
+            alone = mean([assigned[b].seconds if b in assigned else math.inf for b in self.batches])
+            if math.isfinite(below_s) and alone >= below_s:
+                return (math.inf,) * len(self.batches)
+            traffic = self._traffic(strategy)
+            self.priced[strategy] = self._of_each(lambda b: traffic(assigned[b]) if b in assigned else math.inf)
+        return self.priced[strategy]
+
+    def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
+        """Return what estimates an iteration's seconds, by the better of two homes that ranks are taken to hold."""
+        homes = homes_of(self.costs, strategy)
+        each = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
+        return lambda assignment: min(seconds(assignment) for seconds in each)
+
+    def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
+        """Return about the seconds of an iteration, on average; `below_s` as for `by_batch`."""
+        return mean(self.by_batch(strategy, below_s))
+
+    def settle(
+        self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
+    ) -> Settled | Shortage:
+        """Give the state its owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
+
+        Args:
+            origin: see `settle.Candidate`.
+            home: who owns the state, where that is given.
+            simulating: or, if there is no time for it, estimate it.
+        """
+        simulating = simulating and self.costs.ranks <= FEW
+        # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
+        useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
+        counts = [2 * len(p.stages) for p in strategy.pipelines]
+        usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
+        found = owners(self.costs, strategy, usual, home)
+        if isinstance(found, Shortage):
+            return found
+        by_block = owners_by_block(self.costs, strategy, usual) if home is None else None
+        home, memory = found
+        if by_block is not None and by_block[0] != home:
+            ends = [traffic_in_line(self.costs.changed(home=each), strategy)(usual) for each in (home, by_block[0])]
+            home, memory = by_block if ends[1] < ends[0] else found
+        if home not in self._at_home:
+            self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
+        owned = self._at_home[home]
+        ranks = range(self.costs.ranks)
+        beside = 0.0
+        for _ in range(ROUNDS):
+            pipelines = owned.pipelines(strategy, beside)
+            each = self._of_each(partial(_assigned, owned.costs, strategy, pipelines, simulating))
+            assignments, seconds = zip(*each, strict=True)
+            runs = [a for a, taken in dict.fromkeys(each) if math.isfinite(taken)]
+            memory = held(self.costs, strategy, home, runs) if runs else memory
+            lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
+            if lacks <= 0:
+                return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
+            # MaxLen knows nothing of the mini-batch beside a pipeline's own micro-batches, nor of messages. Sequences
+            # are whole: to leave out as much as one of them may take several steps.
+            beside = 2 * beside + lacks
+        worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
+        return Shortage(strategy, worst, lacks)
+
+    def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
+        """Return something of each mini-batch; of equal ones it is found out once."""
+        known = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
+        return tuple(known[batch] for batch in self.batches)
+
+    def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
+        """Return what each pipeline costs; those of one form are computed once.
+
+        Args:
+            beside: bytes that no micro-batch may take on any rank.
+        """
+        if beside:
+            whole = strategy if strategy.shares else None
+            limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
+            known = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
+            return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in known]
+        if strategy.shares:  # what a pipeline takes depends on the others
+            return self.costs.pipelines(strategy)
+        found = []
+        for pipeline in strategy.pipelines:
+            form = form_of(self.costs, pipeline), strategy.schedule
+            if form not in self._pipelines:
+                self._pipelines[form] = self.costs.pipeline(pipeline, strategy.schedule)
+            found.append(self._pipelines[form])
+        return found
+
+
+def settle_varying(
+    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
+) -> Settled | Shortage:
+    """Return what a strategy takes for mini-batches of varying lengths; see `Varied.settle`."""
+    return Varied(costs, batches).settle(strategy, origin)
+
+
+def settle_best(
+    varied: Varied,
+    origins: Mapping[Strategy, str],
+    until: float | None,
+    known: dict[Strategy, Settled | Shortage],
+    most: int = SIMULATED,
+) -> None:
+    """Settle the strategies that are estimated to be quickest, until so many fit that take all mini-batches.
+
+    Args:
+        origins: strategies, the most promising first, and which way of searching each came from.
+        until: after this time (of `time.monotonic`) one that fits is enough, and it is not simulated.
+        known: what was settled before, by other ways of searching, too; what is settled here is added.
+    """
+    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
+    order = list(origins)
+    if not late():
+        order.sort(key=lambda strategy: _rank(varied.by_batch(strategy)) if not late() else (math.inf, math.inf))
+    able = 0
+    for strategy in order:
+        if able >= most or (late() and any(map(_takes_all, known.values()))):
+            return
+        if strategy not in known:
+            known[strategy] = varied.settle(strategy, origins[strategy], simulating=not late())
+        able += _takes_all(known[strategy])
+
+
+def _takes_all(found: Settled | Shortage) -> bool:
+    return isinstance(found, Settled) and math.isfinite(found.seconds)
+
+
+def mean(by_batch: Sequence[float]) -> float:
+    """Return the mean."""
+    return math.fsum(by_batch) / len(by_batch)
+
+
+def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
+    """Return what orders strategies: by how many mini-batches they do not take, and what they take for the others."""
+    able = [seconds for seconds in by_batch if math.isfinite(seconds)]
+    return len(by_batch) - len(able), mean(able) if able else math.inf
+
+
+def _assigned(
+    owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], simulating: bool, batch: Sequence[int]
+) -> tuple[Assignment, float]:
+    try:
+        found = assign_pipelines(pipelines, batch)
+    except Unsupported:
+        return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
+    assignment = Assignment(found.micro_batches, found.lengths)
+    if simulating:
+        return assignment, owned.simulate(strategy, assignment).seconds
+    return assignment, traffic_in_line(owned, strategy)(assignment)
+
+
+def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
+    """Return what estimates the seconds of a strategy's iterations; where stages are shared, a simulation says them."""
+    if strategy.shares:
+        return lambda assignment: owned.simulate(strategy, assignment).seconds
+    return Iterations(owned, strategy).seconds

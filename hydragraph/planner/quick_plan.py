@@ -1,0 +1,130 @@
+"""The quick plan, in plain Python: longest first, each where it finishes first. It needs no profile and no compiler.
+
+It is the plan of an iteration whose own is late, and of strategies whose cost nobody measured.
+
+Example: lengths 5000, 4000, 3000, 3000 and 3000 on two pipelines of two stages and one device each, both at 1 s per
+1000 tokens whatever the length: 5 + 3 s and 4 + 3 + 3 s of work, as `local_search` begins too. Each share is then cut
+into at least 2 x 2 micro-batches, or as many as it has sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.shared_stage_costs import turns
+from hydragraph.errors import Unsupported
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+# Rough costs, for a model that nobody measured; only their ratios matter.
+# Tokens at which attention's quadratic cost is taken to equal the linear one.
+QUADRATIC_FROM = 4096
+# What a micro-batch is taken to cost beside its tokens.
+OVERHEAD_TOKENS = 32
+# A micro-batch is cut at this many tokens where one sequence is not longer.
+MICRO_BATCH_TOKENS = 8192
+# A micro-batch is taken to use a device well from here on.
+USEFUL_TOKENS = 256
+# At least so many micro-batches per stage: a pipeline's bubble is then a third at most.
+MICRO_BATCHES_PER_STAGE = 2
+
+
+def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
+    """Return what a pipeline is taken to cost where nothing was measured, in seconds per layer and token of one device.
+
+    Args:
+        longest: sequence of the mini-batch; a micro-batch may be as long.
+    """
+    # A stage's time goes with its layers and its ranks; the slowest sets the pace.
+    slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
+    return PipelineCost(
+        slowest / QUADRATIC_FROM,
+        slowest,
+        slowest * OVERHEAD_TOKENS,
+        len(pipeline.stages),
+        max(MICRO_BATCH_TOKENS, longest),
+        USEFUL_TOKENS,
+        len(pipeline.devices),
+    )
+
+
+def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
+    """Return what each pipeline of a strategy is taken to cost; stages that they share, as `Costs.pipelines` does."""
+    alone = [rough_cost(p, longest) for p in strategy.pipelines]
+    found = []
+    for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):
+        times = max(f * s.layers / s.tp for f, s in zip(factors, pipeline.stages, strict=True)) / cost.b
+        found.append(replace(cost, a=times * cost.a, b=times * cost.b, c=times * cost.c))
+    return tuple(found)
+
+
+def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
+    """Assign every sequence with at least one token once, by rough costs; the same input gives the same assignment."""
+    longest = max(lengths, default=0)
+    return assign_pipelines(rough_costs(strategy, longest), lengths)
+
+
+def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
+    """Assign every sequence with at least one token once.
+
+    Raises:
+        Unsupported: a sequence is longer than every MaxLen.
+    """
+    # Ties go to the least loaded, then to the first: every rank computes this plan for itself, and all must agree.
+    loads = [0.0] * len(pipelines)
+    shares: list[list[int]] = [[] for _ in pipelines]
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
+        fitting = [p for p, pipeline in enumerate(pipelines) if lengths[i] <= pipeline.max_len]
+        if not fitting:
+            raise Unsupported(
+                f"sequence {i} has {lengths[i]} tokens, more than every pipeline takes "
+                f"({max(p.max_len for p in pipelines)})",
+                where="planner",
+                remedy="truncate it, or give more devices to a pipeline",
+            )
+        best = min(fitting, key=lambda p: (loads[p] + _work(pipelines[p], lengths[i]), loads[p], p))
+        loads[best] += _work(pipelines[best], lengths[i])
+        shares[best].append(i)
+    micro_batches = tuple(_micro_batches(p, s, lengths) for p, s in zip(pipelines, shares, strict=True))
+    return Assignment(micro_batches, tuple(map(int, lengths)))
+
+
+def _work(pipeline: PipelineCost, length: int) -> float:
+    return (pipeline.a * length + pipeline.b) * length
+
+
+def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Cut a share, longest first, into micro-batches of at most MaxLen tokens; one that fits nowhere opens another."""
+    if not share:
+        return ()
+    total = sum(lengths[i] for i in share)
+    count = min(len(share), max(_best_count(pipeline, total), math.ceil(total / pipeline.max_len)))
+    batches: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    loads = [0.0] * count
+    for i in share:
+        fitting = [b for b in range(len(batches)) if tokens[b] + lengths[i] <= pipeline.max_len]
+        if not fitting:
+            batches.append([])
+            tokens.append(0)
+            loads.append(0.0)
+        best = min(fitting or [len(batches) - 1], key=lambda b: (loads[b], b))
+        batches[best].append(i)
+        tokens[best] += lengths[i]
+        loads[best] += _work(pipeline, lengths[i])
+    return tuple(tuple(b) for b in batches if b)
+
+
+def _best_count(pipeline: PipelineCost, tokens: int) -> int:
+    """Return how many micro-batches finish first: with P stages, m of them take (m + P - 1)(b tokens / m + c).
+
+    That is least at m = sqrt((P - 1) b tokens / c): fewer have a longer bubble, more have more overhead.
+    """
+    if pipeline.stages == 1:
+        return 1
+    best = math.sqrt((pipeline.stages - 1) * pipeline.b * tokens / pipeline.c) if pipeline.c > 0 else math.inf
+    useful = tokens // max(1, pipeline.util_len)
+    return max(MICRO_BATCHES_PER_STAGE * pipeline.stages, round(min(best, useful)))

@@ -1,0 +1,76 @@
+"""What network cards must carry in an iteration, whoever owns the state: no iteration ends before they have.
+
+That is, as long as a tensor-parallel group is in one node. Each pipeline pulls every block's weights and pushes its
+gradients once. Let its stages on node n take w_n of a block's bytes and g_n of its gradients', summed over pipelines (W
+and G over nodes), and let n own a part f_n of that block's state. Then
+
+    n takes in    (1 - f_n) w_n + f_n (G - g_n)
+    n sends       (1 - f_n) g_n + f_n (W - w_n)
+
+of it, and the sums over blocks go no faster than the node's cards, nor all that is taken in faster than all cards
+together. Owners are not known yet, and each block may have its own, so the least over all f of each block counts: the
+parts are linear in f_n, so for a node at f_n = 0 or 1, and for all nodes together where the block is owned by the one
+that uses most of it.
+
+Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards of 1 GB/s. A node takes in
+(1 - f) + f = 1 GB whatever it owns: 1 s at least. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hydragraph.cost.accounts import Kind
+from hydragraph.cost.block_pieces import GRADIENT_BYTES
+from hydragraph.cost.costs import Costs
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.strategy import Strategy
+
+
+class Cards:
+    """Network cards of nodes, and what blocks weigh that go through them."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._span = costs.outline.span
+        self._copies = costs.home.copies
+        blocks = len(costs.outline.blocks)
+        first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
+        self._weights, self._gradients = np.zeros(blocks), np.zeros(blocks)
+        pull, push = map(costs.corrections.factor, (Kind.PULL, Kind.PUSH))
+        for bucket in costs.buckets:
+            self._weights[first[bucket.name]] += pull * costs.sizes.itemsize * bucket.size
+            self._gradients[first[bucket.name]] += push * GRADIENT_BYTES * bucket.size * bucket.learns
+        nodes = [device.node for device in costs.cluster.devices]
+        places = {number: place for place, number in enumerate(dict.fromkeys(nodes))}
+        self._node = [places[number] for number in nodes]
+        self._speed = np.array([_speed(costs.cluster, number) for number in places])
+
+    def least_s(self, strategy: Strategy) -> float:
+        """Return seconds that no iteration is below, of pipelines that all run micro-batches and share no stage."""
+        nodes = len(self._speed)
+        if nodes == 1:
+            return 0.0
+        uses = np.zeros((nodes, len(self._weights)))  # how often a node takes a block
+        for pipeline in strategy.pipelines:
+            done = 0
+            for stage in pipeline.stages:
+                begin, end = self._span(done, done + stage.layers)
+                done += stage.layers
+                for rank in stage.devices:
+                    uses[self._node[rank], begin:end] += 1 / stage.tp
+        w, g = uses * self._weights, uses * self._gradients
+        if self._copies > 1:  # weights come from the nearer owner, gradients go to the first
+            far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
+            return float(far.sum() / self._speed.sum())
+        taken = np.minimum(w, g.sum(0) - g).sum(1)
+        sent = np.minimum(g, w.sum(0) - w).sum(1)
+        together = (w.sum(0) + g.sum(0) - (w + g).max(0)).sum()
+        return float(max((np.maximum(taken, sent) / self._speed).max(), together / self._speed.sum()))
+
+
+def _speed(cluster: Cluster, number: int) -> float:
+    """Return the bytes/s that a node's cards can carry in one direction, to whichever other node that is most."""
+    node = cluster.node(number)
+    types = {device.type for device in cluster.devices if device.node == number}
+    links = [node.outer, *(pair.link for pair in cluster.pairs if not types.isdisjoint(pair.types))]
+    return node.cards * max(max(link.bytes_per_s, *(speed for _, speed in link.points), 0.0) for link in links)

@@ -1,0 +1,183 @@
+"""When an iteration ends, pull and push included, without a simulation: pipelines by their recurrence, traffic in line.
+
+All owners take part in every exchange of a bucket, so exchanges go through the cluster one after another: the pulls in
+the order of the blocks, the pushes in reverse. With p_b and q_b the seconds of the slowest rank in them,
+
+    a bucket is there at      P_b = p_0 + ... + p_b, before which no pipeline's first forward gets beyond it
+    its gradient is complete  C_b = when the last of the pipelines has run its last backward of the blocks that use it
+    and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
+    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, where there are any, with h_b of handing it on
+
+and the iteration ends at max(Q_0, H_0, pipelines' ends), the commit and the slowest update later. What the simulation
+knows besides: ports that transfers and messages between stages share, and owners that meet with some partners earlier.
+
+Example: two blocks, one stage, forwards of 1 s, backwards of 2 s, p = q = 1.5 s. Pulls end at 1.5 and 3, forwards at
+2.5 and 4, backwards at 6 and 8; pushes at 7.5 and 9.5.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.schedule_replay import stage_ends
+from hydragraph.cost.stage_costs import StageCost
+from hydragraph.cost.traffic import Roads
+from hydragraph.ir.instruction import Op
+from hydragraph.planner.price_candidate import form_of
+from hydragraph.planner.state_shares import fractions
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+
+def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
+    """Return about the seconds of an iteration; arguments as of `Iterations`."""
+    return Iterations(costs, strategy).seconds(assignment)
+
+
+class Iterations:
+    """About the seconds of one strategy's iterations; what is the same for all mini-batches is computed once.
+
+    Args:
+        costs: whose home is that of the plan.
+        strategy: without shared stages.
+    """
+
+    def __init__(self, costs: Costs, strategy: Strategy) -> None:
+        self._costs = costs
+        self._strategy = strategy
+        pulled, self._pushed, self._handed = _passing(costs, strategy)
+        self._names = [name for name in costs.outline.pull_order if name in pulled]
+        arrivals = np.cumsum([pulled[name] for name in self._names]).tolist()
+        self._there = dict(zip(self._names, arrivals, strict=True))
+        self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
+        alike = dict(zip(self._forms, strategy.pipelines, strict=True))
+        self._pipelines = {form: _Blocks(costs, pipeline) for form, pipeline in alike.items()}
+        self._ending = _ending(costs)
+
+    def seconds(self, assignment: Assignment) -> float:
+        """Return about the seconds of an iteration."""
+        outline = self._costs.outline
+        complete = dict.fromkeys(self._names, 0.0)
+        last = 0.0
+        known: dict[object, list[float]] = {}
+        for form, batches in zip(self._forms, assignment.tokens, strict=True):
+            if not batches:
+                continue
+            key = (form, tuple(map(tuple, batches)))
+            if key not in known:
+                known[key] = self._pipelines[form].completed(batches, self._strategy.schedule, self._there)
+            ends = known[key]
+            last = max(last, *ends)
+            for block, end in zip(outline.blocks, ends, strict=True):
+                for name in outline.gradients[block]:
+                    complete[name] = max(complete[name], end)
+        arrived = handed = 0.0
+        for name in reversed(self._names):
+            arrived = max(arrived, complete[name]) + self._pushed[name]
+            handed = max(handed, arrived) + self._handed[name]
+        return max(last, handed) + self._ending
+
+
+def _ending(costs: Costs) -> float:
+    """Return what the commit and the slowest update take."""
+    learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
+    commit = 0.0
+    norm = 0.0
+    update = 0.0
+    parts = fractions(costs, costs.home)
+    for rank in range(costs.ranks):
+        profile = costs.piece_profile(rank)
+        rate = costs.health.rate(rank)
+        if math.isfinite(rate):
+            owned = parts[rank] * learning
+            commit = max(commit, rate * profile.commit_s)
+            norm = max(norm, rate * profile.norm_s * owned / costs.home.copies)
+            each = profile.update or (0.0, 0.0)
+            update = max(update, rate * (each[0] + each[1] * owned))
+    return commit + norm + update
+
+
+def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return what the slowest rank takes for every bucket's pull, push and handing on, whatever the mini-batch."""
+    work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
+    group = np.full(costs.ranks, -1, dtype=np.int64)
+    for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
+        group[list(stage)] = number
+    idle = np.flatnonzero(group < 0)
+    group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
+    roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
+    # Equal buckets of blocks between which no pipeline is cut have the same transfers.
+    cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
+    users = dict(costs.outline.buckets)
+    known: dict[object, tuple[float, ...]] = {}
+    found: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
+    for bucket in costs.buckets:
+        places = tuple(bisect(cuts, costs.outline.index[block]) for block in users[bucket.name])
+        key = (bucket.form, bucket.learns, places)
+        if key not in known:
+            moved = (work.moved(op, bucket.name) for op in (Op.PULL, Op.PUSH))
+            known[key] = tuple(map(roads.slowest_s, (*moved, work.handed_on(bucket.name))))
+        for seconds, each in zip(found, known[key], strict=True):
+            seconds[bucket.name] = each
+    return found
+
+
+class _Blocks:
+    """What a pipeline's stages and their blocks take for micro-batches."""
+
+    def __init__(self, costs: Costs, pipeline: Pipeline) -> None:
+        self._outline = costs.outline
+        self._stages = costs.stages(pipeline)
+        self._spans = _spans(costs, pipeline)
+        self._templates = costs.profile.blocks
+        # By stage and template: what one block of it takes, whichever.
+        places = [{costs.profile.blocks[at]: at for at in range(*span)} for span in self._spans]
+        self._alone = [
+            {template: costs.stage(stage, (at, at + 1)) for template, at in of.items()}
+            for stage, of in zip(pipeline.stages, places, strict=True)
+        ]
+
+    def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
+        """Return when the last backward of every block has run, if weights are there at these times."""
+        stages = self._stages
+        early, forward, backward, ahead, back = _rows(stages, batches)
+        # What the first forward waits for weights, on every stage.
+        now = 0.0
+        below = []
+        for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
+            each = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in alone.items()}
+            forwards, backwards = zip(*(each[template] for template in self._templates[slice(*span)]), strict=True)
+            now = max(now, early[s][0])
+            arrived = now
+            for block, seconds in zip(self._outline.blocks[slice(*span)], forwards, strict=True):
+                now = max(now, *(there[name] for name in self._outline.weights[block]), 0.0) + seconds
+            forward[s][0] += max(0.0, now - arrived - sum(forwards))
+            if s < len(stages) - 1:
+                now += ahead[s][0]
+            # The last block's backward comes first: those of the blocks below it follow.
+            below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
+        ends = stage_ends(early, forward, backward, ahead, back, schedule)
+        return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
+
+
+def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
+    firsts = np.concatenate(([0], np.cumsum([stage.layers for stage in pipeline.stages]))).tolist()
+    return [costs.outline.span(a, b) for a, b in pairwise(firsts)]
+
+
+def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    """Return what `stage_ends` asks for: seconds of each micro-batch on each stage."""
+    rows: list[list[list[float]]] = [[], [], [], [], []]
+    for stage in stages:
+        priced = {m: stage.apart(m) for m in dict.fromkeys(map(tuple, batches))}
+        for part in range(3):
+            rows[part].append([priced[tuple(m)][part] for m in batches])
+        for row, hop in zip(rows[3:], (stage.ahead, stage.back), strict=True):
+            row.append([hop.seconds(sum(m)) if hop is not None else 0.0 for m in batches])
+    return rows

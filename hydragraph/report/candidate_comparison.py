@@ -1,0 +1,406 @@
+"""Explain a plan to a person: the candidates, what each is expected to take, and what the losers lose it to.
+
+A pipeline's time is split into parts that add up to it, so that two strategies can be compared part by part:
+
+    work     device time of the sequences over all devices, as if it could be divided at will
+    waiting  what the slowest pipeline has above that, while others wait for it or devices are idle
+    fixed    c of every micro-batch of the slowest pipeline
+    bubble   the rest of its time, in which its stages fill, drain, and wait for each other
+    sync     what pull, push, commit and update add; published constants know it of unequal pipelines only
+
+Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
+second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
+waiting 6 - 5 = 1, fixed 2, bubble 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from statistics import fmean
+
+import numpy as np
+
+from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.schemes import Schemes, schemes_of
+from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines
+from hydragraph.planner.assignment.best_candidate import Choice, compare
+from hydragraph.planner.generators.hydraulis import propose
+from hydragraph.planner.improve_schemes import homogeneous, refine
+
+Strategy = tuple[Scheme, ...]
+
+# Candidates that are assigned on every mini-batch, beside those that win one or still may.
+SHOWN = 10
+HOMOGENEOUS_SHOWN = 3
+# Mini-batches on which candidates are improved; others than those that are planned, or candidates would be judged by
+# what they were made for.
+TUNING = 8
+# Candidates of a search whose pull and push are simulated, where they have to be; homogeneous ones come on top.
+SIMULATED = 24
+REASON = {
+    "work": "more device time for the same sequences",
+    "waiting": "waiting for the slowest pipeline",
+    "fixed": "fixed cost of more micro-batches",
+    "bubble": "pipeline bubble",
+    "sync": "pull, push and update",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of an iteration by what they go to; see the head of this file."""
+
+    work: float
+    waiting: float
+    fixed: float
+    bubble: float
+    sync: float
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a device of a scheme's first stage, the fullest one, holds at MaxLen.
+
+    Attributes:
+        scheme, devices: the scheme, and the devices of the strategy, which share the optimizer state.
+        max_len, util_len: tokens that a micro-batch may have and should have.
+        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in all; None where
+            the profile has measured limits and no such model.
+    """
+
+    scheme: Scheme
+    devices: int
+    max_len: int
+    util_len: int
+    states: float | None
+    per_token: float | None
+    reserved: float | None
+    device: float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and what became of it.
+
+    Attributes:
+        strategy: one scheme per pipeline.
+        memory: what a device of each of its different schemes holds.
+        seconds: mean over the mini-batches, infinite where it does not take them all.
+        bound: it cannot take less on average.
+        alone: what the longest sequence takes by itself on the best pipeline for it, on average; however the others are
+            assigned, an iteration takes no less.
+        assigned: whether `seconds` were found by assigning; otherwise its bound lost and stands for them.
+        fits: mini-batches that it takes.
+        wins: mini-batches on which it finishes first of all candidates.
+        parts: what its seconds go to, where they were found.
+        why: it is not the best static strategy; "" for that one.
+    """
+
+    strategy: Strategy
+    memory: tuple[MemoryUse, ...]
+    seconds: float
+    bound: float
+    alone: float
+    assigned: bool
+    fits: int
+    wins: int
+    parts: Parts | None
+    why: str
+
+    @property
+    def homogeneous(self) -> bool:
+        """Say whether all its pipelines are alike."""
+        return len(set(self.strategy)) == 1
+
+    @property
+    def devices(self) -> int:
+        """How many it uses."""
+        return sum(tp * pp for tp, pp in self.strategy)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence that it takes."""
+        return max(use.max_len for use in self.memory)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One mini-batch as it is planned: what the picture shows."""
+
+    strategy: Strategy
+    pipelines: tuple[PipelineCost, ...]
+    lengths: tuple[int, ...]
+    assignment: PlannedAssignment
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of a model, its data and its devices.
+
+    Attributes:
+        profile: its name.
+        candidates: the best static one first; those that do not take the context length last.
+        dynamic: mean seconds where the best candidate is chosen for every mini-batch.
+        sync: the most seconds that a candidate pays beside computing.
+        cut: sequences of the data that are longer than `context` and count as cut.
+        left_out: schemes that were not considered, and why.
+    """
+
+    profile: str
+    devices: int
+    context: int
+    tokens: int
+    iterations: int
+    candidates: tuple[Candidate, ...]
+    dynamic: float
+    sync: float
+    cut: int
+    left_out: tuple[tuple[Scheme, str], ...]
+    example: Example
+
+    @property
+    def best(self) -> Candidate:
+        """The best static candidate; where none takes the context, the best of those that do not."""
+        return self.candidates[0]
+
+    @property
+    def homogeneous(self) -> Candidate | None:
+        """The best static candidate whose pipelines are all alike."""
+        return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
+
+
+def explain(
+    measured: Profile,
+    lengths: Sequence[int],
+    devices: int,
+    context: int,
+    tokens: int = 100_000,
+    *,
+    strategies: Sequence[Sequence[Scheme]] = (),
+    iterations: int = 4,
+    seed: int = 0,
+) -> PlanReport:
+    """Plan mini-batches drawn from the data with every candidate, and report.
+
+    Args:
+        measured: a profile; one that has blocks is asked through `Costs`, on as many ranks.
+        lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
+        devices: how many there are.
+        context: the longest sequence, in tokens.
+        tokens: per mini-batch, at least.
+        strategies: the candidates; default: those proposed for the data and all homogeneous ones, also those that only
+            shorter sequences fit, and what they were improved to on mini-batches of their own.
+        iterations: mini-batches to draw.
+        seed: of the draw and the search.
+
+    Raises:
+        Unsupported: no candidate takes a mini-batch, or the profile lacks a scheme.
+        ValueError: there are no sequences, or a strategy has more devices than there are.
+    """
+    profile = schemes_of(measured, devices)
+    data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
+    data = data[data > 0]
+    if not len(data) or tokens < 1 or iterations < 1:
+        raise ValueError(
+            f"{len(data)} sequences, {tokens} tokens per iteration, {iterations} iterations: give at least one of each"
+        )
+    batches = mini_batches(data.tolist(), tokens, iterations, seed)
+    chosen = [tuple(s) for s in strategies] or _candidates(
+        profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
+    )
+    _check_devices(chosen, devices)
+    # Bounds decide here which candidates are assigned; `_compared` assigns further ones for the report alone.
+    choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
+    compared = _compared(profile, chosen, choices, batches, context, seed)
+    # Those that do not take the context come last, however quick they are: nobody can stay with them.
+    ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
+    ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
+    winner = chosen[choices[0].index]
+    return PlanReport(
+        profile.name,
+        devices,
+        context,
+        tokens,
+        iterations,
+        tuple(ranked),
+        fmean(choice.seconds for choice in choices),
+        max(verdict.charge for verdict in choices[0].verdicts),
+        int((np.asarray(lengths) > context).sum()),
+        _left_out(profile, devices),
+        Example(winner, profile.pipelines(winner), tuple(batches[0]), choices[0].assignment),
+    )
+
+
+def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
+    """Draw `count` mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
+    random = np.random.default_rng(seed)
+    order: list[int] = []  # what is left of this round
+    batches: list[list[int]] = []
+    # Rounds without replacement, as a data loader draws; a mini-batch may span two rounds.
+    for _ in range(count):
+        batch: list[int] = []
+        total = 0
+        while total < tokens:
+            if not order:
+                order = random.permutation(len(data)).tolist()
+            batch.append(int(data[order.pop()]))
+            total += batch[-1]
+        batches.append(batch)
+    return batches
+
+
+def scheme_counts(strategy: Sequence[Scheme]) -> str:
+    """Return a strategy's text: 2*<tp4,pp1> + <tp2,pp2>."""
+    counts = Counter(strategy).items()
+    return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
+
+
+def _candidates(
+    profile: Schemes, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
+) -> list[Strategy]:
+    """Return the proposed strategies and the homogeneous ones, and what they were improved to on `tuning`."""
+    starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
+    found = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
+    if isinstance(profile, Profile):
+        return found
+    return [s for i, s in enumerate(found) if i < SIMULATED or len(set(s)) == 1]
+
+
+def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
+    for strategy in strategies:
+        used = sum(tp * pp for tp, pp in strategy)
+        if used > devices:
+            raise ValueError(f"{scheme_counts(strategy)} has {used} devices, and there are {devices}: take some out")
+
+
+def _compared(
+    profile: Schemes,
+    strategies: Sequence[Strategy],
+    choices: Sequence[Choice],
+    batches: Sequence[Sequence[int]],
+    context: int,
+    seed: int,
+) -> list[Candidate]:
+    """Return all candidates, best bound first, assigning those worth it: the first few, winners, what may still win."""
+    # Assigning every candidate to every mini-batch would take long; bounds are there already, from choosing.
+    bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
+    order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
+    alike = [i for i in order if len(set(strategies[i])) == 1]
+    always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
+    best = math.inf
+    candidates = []
+    # Those that are assigned anyway come first: their seconds leave fewer bounds below the best.
+    for i in sorted(order, key=lambda i: i not in always):
+        assign = i in always or bounds[i] < best
+        candidate = _candidate(profile, strategies[i], i, assign, choices, batches, seed)
+        candidates.append(candidate)
+        if candidate.assigned and candidate.max_len >= context:
+            best = min(best, candidate.seconds)
+    return candidates
+
+
+def _candidate(
+    profile: Schemes,
+    strategy: Strategy,
+    index: int,
+    assign: bool,
+    choices: Sequence[Choice],
+    batches: Sequence[Sequence[int]],
+    seed: int,
+) -> Candidate:
+    """Return one candidate, not yet compared with others."""
+    verdicts = [choice.verdicts[index] for choice in choices]
+    fits = sum(math.isfinite(v.bound) for v in verdicts)
+    bound = fmean(v.bound for v in verdicts)
+    pipelines = profile.pipelines(strategy)
+    devices = sum(tp * pp for tp, pp in strategy)
+    parts = None
+    if assign and fits == len(batches):
+        by_batch = [
+            parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches
+        ]
+        parts = Parts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(Parts)))
+    alone = fmean(_alone(pipelines, batch) + v.charge for batch, v in zip(batches, verdicts, strict=True))
+    memory = tuple(_memory_use(profile, scheme, devices) for scheme in dict.fromkeys(strategy))
+    wins = sum(choice.index == index for choice in choices)
+    seconds = bound if parts is None else parts.seconds
+    return Candidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
+
+
+def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
+    """Return what the longest sequence takes by itself on the best pipeline; infinite where it fits none."""
+    longest = max(lengths)
+    return min((p.seconds([[longest]]) for p in dict.fromkeys(pipelines) if p.max_len >= longest), default=math.inf)
+
+
+def parts_of(
+    pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
+) -> Parts:
+    """Split an assignment's seconds into their parts.
+
+    Args:
+        pipelines: what each costs.
+        lengths: tokens per sequence.
+        assignment: of these sequences to these pipelines.
+        sync: seconds that the strategy pays beside computing.
+    """
+    work = [
+        float(p.work([lengths[i] for m in batches for i in m]).sum())
+        for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
+    ]
+    # The slowest pipeline's time is work + fixed + bubble; what it works above an even share is what others wait.
+    last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
+    # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
+    even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
+    fixed = pipelines[last].c * len(assignment.micro_batches[last])
+    bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
+    return Parts(even, work[last] - even, fixed, bubble, sync)
+
+
+def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
+    limits = (profile.max_len(scheme, devices), profile.util_len(scheme))
+    memory = profile.memory
+    if memory is None or scheme in profile.limits:
+        return MemoryUse(scheme, devices, *limits, None, None, None, None)
+    # State, activations at MaxLen and what is reserved come to the device's memory, but for less than a token's bytes.
+    reserved = memory.margin + memory.gap_bytes(scheme)
+    states = memory.states_bytes(scheme, devices)
+    return MemoryUse(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, int, int, Strategy]:
+    return not candidate.assigned, candidate.seconds, -candidate.fits, -candidate.max_len, candidate.strategy
+
+
+def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -> str:
+    if candidate is best:
+        return ""
+    if candidate.max_len < context:
+        return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
+    if candidate.parts is None or best.parts is None:
+        return f"cannot take less than {candidate.bound:.3f} s"
+    # Two parts at most, each of a fifth of the loss or more: what else differs is noise to a reader.
+    lost = candidate.seconds - best.seconds
+    differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(Parts)}
+    worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
+    reasons = ", ".join(f"{differences[n]:+.3f} s {REASON[n]}" for n in worst)
+    return f"{lost:+.3f} s: {reasons}" if reasons else f"{lost:+.3f} s"
+
+
+def _left_out(profile: Schemes, devices: int) -> tuple[tuple[Scheme, str], ...]:
+    """Return the schemes that no candidate can have."""
+    reasons = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
+    for scheme in sorted(profile.schemes):
+        if scheme[0] * scheme[1] > devices:
+            reasons.append((scheme, f"needs {scheme[0] * scheme[1]} devices"))
+        elif profile.max_len(scheme, devices) == 0:
+            reasons.append((scheme, "its state does not fit into a device"))
+    return tuple(reasons)

@@ -1,0 +1,164 @@
+"""A plan's report as text for a terminal, and as plain data for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hydragraph.report.candidate_comparison import Candidate, MemoryUse, PlanReport, scheme_counts
+
+ROWS = 8  # of the table, without --explain
+MEANING = {
+    "work": "device time of the sequences over all devices, as if it could be divided at will",
+    "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
+    "fixed": "what its micro-batches cost whatever their tokens",
+    "bubble": "what it waits for its own stages: to fill, to drain, and for each other",
+    "sync": "pull, push, commit and update",
+}
+
+
+def to_text(report: PlanReport, explain: bool = False) -> str:
+    """Return the report as lines of text.
+
+    Args:
+        explain: all candidates, what their seconds go to, the memory of each scheme, and what was left out.
+    """
+    lines = [
+        f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
+        f"{report.tokens:,} tokens",
+        *_verdict(report),
+        "",
+        *_table(report, explain),
+        "",
+        *_memory(report),
+    ]
+    if explain:
+        lines += ["", *_parts(report)]
+        lines += [f"left out <tp{tp},pp{pp}>: {why}" for (tp, pp), why in report.left_out]
+    if report.cut:
+        lines.append(f"longer than {report.context:,} tokens, counted as cut there: {report.cut:,} of the sequences")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def to_record(report: PlanReport) -> dict[str, Any]:
+    """Return the report as plain data; what is infinite becomes None."""
+    example = report.example
+    return {
+        "profile": report.profile,
+        "devices": report.devices,
+        "context": report.context,
+        "tokens": report.tokens,
+        "iterations": report.iterations,
+        "dynamic_seconds": report.dynamic,
+        "hetero_sync_seconds": report.sync,
+        "sequences_cut": report.cut,
+        "candidates": [_record(c) for c in report.candidates],
+        "left_out": [{"scheme": list(scheme), "why": why} for scheme, why in report.left_out],
+        "example": {
+            "strategy": [list(s) for s in example.strategy],
+            "lengths": list(example.lengths),
+            "micro_batches": [[list(m) for m in p] for p in example.assignment.micro_batches],
+            "seconds": example.assignment.seconds,
+            "bound": example.assignment.bound,
+        },
+    }
+
+
+def _record(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "text": scheme_counts(candidate.strategy),
+        "strategy": [list(s) for s in candidate.strategy],
+        "homogeneous": candidate.homogeneous,
+        "devices": candidate.devices,
+        "seconds": candidate.seconds if math.isfinite(candidate.seconds) and candidate.assigned else None,
+        "bound": candidate.bound if math.isfinite(candidate.bound) else None,
+        "longest_alone": candidate.alone if math.isfinite(candidate.alone) else None,
+        "fits": candidate.fits,
+        "wins": candidate.wins,
+        "parts": candidate.parts and asdict(candidate.parts),
+        "why": candidate.why,
+        "memory": [{**asdict(use), "scheme": list(use.scheme)} for use in candidate.memory],
+    }
+
+
+def _verdict(report: PlanReport) -> list[str]:
+    """Say what to run."""
+    best = report.best
+    alike = report.homogeneous
+    if best.max_len < report.context or not math.isfinite(best.seconds):
+        return [
+            f"no candidate takes {report.context:,} tokens; the best for each: {report.dynamic:.3f} s per iteration"
+        ]
+    lines = [f"best for all mini-batches: {scheme_counts(best.strategy)}, {best.seconds:.3f} s per iteration"]
+    if alike is not None and alike is not best:
+        gain = alike.seconds / best.seconds
+        lines.append(f"best homogeneous: {scheme_counts(alike.strategy)}, {alike.seconds:.3f} s ({gain:.2f}x as long)")
+    gain = best.seconds / report.dynamic
+    lines.append(f"the best for each mini-batch: {report.dynamic:.3f} s per iteration ({gain:.2f}x as fast)")
+    return lines
+
+
+def _table(report: PlanReport, explain: bool) -> list[str]:
+    """Return a line for each candidate."""
+    # The best homogeneous strategy is what one would run without a planner, so all are compared with it.
+    alike = report.homogeneous
+    shown = list(report.candidates) if explain else _few(report)
+    width = max(len(scheme_counts(c.strategy)) for c in shown)
+    lines = [
+        f"{'candidate':<{width}} {'devices':>8} {'seconds':>9} {'alone':>7} {'vs homog.':>10} {'MaxLen':>8} "
+        f"{'wins':>5}  why not"
+    ]
+    for c in shown:
+        # What was not assigned is known from below only.
+        seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
+        ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
+        name = f"{scheme_counts(c.strategy):<{width}}"
+        alone = f"{c.alone:.3f}" if math.isfinite(c.alone) else "-"
+        numbers = f"{c.devices:>8} {seconds:>9} {alone:>7} {ratio:>10} {c.max_len:>8} {c.wins:>5}"
+        lines.append(f"{name} {numbers}  {c.why}")
+    hidden = len(report.candidates) - len(shown)
+    lines += [f"and {hidden} more; --explain shows all"] if hidden else []
+    return [*lines, "alone: the longest sequence of a mini-batch by itself, on average; no iteration takes less"]
+
+
+def _few(report: PlanReport) -> list[Candidate]:
+    """Return the first candidates, every winner, and the best homogeneous one."""
+    return [c for i, c in enumerate(report.candidates) if i < ROWS or c.wins or c is report.homogeneous]
+
+
+def _memory(report: PlanReport) -> list[str]:
+    """Return a line for each scheme that a shown candidate has, with what its fullest device holds."""
+    # Strategies of as many devices share a scheme's memory; of others, the first that is shown stands for it.
+    by_scheme: dict[tuple[int, int], MemoryUse] = {}
+    for candidate in _few(report):
+        for use in candidate.memory:
+            by_scheme.setdefault(use.scheme, use)
+    lines = [f"{'scheme':<12} {'MaxLen':>8} {'UtilLen':>8}  memory of the fullest device, at MaxLen"]
+    for (tp, pp), use in sorted(by_scheme.items(), reverse=True):
+        lines.append(f"{f'<tp{tp},pp{pp}>':<12} {use.max_len:>8} {use.util_len:>8}  {_bytes(use)}")
+    return lines
+
+
+def _bytes(use: MemoryUse) -> str:
+    if use.states is None or use.per_token is None or use.reserved is None or use.device is None:
+        return "measured limit"
+    activations = use.max_len * use.per_token
+    return (
+        f"{use.states / 1e9:.1f} GB state + {activations / 1e9:.1f} GB activations + {use.reserved / 1e9:.1f} GB kept "
+        f"free of {use.device / 1e9:.1f} GB"
+    )
+
+
+def _parts(report: PlanReport) -> list[str]:
+    """Return what the seconds of each assigned candidate go to."""
+    # Only what was assigned has parts; a bound says how little a candidate may take, not where its seconds go.
+    shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
+    width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
+    lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]
+    for c in shown:
+        assert c.parts is not None
+        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # + 0.0: no -0.000
+        lines.append(f"{scheme_counts(c.strategy):<{width}} " + " ".join(f"{n:>8.3f}" for n in numbers))
+    return [*lines, *(f"  {name}: {meaning}" for name, meaning in MEANING.items())]

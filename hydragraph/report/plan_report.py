@@ -1,0 +1,99 @@
+"""A report of a plan of devices that differ, from what `hydragraph plan --cluster --json` writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hydragraph.report import number_format
+from hydragraph.report.device_diagram import diagram_of
+from hydragraph.report.facts import Contender, Diagram, Fact, Held, Panel, Report
+from hydragraph.spec.strategy import Strategy
+
+# Rivals whose devices and layers are drawn.
+MOST_RIVALS = 5
+
+
+def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> Report:
+    """Return the report of a plan.
+
+    Args:
+        title: of the page.
+        record: what the plan's JSON file holds.
+        simulated: of the plan's strategy, where its costs are at hand; else there is no timeline.
+
+    Raises:
+        ValueError: the record is not of a plan, naming what is missing.
+    """
+    try:
+        return _report(title, record, simulated)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"this is no plan of devices that differ ({error!r}): write one with hydragraph plan --cluster "
+            "cluster.yaml --json > plan.json"
+        ) from error
+
+
+def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> Report:
+    if len({len(record[name]) for name in ("nodes", "types", "rates", "memory", "limits")}) != 1:
+        raise KeyError("nodes, types, rates, memory and limits of every rank")
+    strategy = Strategy.from_dict(record["pipelines"])
+    own = _held(record)
+    shown = simulated or Panel(strategy.name, held=own)
+    shown = replace(shown, name=strategy.name, diagram=_diagram(strategy, record))
+    rivals = [(Strategy.from_dict(rival["pipelines"]), rival) for rival in record["rivals"][:MOST_RIVALS]]
+    drawn = tuple(Panel(rival.name, diagram=_diagram(rival, record)) for rival, _ in rivals)
+    contenders = (
+        Contender(strategy.name, record["seconds"], None, tuple(record["micro_batches"]), origin=_found(record)),
+        *(Contender(r["strategy"], r["seconds"], why=r["why"], origin=_found(r)) for r in record["rivals"]),
+    )
+    source = [record["source"], "" if simulated else "hydragraph plan --report adds its timeline, memory and traffic"]
+    words = tuple(record["text"].splitlines())
+    return Report(
+        "plan", title, tuple(filter(None, source)), _facts(record, strategy, own), contenders, (shown, *drawn),
+        words=words,
+    )  # fmt: skip
+
+
+def _found(record: Mapping[str, Any]) -> str:
+    return f"found by {record['origin']}"
+
+
+def _diagram(strategy: Strategy, record: Mapping[str, Any]) -> Diagram:
+    rates = [math.inf if rate is None else rate for rate in record["rates"]]
+    return diagram_of(strategy, record["nodes"], record["types"], rates)
+
+
+def _held(record: Mapping[str, Any]) -> tuple[Held, ...]:
+    return tuple(
+        Held((rank,), peak, limit)
+        for rank, (peak, limit) in enumerate(zip(record["memory"], record["limits"], strict=True))
+    )
+
+
+def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[Held, ...]) -> tuple[Fact, ...]:
+    tightest = max(held, key=lambda each: each.peak / each.limit)
+    ranks = len(record["nodes"])
+    idle = ranks - len(strategy.devices)
+    slow = sum(rate is None or rate > 1 for rate in record["rates"])
+    gap = record["gap"]
+    how = "simulated" if record["simulated"] else "estimated"
+    types = ", ".join(f"{record['types'].count(kind)} {kind or 'devices'}" for kind in dict.fromkeys(record["types"]))
+    return (
+        Fact("iteration", number_format.seconds(record["seconds"]), how),
+        Fact(
+            "above the bound",
+            number_format.share(gap) if gap is not None else "–",
+            number_format.seconds(record["bound"]),
+        ),
+        Fact("devices", str(ranks), types),
+        Fact("slow or lost", str(slow), f"{idle} compute nothing" if idle else "all others compute"),
+        Fact(
+            "most memory",
+            number_format.share(tightest.peak / tightest.limit),
+            f"rank {tightest.ranks[0]}: {number_format.size(tightest.peak)} of {number_format.size(tightest.limit)}",
+        ),
+        Fact("looked at", str(len(record["rivals"]) + 1), f"in {number_format.seconds(record['took_s'])}"),
+    )

@@ -1,0 +1,83 @@
+"""What happened to the ranks of a run, from its events: for the table, the marks in charts, and the time it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from hydragraph.report import number_format
+from hydragraph.report.facts import Fact, Happened, Happening
+from hydragraph.train.goodput import Account, account
+from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.stragglers.run_events import Event, seconds_of
+
+
+def happened(metrics: Sequence[Metrics], events: Sequence[Event]) -> Happened | None:
+    """Return what happened; None where that is nothing but saved checkpoints.
+
+    Args:
+        metrics: of all steps that count, at least one.
+        events: of the run, in order of time.
+    """
+    if all(event.event == "saved" for event in events):
+        return None
+    begin = seconds_of(metrics[0].time or events[0].time)
+    rows = tuple(
+        Happening(
+            event.at - begin,
+            event.step,
+            event.event,
+            event.title,
+            event.ranks,
+            event.seconds,
+            event.lost_steps,
+            event.moved_bytes,
+            event.done,
+            event.why,
+        )
+        for event in events
+        if event.event != "saved"
+    )
+    found = account(metrics, events)
+    return Happened(rows, _counts(metrics, events), () if found is None else _parts(found))
+
+
+def cost_facts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[Fact, ...]:
+    """Return the numbers for the top of the page: goodput, and what changes of ranks cost."""
+    found = account(metrics, events)
+    if found is None:
+        return ()
+    facts = []
+    if found.goodput is not None:
+        note = f"of the undisturbed {number_format.rate(found.rate)} tokens/s"
+        facts.append(Fact("goodput", number_format.share(found.goodput), note))
+    if found.pauses:
+        worst = f"{len(found.pauses)}, at most {number_format.seconds(max(found.pauses))}"
+        undone = f"{found.lost_steps} step{'' if found.lost_steps == 1 else 's'} undone"
+        note = f"{worst}; {undone}, {number_format.size(found.moved_bytes)} moved"
+        facts.append(Fact("pauses", number_format.seconds(sum(found.pauses)), note))
+    return tuple(facts)
+
+
+def _parts(found: Account) -> tuple[tuple[str, float], ...]:
+    return (
+        ("at full speed", found.full_s),
+        ("pauses", found.paused_s),
+        ("lost work", found.lost_s),
+        ("slower steps", max(0.0, found.slower_s)),
+    )
+
+
+def _counts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
+    """Return from which step on there were how many ranks; none where that never changed."""
+    found: list[tuple[int, int]] = []
+    change = 0  # by the events since the last that tells who went on
+    for event in events:
+        change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
+        if event.event == "resumed":
+            found.append((event.step, len(event.ranks)))
+            if len(found) == 1:
+                found.insert(0, (metrics[0].step, len(event.ranks) - change))
+            change = 0
+    last = {step: list(group)[-1] for step, group in groupby(found, key=lambda each: each[0])}
+    return (*last.values(), (metrics[-1].step, found[-1][1])) if len({count for _, count in found}) > 1 else ()

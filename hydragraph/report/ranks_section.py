@@ -1,0 +1,123 @@
+"""The section on ranks that were lost, slow or came, and the marks of that in the charts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hydragraph.report import number_format
+from hydragraph.report.charts import Mark, Series, line_chart
+from hydragraph.report.facts import Happened, Happening
+from hydragraph.report.markup import Markup, section, tag
+
+# The classes of colours, by what an event is about: ranks that are gone, there (again) or slow, and decisions.
+_STYLES = {
+    "fault": "m-lost",
+    "leave": "m-lost",
+    "join": "m-back",
+    "resumed": "m-back",
+    "straggler": "m-slow",
+    "recovered": "m-back",
+    "replan": "m-plan",
+    "switch": "m-plan",
+    "migrate": "m-plan",
+}
+_KEYS = {
+    "m-lost": "a rank is lost, or leaves",
+    "m-back": "a rank joins, or is fast again",
+    "m-slow": "a rank is slow",
+    "m-plan": "strategies are switched, or state moves",
+}
+_IN_CHARTS = ("fault", "leave", "join", "straggler", "recovered", "switch", "migrate")
+_PART_STYLES = ("full", "paused", "lost", "slower")
+MOST_ROWS = 40  # that stand open
+
+
+def marks_of(happened: Happened) -> tuple[Mark, ...]:
+    """Return lines for charts over steps: one for all that happened after a step, in the colour of the first of it."""
+    by_step: dict[int, list[Happening]] = {}
+    for event in happened.events:
+        if event.kind in _IN_CHARTS and event.done:
+            by_step.setdefault(event.step, []).append(event)
+    return tuple(
+        Mark(step, "\n".join([f"after step {step:,}", *map(_words, events)]), _STYLES[events[0].kind])
+        for step, events in by_step.items()
+    )
+
+
+def mark_keys(marks: Sequence[Mark]) -> Markup | None:
+    """Return what the colours of marks mean."""
+    used = {mark.style for mark in marks}
+    keys = [tag("span", tag("i", class_=f"key head {style}"), name) for style, name in _KEYS.items() if style in used]
+    return tag("div", keys, class_="legend keys") if keys else None
+
+
+def ranks_section(happened: Happened) -> Markup:
+    """Return what happened to ranks, in order, and what it cost."""
+    chart = None
+    if happened.counts:
+        steps = [(float(x), float(y)) for (a, n), (b, _) in _pairs(happened.counts) for x, y in ((a, n), (b, n))]
+        ranks = Series("ranks", tuple(steps), "s-0")
+        chart = line_chart("ranks over steps", [ranks], "step", "ranks", lambda y: f"{y:g}", zero=True)
+    intro = "Who was lost, slow or came; what was decided, and why; and what it cost."
+    parts = (_time(happened), chart)
+    return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened.events))
+
+
+def _pairs(counts: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    return list(pairwise(counts))
+
+
+def _time(happened: Happened) -> Markup | None:
+    """Return a bar of what the wall time consists of."""
+    whole = sum(seconds for _, seconds in happened.parts)
+    if not whole:
+        return None
+    shown = [(name, seconds, style) for (name, seconds), style in zip(happened.parts, _PART_STYLES, strict=True)]
+    bars = [
+        tag("i", class_=f"t-{style}", style=f"width:{100 * seconds / whole:.2f}%", title=f"{name}: {seconds:.3g} s")
+        for name, seconds, style in shown
+    ]
+    rows = [
+        tag("tr", tag("td", tag("i", class_=f"key box t-{style}"), f" {name}", class_="left"),
+            tag("td", number_format.seconds(seconds)), tag("td", number_format.share(seconds / whole)))
+        for name, seconds, style in shown
+    ]  # fmt: skip
+    caption = tag("figcaption", tag("b", "wall time"), tag("span", "from the end of the first step", class_="legend"))
+    table = tag("table", tag("tbody", rows))
+    return tag("figure", caption, tag("div", bars, class_="spent", role="img", aria_label="wall time"), table)
+
+
+def _table(events: Sequence[Happening]) -> Markup:
+    heads = (("step", ""), ("after", ""), ("what", "left"), ("ranks", "left"), ("took", ""), ("steps undone", ""))
+    head = tag(
+        "tr",
+        [tag("th", name, scope="col", class_=side or None) for name, side in (*heads, ("moved", ""), ("why", "left"))],
+    )
+    rows = [_row(event) for event in events]
+    first = tag("table", tag("thead", head), tag("tbody", rows[:MOST_ROWS]), class_="wide")
+    shown = tag("div", first, class_="scroll", tabindex=0)
+    if len(rows) <= MOST_ROWS:
+        return shown
+    more = tag("div", tag("table", tag("thead", head), tag("tbody", rows[MOST_ROWS:]), class_="wide"), class_="scroll")
+    return tag("div", shown, tag("details", tag("summary", f"{len(rows) - MOST_ROWS} more"), more))
+
+
+def _row(event: Happening) -> Markup:
+    return tag(
+        "tr",
+        tag("td", f"{event.step:,}"),
+        tag("td", number_format.seconds(event.after_s) if event.after_s > 0 else "–"),
+        tag("td", tag("i", class_=f"key box {_STYLES[event.kind]}"), f" {event.title}", class_="left"),
+        tag("td", number_format.ranks_text(event.ranks, 4), class_="left"),
+        tag("td", number_format.seconds(event.seconds) if event.seconds else "–"),
+        tag("td", f"{event.lost_steps:,}" if event.lost_steps else "–"),
+        tag("td", number_format.size(event.moved_bytes) if event.moved_bytes else "–"),
+        tag("td", event.why, class_="left why"),
+        class_=None if event.done else "undone",
+    )
+
+
+def _words(event: Happening) -> str:
+    ranks = f"rank{'s' * (len(event.ranks) > 1)} {number_format.ranks_text(event.ranks, 4)}"
+    return f"{event.title}: {ranks}"

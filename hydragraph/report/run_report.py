@@ -1,0 +1,155 @@
+"""A report of a run: its steps, and where it was traced, its iterations beside their simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.trace_file import Trace, TracedStep
+from hydragraph.report import number_format
+from hydragraph.report.facts import Against, Compared, ComparedStep, Contender, Fact, Panel, Report, TrainedStep
+from hydragraph.report.measured_beside_predicted import Comparison, compare
+from hydragraph.report.rank_changes import cost_facts, happened
+from hydragraph.report.simulation_report import MOST_PANELS, Simulated, panel
+from hydragraph.report.timelines import measured_course
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.loss_picture import smoothed
+from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.stragglers.run_events import Event
+
+_UNTRACED = (
+    "There is no trace: train with --trace for timelines, memory, traffic, and what was predicted beside what was "
+    "measured"
+)
+_TRACED = "Timelines are the last traced step of each strategy beside its simulation; memory and traffic are simulated"
+
+
+def run_report(
+    title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[Event] = ()
+) -> Report:
+    """Return the report of a run.
+
+    Args:
+        title: of the page.
+        metrics: of all its steps, at least one.
+        traced: its trace, and what prices its model on the ranks it ran on; None: it has none.
+        events: what happened to its ranks.
+    """
+    names = _names(metrics)
+    metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
+    steps = _steps(metrics)
+    contenders = _contenders(metrics)
+    told = happened(metrics, events)
+    facts = _facts(metrics) if told is None else (*_facts(metrics), *cost_facts(metrics, events))
+    if traced is None:
+        return Report("run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told)
+    costs, trace = traced
+    found = compare(costs, trace)
+    order = {contender.name: i for i, contender in enumerate(contenders)}
+    last = {step.strategy: step for step in trace.steps}  # the last step of a strategy: nothing compiles any more
+    chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
+    panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
+    return Report("run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found))
+
+
+def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
+    """Return what to call each strategy: its text without the fingerprint, where that tells them apart."""
+    texts = list(dict.fromkeys(m.strategy for m in metrics))
+    short = [text.partition("@")[0] for text in texts]
+    return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
+
+
+def _steps(metrics: Sequence[Metrics]) -> tuple[TrainedStep, ...]:
+    smooth = smoothed([m.loss for m in metrics])
+    return tuple(
+        TrainedStep(
+            m.step,
+            m.strategy,
+            m.loss,
+            line,
+            m.eval_loss,
+            m.tokens_per_s,
+            m.seconds,
+            m.expected_s,
+            (m.exposed_pull_s, m.exposed_push_s, m.exposed_p2p_s),
+            m.peak_memory_bytes,
+        )
+        for m, line in zip(metrics, smooth, strict=True)
+    )
+
+
+def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:
+    first, last = metrics[0], metrics[-1]
+    held_out = [m for m in metrics if m.eval_loss is not None]
+    found = [
+        Fact("steps", f"{last.step:,}", f"{sum(m.tokens for m in metrics):,} tokens, {_strategies(metrics)}"),
+        Fact("loss", f"{last.loss:.3f}", f"from {first.loss:.3f}"),
+    ]
+    if held_out:
+        found.append(Fact("held-out loss", f"{held_out[-1].eval_loss:.3f}", f"after step {held_out[-1].step:,}"))
+    found += [
+        Fact("tokens/s", number_format.rate(median(m.tokens_per_s for m in metrics)), "median of all steps"),
+        Fact("a step", number_format.seconds(median(m.seconds for m in metrics)), "median of all steps"),
+    ]
+    peak = max(m.peak_memory_bytes for m in metrics)
+    return (*found, Fact("most memory", number_format.size(peak), "rank 0")) if peak else tuple(found)
+
+
+def _strategies(metrics: Sequence[Metrics]) -> str:
+    count = len({m.strategy for m in metrics})
+    return "one strategy" if count == 1 else f"{count} strategies"
+
+
+def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
+    """Return the strategies that steps ran, by their median tokens per second; the first step of each is left out."""
+    found = []
+    for name in dict.fromkeys(m.strategy for m in metrics):
+        own = [m for m in metrics if m.strategy == name]
+        warm = own[1:] or own
+        waits = [("waits: pull", sum(m.exposed_pull_s for m in warm)), ("push", sum(m.exposed_push_s for m in warm))]
+        waits.append(("p2p", sum(m.exposed_p2p_s for m in warm)))
+        whole = sum(m.seconds for m in warm)
+        shares = tuple((kind, seconds / whole) for kind, seconds in waits)
+        seconds = median(m.seconds for m in warm)
+        rate = median(m.tokens_per_s for m in warm)
+        found.append(Contender(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps"))
+    found.sort(key=lambda row: -(row.tokens_per_s or 0.0))
+    return (found[0], *(replace(row, why=_slower(row, found[0])) for row in found[1:]))
+
+
+def _slower(row: Contender, best: Contender) -> str:
+    """Say how much longer a strategy took per token, and what of that were waits."""
+    longer = (best.tokens_per_s or 0.0) / (row.tokens_per_s or 1.0)
+    waited = sum(part for _, part in row.shares) * longer - sum(part for _, part in best.shares)
+    text = f"{longer - 1:.1%} longer per token" if longer < 2 else f"{longer:.2g} × as long per token"
+    if longer - 1 < 5e-4:
+        return "as fast as the best"
+    part = waited / (longer - 1)
+    return f"{text}; {number_format.share(min(part, 1.0))} of that in waits for other ranks" if part > 0.05 else text
+
+
+def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:
+    strategy = Strategy.parse(step.strategy, costs.outline.layers)
+    simulated = Simulated(strategy, step.assignment, costs.simulate(strategy, step.assignment))
+    found = panel(costs, simulated)
+    measured = measured_course(f"measured, step {step.step}", trace.of(step.step))
+    predicted = replace(found.courses[0], title=f"simulated, step {step.step}")
+    return replace(found, courses=(measured, predicted))
+
+
+def against(found: Comparison) -> Against:
+    """Return a comparison as the page shows it: every kind on all ranks, then on each where there are few."""
+    rows = []
+    for together in found.kinds:
+        rows.append(Compared(together.kind.value, None, together.measured, together.predicted))
+        own = [row for row in found.rows if row.kind is together.kind]
+        if 1 < found.ranks <= MOST_RANKS:
+            rows += [Compared(row.kind.value, row.rank, row.measured, row.predicted) for row in own]
+    steps = tuple(ComparedStep(s.step, s.strategy, s.measured_s, s.predicted_s) for s in found.steps)
+    return Against(found.source, found.sentence, tuple(rows), steps)
+
+
+# Of the table of kinds: with more ranks only their sum is shown.
+MOST_RANKS = 16

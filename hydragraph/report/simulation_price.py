@@ -1,0 +1,99 @@
+"""What strategies are expected to take on a cluster, from the event simulation of their ranks' programs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.timeline import Timeline
+from hydragraph.ir.instruction import Stream
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class PricedStrategy:
+    """One strategy's iteration.
+
+    Attributes:
+        strategy: which.
+        micro_batches: of each pipeline.
+        tokens: of all micro-batches.
+        timeline: when every rank runs what.
+    """
+
+    strategy: Strategy
+    micro_batches: tuple[int, ...]
+    tokens: int
+    timeline: Timeline
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the iteration."""
+        return self.timeline.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the iteration per second."""
+        return self.tokens / self.seconds
+
+    def busy(self) -> list[float]:
+        """Return the part of the iteration, 0 to 1, in which each rank computes."""
+        return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
+
+    def exposed_s(self, stream: Stream) -> float:
+        """Return how long ranks wait for a stream, on average."""
+        ranks = range(len(self.timeline.ranks))
+        return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
+
+
+def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
+    """Simulate one iteration.
+
+    Raises:
+        ValueError: when these do not fit one another, or there are no micro-batches.
+    """
+    counts = assignment.counts
+    if not any(counts):
+        raise ValueError(f"micro-batches {list(counts)}: give at least one pipeline something to do")
+    tokens = sum(n for pipeline in assignment.tokens for lengths in pipeline for n in lengths)
+    return PricedStrategy(strategy, counts, tokens, costs.simulate(strategy, assignment))
+
+
+def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> list[int]:
+    """Give equal micro-batches to the pipelines of a strategy, see `spread`.
+
+    Args:
+        tokens: of one micro-batch, taken as one sequence.
+        micro_batches: in all.
+
+    Returns:
+        The micro-batches of each pipeline; 0 for one that would only hold the others up.
+    """
+    strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
+    slowest = [max(sum(stage.seconds([tokens])) for stage in p.parts) for p in costs.pipelines(strategy)]
+    return spread([len(pipeline.stages) for pipeline in strategy.pipelines], slowest, micro_batches)
+
+
+def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
+    """Spread equal micro-batches over pipelines so that the last one to end, ends as early as can be.
+
+    A pipeline of p stages whose slowest takes s per micro-batch ends m of them after (m + p - 1) s. Each micro-batch
+    goes where it ends first, which is optimal because they are all equal.
+
+    Args:
+        depths: the stages of each pipeline.
+        seconds: of its slowest stage for one micro-batch.
+        micro_batches: in all.
+    """
+    counts = [0] * len(depths)
+    ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(micro_batches):
+        end, i = ends[0]
+        counts[i] += 1
+        heapq.heapreplace(ends, (end + seconds[i], i))
+    return counts

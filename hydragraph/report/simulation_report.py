@@ -1,0 +1,129 @@
+"""A report of strategies that were simulated and never ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.timeline import Timeline
+from hydragraph.ir.instruction import Stream
+from hydragraph.report import number_format
+from hydragraph.report.bytes_moved import matrices
+from hydragraph.report.device_diagram import diagram
+from hydragraph.report.facts import Contender, Fact, Panel, Report
+from hydragraph.report.memory_held import held
+from hydragraph.report.timelines import simulated_course
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+
+# Strategies of which everything is shown, the best ones; others are rows of the table.
+MOST_PANELS = 6
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A strategy, what it ran, and when."""
+
+    strategy: Strategy
+    assignment: Assignment
+    timeline: Timeline
+
+    @property
+    def tokens(self) -> int:
+        """Of all its micro-batches."""
+        return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the iteration."""
+        return self.tokens / self.timeline.seconds
+
+
+def simulation_report(title: str, costs: Costs, simulated: Sequence[Simulated]) -> Report:
+    """Return the report of strategies on a cluster.
+
+    Args:
+        title: of the page.
+        costs: that priced them.
+        simulated: at least one, in any order.
+    """
+    ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
+    best = ordered[0]
+    panels = tuple(panel(costs, each) for each in ordered[:MOST_PANELS])
+    contenders = tuple(contender(each, best) for each in ordered)
+    return Report("simulation", title, (costs.source,), facts(costs, best, panels[0]), contenders, panels)
+
+
+def panel(costs: Costs, simulated: Simulated) -> Panel:
+    """Return all about one simulated strategy."""
+    strategy, timeline = simulated.strategy, simulated.timeline
+    memory, note = held(costs, timeline)
+    return Panel(
+        strategy.name,
+        (simulated_course(timeline),),
+        diagram(strategy, costs.cluster, costs.health),
+        memory,
+        timeline.seconds,
+        note,
+        matrices(costs, strategy, simulated.assignment, timeline),
+    )
+
+
+def facts(costs: Costs, best: Simulated, shown: Panel) -> tuple[Fact, ...]:
+    """Return what to know first of the best strategy."""
+    timeline = best.timeline
+    tightest = max(shown.held, key=lambda each: each.peak / each.limit)
+    by_kind = timeline.critical_path.by_kind
+    kind, most = next(iter(by_kind.items()), ("", 0.0))
+    return (
+        Fact("best strategy", best.strategy.name, f"on {costs.ranks} devices"),
+        Fact("iteration", number_format.seconds(timeline.seconds), f"{best.tokens:,} tokens"),
+        Fact("tokens/s", number_format.rate(best.tokens_per_s), "of all ranks"),
+        Fact("the end waits for", kind, f"{number_format.share(most / timeline.seconds)} of the critical path"),
+        Fact("idle", number_format.share(timeline.bubble), "of ranks that compute"),
+        Fact(
+            "most memory",
+            number_format.size(tightest.peak),
+            f"rank {tightest.ranks[0]}, {number_format.share(tightest.peak / tightest.limit)} "
+            f"of {number_format.size(tightest.limit)}",
+        ),
+    )
+
+
+def contender(simulated: Simulated, best: Simulated) -> Contender:
+    """Return a row of the table of strategies."""
+    timeline = simulated.timeline
+    ranks = range(len(timeline.actor_of))
+    shares = [("busy", sum(timeline.busy_s(rank, Stream.COMPUTE) for rank in ranks))]
+    for stream, name in ((Stream.PULL, "waits: pull"), (Stream.PUSH, "push"), (Stream.P2P, "p2p")):
+        shares.append((name, sum(timeline.exposed_s(rank, stream) for rank in ranks)))
+    whole = timeline.seconds * len(ranks)
+    return Contender(
+        simulated.strategy.name,
+        timeline.seconds,
+        simulated.tokens_per_s,
+        simulated.assignment.counts,
+        tuple((name, seconds / whole) for name, seconds in shares),
+        "" if simulated is best else why_lost(simulated, best),
+    )
+
+
+def why_lost(loser: Simulated, best: Simulated) -> str:
+    """Say what a strategy's critical path has more of than the best one's, per token, where there is more.
+
+    Example: "takes 12% longer per token: +10 ms computing, +2 ms pulling weights; −1 ms updating".
+    """
+    scale = best.tokens / loser.tokens
+    mine = loser.timeline.critical_path.by_kind
+    its = best.timeline.critical_path.by_kind
+    differences = {kind: mine.get(kind, 0.0) * scale - its.get(kind, 0.0) for kind in (*mine, *its)}
+    longer = loser.timeline.seconds * scale / best.timeline.seconds - 1
+    if longer < 5e-4:
+        return "as good as the best"
+    # What makes up less than a twentieth of the difference explains nothing.
+    least = 0.05 * longer * best.timeline.seconds
+    told = sorted(((s, kind) for kind, s in differences.items() if abs(s) > least), key=lambda pair: -pair[0])
+    parts = ", ".join(f"{'+' if s > 0 else ''}{number_format.seconds(s)} {kind}" for s, kind in told)
+    slower = f"{longer:.1%} longer" if longer < 1 else f"{longer + 1:.2g} × as long"
+    return f"takes {slower} per token: {parts}"

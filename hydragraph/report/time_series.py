@@ -1,0 +1,127 @@
+"""Courses for the page: as compact data for its script, and as a picture that needs none.
+
+Times are whole ticks, of which an iteration has a thousand million, so that numbers are short and exact enough: a bar
+is [ticks since the one before it ended, its ticks, its kind, its name, its micro-batch].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydragraph.report import number_format
+from hydragraph.report.facts import KINDS, STREAMS, Bar, Course, CriticalStep, Lane
+from hydragraph.report.markup import Content, Markup, tag
+
+TICKS = 1e9
+# Of the picture without a script: its size, the narrowest bar, and the most lanes and bars.
+WIDTH, LABEL, LANE = 1000, 110, 26
+NARROWEST = 0.6
+MOST_LANES = 48
+
+
+def course_data(course: Course) -> dict[str, Any]:
+    """Return what the script draws, as JSON holds it."""
+    names: dict[str, int] = {}
+    scale = TICKS / course.seconds if course.seconds else 0.0
+    tracks: dict[int, int] = {}  # lanes that are alike share what they draw
+    packed: list[list[list[int]]] = []
+    lanes = []
+    for lane in course.lanes:
+        if id(lane.bars) not in tracks:
+            tracks[id(lane.bars)] = len(packed)
+            packed.append([_packed(bars, names, scale) for bars in lane.bars])
+        lanes.append([number_format.ranks_text(lane.ranks), len(lane.ranks), lane.what, tracks[id(lane.bars)]])
+    lane_of = {rank: i for i, lane in enumerate(course.lanes) for rank in lane.ranks}
+    critical = [
+        [round(step.begin * scale), round((step.end - step.begin) * scale), lane_of[step.ranks[0]], step.stream,
+         step.kind, step.what]
+        for step in course.critical
+        if step.ranks[0] in lane_of
+    ]  # fmt: skip
+    return {
+        "title": course.title,
+        "seconds": course.seconds,
+        "tracks": packed,
+        "lanes": lanes,
+        "names": list(names),
+        "kinds": KINDS,
+        "streams": STREAMS,
+        "critical": critical,
+    }
+
+
+def _packed(bars: Sequence[Bar], names: dict[str, int], scale: float) -> list[int]:
+    packed = []
+    before = 0
+    for bar in bars:
+        begin = round(bar.begin * scale)
+        length = round(bar.end * scale) - begin
+        packed += [begin - before, length, KINDS.index(bar.kind), names.setdefault(bar.name, len(names))]
+        packed.append(bar.micro_batch)
+        before = begin + length
+    return packed
+
+
+def course_picture(course: Course) -> Markup:
+    """Return an iteration as SVG: a row of computation for each lane, its traffic in thin lines below it."""
+    lanes = course.lanes[:MOST_LANES]
+    height = LANE * len(lanes) + 24
+    drawn: list[Content] = []
+    for i, lane in enumerate(lanes):
+        drawn.append(_lane(lane, LANE * i, course.seconds))
+    row_of = {rank: i for i, lane in enumerate(lanes) for rank in lane.ranks}
+    drawn += [
+        _critical(step, LANE * row_of[step.ranks[0]], course.seconds)
+        for step in course.critical
+        if step.ranks[0] in row_of
+    ]
+    ticks = [
+        tag("text", number_format.seconds(course.seconds * k / 4), x=LABEL + (WIDTH - LABEL) * k / 4, y=height - 6,
+            text_anchor="start" if k == 0 else "end" if k == 4 else "middle")
+        for k in range(5)
+    ]  # fmt: skip
+    label = f"{course.title}: what ranks do over {number_format.seconds(course.seconds)}"
+    return tag("svg", *drawn, *ticks, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label, class_="course")
+
+
+def _band(stream: int, top: float) -> tuple[float, float]:
+    """Return from where a stream's bars are drawn in a lane, and how high."""
+    return (top + 3, 14.0) if stream == 0 else (top + 14.5 + 2.5 * stream, 2.0)
+
+
+def _critical(step: CriticalStep, top: float, seconds: float) -> Markup:
+    y, height = _band(STREAMS.index(step.stream), top)
+    scale = (WIDTH - LABEL) / seconds
+    return tag(
+        "rect",
+        x=f"{LABEL + step.begin * scale:.1f}",
+        y=f"{y - 0.6:g}",
+        width=f"{(step.end - step.begin) * scale:.1f}",
+        height=f"{height + 1.2:g}",
+        class_="critical",
+    )
+
+
+def _lane(lane: Lane, top: float, seconds: float) -> Markup:
+    shapes: list[Content] = [tag("text", label(lane), x=0, y=top + 14)]
+    scale = (WIDTH - LABEL) / seconds if seconds else 0.0
+    for stream, bars in enumerate(lane.bars):
+        y, height = _band(stream, top)
+        # A path per kind rather than an element per bar: pages stay small.
+        paths: dict[str, list[str]] = {}
+        at: dict[str, float] = {}
+        for bar in bars:
+            x = LABEL + bar.begin * scale
+            width = max((bar.end - bar.begin) * scale, NARROWEST)
+            if x + width < at.get(bar.kind, -1.0) + NARROWEST:
+                continue
+            at[bar.kind] = x + width
+            paths.setdefault(bar.kind, []).append(f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h-{width:.1f}z")
+        shapes += [tag("path", d="".join(parts), class_=f"k-{kind}") for kind, parts in paths.items()]
+    return tag("g", tag("title", f"{label(lane)} {lane.what}"), *shapes)
+
+
+def label(lane: Lane) -> str:
+    """Return "rank 3", "ranks 0–7"."""
+    return f"rank{'s' * (len(lane.ranks) > 1)} {number_format.ranks_text(lane.ranks, 2)}"

@@ -1,0 +1,200 @@
+"""Everything that one rank needs to run one (strategy, micro-batch counts, mode): built once, then reused."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.ir.layout import Layout, propagation
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.program import Block, Program
+from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.pipeline import rank_program
+from hydragraph.passes.place import PlacedStage, Placement, place
+from hydragraph.passes.recently_used import LRU
+from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.passes.weight_layouts import bucket_kinds
+from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, push_exchange
+from hydragraph.spec.stage_kind import StagePart
+from hydragraph.spec.strategy import Strategy
+
+CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBlock:
+    """A block as this rank runs it.
+
+    Attributes:
+        variant: its compiled graphs.
+        names: local parameter name -> name in the model.
+        buffers: local buffer name -> value.
+        aux: template input -> which output of the aux graph.
+        starts: the variant's inputs that say which rows of the vocabulary this rank holds.
+        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
+            between stages it travels whole.
+        recompute: its backward runs its forward again, and so takes as much memory as anything does.
+    """
+
+    variant: Variant
+    names: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+    aux: Mapping[str, int]
+    starts: Mapping[str, Tensor]
+    enters: bool = False
+    leaves: bool = False
+    recompute: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """One rank's program with all that it refers to.
+
+    Attributes:
+        program: the instructions.
+        part: this rank's place in its stage.
+        blocks: by name, those of this rank's stage.
+        pulls, pushes: by bucket; only those that learn are pushed.
+        handings: by bucket that is pushed, what hands it on to second owners, where the home has such.
+        shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
+        stages: the rank tuples of all stages, for the tensor-parallel groups.
+    """
+
+    program: RankProgram
+    part: StagePart
+    blocks: Mapping[str, BoundBlock]
+    pulls: Mapping[str, Exchange]
+    pushes: Mapping[str, Exchange]
+    handings: Mapping[str, Exchange]
+    shards: Mapping[str, Mapping[str, tuple[int, int]]]
+    stages: tuple[tuple[int, ...], ...]
+
+
+class Preparer:
+    """Prepares strategies for one rank; knows what is already compiled.
+
+    Args:
+        program: the model.
+        variants: its compiled templates.
+        buffers: the model's buffers by name, on the right device.
+        homes: bucket name -> home layout.
+        rank, ranks: this process.
+        capacity: how many prepared iterations to keep, those used last; compiled templates are kept anyway.
+        device: where it computes; default: the CPU.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        variants: Variants,
+        buffers: Mapping[str, Tensor],
+        homes: Mapping[str, Layout],
+        rank: int,
+        ranks: int,
+        capacity: int = CAPACITY,
+        device: torch.device | None = None,
+    ) -> None:
+        self._program = program
+        self._variants = variants
+        self._buffers = buffers
+        self._homes = homes
+        self._rank = rank
+        self._ranks = ranks
+        self._device = device
+        self._known = LRU[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
+        # Iterations of one strategy share them; as many as those that are kept can have.
+        self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
+        self._handings: dict[Layout, Exchange | None] = {}
+
+    def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+        """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
+        return self._known.get((strategy, counts, mode), lambda: self._prepare(strategy, counts, mode))
+
+    def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
+        """Return another rank's program, to say what it was doing."""
+        return rank_program(self._program.outline, strategy, counts, rank, mode, ranks=self._ranks)
+
+    def _prepare(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+        strategy.check(self._program.layers, self._ranks, self._program.heads)
+        placement = place(self._program.outline, strategy, counts)
+        here = placement.stage_of.get(self._rank)
+        part = here.part_of(self._rank) if here else StagePart()
+        blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
+        links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
+        pushes = {name: push for name, (_, push) in links.items() if push is not None}
+        handings = {name: self._handing(self._homes[name]) for name in pushes}
+        mine = placement.held(self._rank)
+        return Prepared(
+            rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
+            part,
+            blocks,
+            {name: pull for name, (pull, _) in links.items()},
+            pushes,
+            {name: handing for name, handing in handings.items() if handing is not None},
+            {b.name: local_shards(b, part) for b in self._program.buckets if b.name in mine},
+            tuple(stage.ranks for stage in placement.stages),
+        )
+
+    def _bind(self, block: Block, part: StagePart, stage: PlacedStage) -> BoundBlock:
+        template = self._program.templates[block.template]
+        parameters = local_parameters(self._program, block, template)
+        variant = self._variants.get(block, part)
+        first, last = (self._program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
+        others = [i for i in template.inputs if i.startswith("other.")]
+        role = stage.roles[
+            0
+        ]  # pipelines that share a stage agree on its layers, and so on what comes before and behind
+        return BoundBlock(
+            variant,
+            dict(zip(template.parameters, block.parameters, strict=True)),
+            {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
+            dict(zip(others, block.aux, strict=True)),
+            vocabulary_starts(variant, parameters, part),
+            enters=part.sequence_parallel and block.name == first and bool(role.previous),
+            leaves=part.sequence_parallel and block.name == last and bool(role.following),
+            recompute=part.recompute,
+        )
+
+    def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
+        stages = dict(placement.holders).get(bucket.name, ())
+        # All ranks of a stage say the same of it, so the first one's part stands for them.
+        parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
+        kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
+        source = self._homes[bucket.name]  # one object for all buckets that live alike
+        key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
+
+        def make() -> tuple[Exchange, Exchange | None]:
+            target = propagation(bucket, stages, kinds)
+            return (
+                pull_exchange(source, target, self._rank, self._ranks, self._device),
+                push_exchange(target, source, self._rank, self._ranks, self._device) if bucket.learns else None,
+            )
+
+        return self._links.get(key, make)
+
+    def _handing(self, owners: Layout) -> Exchange | None:
+        if owners not in self._handings:
+            self._handings[owners] = hand_exchange(owners, self._rank, self._ranks, self._device)
+        return self._handings[owners]
+
+
+def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
+    """Return where each parameter's shard lies in a rank's local buffer of a bucket: offset and length, elements."""
+    shards = {}
+    at = 0
+    for parameter in bucket.parameters:
+        length = sum(b - a for a, b in parameter.intervals(part.tp, part.index))
+        shards[parameter.name] = (at, length)
+        at += length
+    return shards
+
+
+def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], part: StagePart) -> Tensor:
+    """View one parameter's shard inside a local buffer, in its natural shape."""
+    at, length = place
+    return parameter.natural(flat[at : at + length], part.tp, part.index)

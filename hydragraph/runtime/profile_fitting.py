@@ -1,0 +1,318 @@
+"""Fitting: what measurements say of the constants of the cost models, by non-negative least squares.
+
+Relative errors of micro-batches are made small, each counting by its seconds: an iteration's time is that of its long
+ones, and constants that suit short ones alone would be wrong for most of it. Noise may pull a coefficient below 0,
+which means nothing; bounded at 0 it says that the measurements do not show it.
+
+Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
+
+    sum of l^2, sum of l, 1   [16, 4, 1], [8, 4, 1] and [64, 8, 1]
+    the first two differ by 4 s in nothing but 8 of sum of l^2: a = 0.5
+    the last is 28 s above the first, of which 0.5 x 48 = 24 are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
+
+This is why each number of tokens is measured whole and in parts (`micro_batches`).
+
+Formulas of Hydraulis -> functions:
+
+    Appendix B.2, T(l) = a l^2 + b l + c by profiling   `fit_work`, of a stage `_slowest`
+    section 6.1, UtilLen: 85 % of the plateau of tokens/s  `util_len`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy_text import regular_pipeline
+
+Lengths = tuple[int, ...]  # of the sequences of a micro-batch
+
+WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are not to be used
+LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; below it, rounding alone may have made a
+QUADRATIC = 0  # columns of what is fitted: sum of l^2 (a), sum of l (b), and 1 (c)
+LINEAR = 1
+ONCE = 2
+PLATEAU = 0.85  # UtilLen: this part of the plateau of tokens/s (Hydraulis, section 6)
+
+
+@dataclass(frozen=True)
+class CurveFit:
+    """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
+
+    Attributes:
+        a, b, c: s / token^2, s / token and s; 0 where the measurements do not show it.
+        residual: root mean square relative error, rows counting by their seconds.
+        quadratic: the part of the longest micro-batch's time that a explains, 0 to 1.
+    """
+
+    a: float
+    b: float
+    c: float
+    residual: float
+    quadratic: float
+
+    @property
+    def failure(self) -> str | None:
+        """Say why this must not be used as the constants of a stage; None: it may be."""
+        numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
+        if self.a <= 0 or self.quadratic < LEAST_QUADRATIC:
+            return f"the quadratic part is below the noise: measure longer sequences {numbers}"
+        if self.b <= 0:
+            return f"the linear part is below the noise: measure more token counts {numbers}"
+        if not self.residual <= WORST_RESIDUAL:
+            return f"the measurements are {self.residual:.0%} off the model: measure on a quieter machine {numbers}"
+        return None
+
+    @property
+    def doubt(self) -> str | None:
+        """Say what may be wrong with constants that can be used; None: nothing."""
+        if self.quadratic >= 2 * self.residual:
+            return None
+        return (
+            f"the quadratic part is {self.quadratic:.1%} of the longest micro-batch and the residual "
+            f"{self.residual:.1%}: a is uncertain, measure longer sequences"
+        )
+
+
+def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], quadratic: bool = True) -> CurveFit:
+    """Fit the cost of micro-batches.
+
+    Args:
+        micro_batches: the lengths of the sequences of each.
+        seconds: what each took, above 0.
+        quadratic: whether there can be a quadratic part; pieces of a model without attention have none.
+
+    Raises:
+        ValueError: fewer measurements than constants, or a time that is not above 0.
+    """
+    rows = _features(micro_batches)
+    measured = _positive(seconds, 3 if quadratic else 2)
+    used = [QUADRATIC, LINEAR, ONCE] if quadratic else [LINEAR, ONCE]
+    constants = np.zeros(3)
+    constants[used] = _nnls(rows[:, used], measured, measured)
+    predicted = rows @ constants
+    # A quadratic part shows in the longest micro-batch first: if it is not seen there, it is not seen at all.
+    longest = int(np.argmax(rows[:, QUADRATIC]))
+    attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
+    part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
+    a, b, c = constants.tolist()
+    return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part))
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """A link, and how far measured messages are off it (root mean square relative error)."""
+
+    link: Interconnect
+    residual: float
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
+    """Fit latency and bandwidth to what messages of several sizes [bytes] took; None where no bandwidth shows."""
+    measured = _positive(seconds, 2)
+    rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
+    alike = np.ones(len(measured))  # of messages, short ones are as many as long ones
+    latency, per_byte = _nnls(rows, measured, alike)
+    if per_byte <= 0:
+        return None
+    link = Interconnect(bytes_per_s=float(1 / per_byte), latency_s=float(latency))
+    return LinkFit(link, _residual(rows @ np.array([latency, per_byte]), measured, alike))
+
+
+def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
+    """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
+
+    The quadratic part is taken off first: it grows with the length of sequences, not with how many are packed. Between
+    measured token counts the speed is interpolated; where the shortest micro-batch is fast already, it is the answer.
+    """
+    rows = _features(micro_batches)
+    measured = _positive(seconds, 1)
+    linear = np.maximum(measured - fit.a * rows[:, QUADRATIC], 1e-3 * measured)
+    # Several micro-batches have the same tokens, whole or in parts; without the quadratic part they are alike.
+    tokens = np.unique(rows[:, LINEAR])
+    speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
+    useful = PLATEAU * speed.max()
+    first = int(np.argmax(speed >= useful))
+    if first == 0:
+        return int(tokens[0])
+    return int(np.ceil(np.interp(useful, speed[first - 1 : first + 1], tokens[first - 1 : first + 1])))
+
+
+def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
+    """Return token counts to measure: a geometric series from longest / span to longest, in multiples of `multiple`."""
+    # Geometric, as what changes with tokens changes by ratios: overheads at the short end, attention at the long one.
+    exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
+    return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
+
+
+def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...], ...]:
+    """Return each token count as one sequence and as `parts` equal ones: only their quadratic parts differ."""
+    whole = [(n,) for n in counts]
+    split = [(n // parts,) * parts for n in counts if n % parts == 0 and n >= 2 * parts]
+    return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
+
+
+# A whole profile.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one template took in one kind of stage.
+
+    Attributes:
+        piece: its sizes; the seconds are still to be fitted.
+        seconds: of each micro-batch.
+        attention: whether its time can be quadratic.
+        forward: the forward's part of `seconds`; empty where they were not measured apart.
+    """
+
+    piece: Piece
+    seconds: tuple[float, ...]
+    attention: bool
+    forward: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured in one kind of stage: micro-batches, and for every template its time for each of them."""
+
+    rows: tuple[Lengths, ...]
+    times: Mapping[str, Measured]
+
+    def total(self, templates: Sequence[str]) -> list[float]:
+        """Return the seconds of consecutive blocks, and of what each stage computes once, for each micro-batch."""
+        columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
+        return [sum(column) for column in columns]
+
+
+def fit_profile(
+    name: str,
+    blocks: Sequence[str],
+    schemes: Sequence[Scheme],
+    device: PricedDevice,
+    found: Mapping[StageKind, Measurements],
+    messages: Sequence[tuple[int, float]],
+    **more: Any,
+) -> Profile:
+    """Fit what was measured; what cannot be fitted is recorded as failed, with the reason.
+
+    Args:
+        name: of the profile.
+        blocks: the template of every block of the model, in order.
+        schemes: to fit.
+        device: where it was measured.
+        found: what was measured, by kind of stage; plain stages of every scheme's degree are among them.
+        messages: bytes and seconds; none where there is one rank.
+        more: other fields of the profile.
+    """
+    unfit = {}
+    util = {}
+    pieces = {}
+    for kind, measured in found.items():
+        if len(measured.rows) < 3:
+            unfit[kind] = "the device's memory holds micro-batches of so few tokens only that nothing can be fitted"
+            continue
+        whole = measured.total(blocks)
+        fit = fit_work(measured.rows, whole)
+        if fit.failure is not None:
+            unfit[kind] = f"the fit failed: {fit.failure}"
+        else:
+            pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
+        # Schemes are of plain stages, and only those have a UtilLen of their own; other kinds share it by degree.
+        if kind == StageKind(kind.tp):
+            util[kind.tp] = util_len(measured.rows, whole, fit)
+    # A scheme is priced from its blocks, so it is as good as their fit.
+    fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
+    failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
+    failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
+    link = fit_link([size for size, _ in messages], [seconds for _, seconds in messages]) if messages else None
+    return Profile(
+        name=name,
+        schemes={s: Constants(fit.a, fit.b, fit.c) for s, fit in fits.items() if s not in failed},
+        util=util,
+        failed=failed,
+        blocks=tuple(blocks),
+        pieces=pieces,
+        unfit=unfit,
+        device=device,
+        link=link.link if link else None,
+        messages=tuple(messages),
+        residuals={s: fit.residual for s, fit in fits.items()},
+        notes=tuple(_notes({s: fit for s, fit in fits.items() if s not in failed}, messages, link)),
+        **more,
+    )
+
+
+def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
+    """Fit a piece's seconds; those of forward and backward apart add up to them."""
+    if not measured.forward:
+        fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
+        return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+    # Forward and the whole were measured; backward is the rest, which noise may put below 0.
+    rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
+    fits = [fit_work(rows, seconds, quadratic=measured.attention) for seconds in (measured.forward, rest)]
+    forward, backward = (Constants(fit.a, fit.b, fit.c) for fit in fits)
+    together = Constants(forward.a + backward.a, forward.b + backward.b, forward.c + backward.c)
+    return replace(measured.piece, seconds=together, forward=forward, backward=backward)
+
+
+def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
+    """Fit every stage of a scheme; return the one that is slowest for a sequence of UtilLen tokens."""
+    stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
+    fits = []
+    first = 1  # block 0 is the prologue, which the first stage computes beside its layers
+    for i, stage in enumerate(stages):
+        last = first + stage.layers
+        span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
+        fits.append(fit_work(measured.rows, measured.total(span)))
+        first = last
+    return max(fits, key=lambda fit: (fit.a * useful + fit.b) * useful + fit.c)
+
+
+def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
+    notes = [f"<tp{tp},pp{pp}>: {fit.doubt}" for (tp, pp), fit in fits.items() if fit.doubt]
+    if not messages:
+        return [*notes, "one rank has no links: no message was measured"]
+    if link is None:
+        return [*notes, "messages take no longer the more bytes they have: no bandwidth could be fitted"]
+    if link.residual > WORST_RESIDUAL:
+        notes.append(f"messages are {link.residual:.0%} off latency + bytes / bandwidth: see their own times")
+    return notes
+
+
+# Least squares.
+
+
+def _features(micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return [sum of l^2, sum of l, 1] of each micro-batch: columns QUADRATIC, LINEAR and ONCE."""
+    return np.array([[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches])
+
+
+def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
+    measured = np.asarray(seconds, dtype=np.float64)
+    if len(measured) < least or not bool((measured > 0).all()):
+        raise ValueError(f"{len(measured)} measurements for {least} constants: give at least as many, each above 0 s")
+    return measured
+
+
+def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve for relative errors, squared and weighed; columns are scaled, as they lie ten orders of magnitude apart."""
+    root = np.sqrt(weights)
+    weighed = rows * (root / seconds)[:, None]
+    scale = np.linalg.norm(weighed, axis=0)
+    scale[scale == 0] = 1.0
+    scaled, _ = nnls(weighed / scale, root)
+    return np.asarray(scaled / scale, dtype=np.float64)
+
+
+def _residual(predicted: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.average((predicted / seconds - 1) ** 2, weights=weights)))

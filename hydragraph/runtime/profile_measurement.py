@@ -1,0 +1,585 @@
+"""Measure a profile: time templates on this machine's ranks, not models and not strategies.
+
+Each distinct template runs once per kind of stage (tensor-parallel degree, sequence parallelism, recomputation) and
+micro-batch, forward and backward, with its real collectives; stages of any number of layers are sums of these times.
+All groups of ranks run at once, so that what they share (cores, links) is shared as in training; a group is as slow as
+its slowest rank, and the median over groups and repetitions counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.footprint import MicroBatch, footprint, held_by
+from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_inputs import own_fields
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.bind import bind_graph
+from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.differentiate import COLLECTIVES, saved_names
+from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
+from hydragraph.runtime import profile_fitting
+from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
+from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
+from hydragraph.spec import workload
+from hydragraph.spec.stage_kind import StageKind, StagePart
+
+MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
+UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
+CHAIN = 4  # blocks per measurement, where the model has as many that are alike
+USABLE = 0.9  # of a device's memory; fragmentation takes some
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward, which returns its backward
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredModel:
+    """The model to measure.
+
+    Attributes:
+        program: captured from it.
+        buffers: its buffers by name.
+        vocabulary: token ids are below it.
+        positions: position ids are below it; None: any will do. Sequences may be longer than that, as times do not
+            depend on the values of positions.
+        backend: what runs its graphs, as in `hydragraph.compile`.
+        type: what clusters call this type of device; "": what it calls itself.
+    """
+
+    program: Program
+    buffers: Mapping[str, Tensor]
+    vocabulary: int
+    positions: int | None = None
+    backend: str | None = None
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What to measure.
+
+    Attributes:
+        schemes: to fit; their stages need not exist, only the ranks of one stage.
+        kinds: kinds of stage to measure beyond those of `schemes`.
+        longest: tokens of the longest micro-batch.
+        repeats: of every measurement, after one that is thrown away.
+    """
+
+    schemes: tuple[Scheme, ...]
+    kinds: tuple[StageKind, ...] = ()
+    longest: int = 4096
+    repeats: int = 5
+
+    @property
+    def every_kind(self) -> tuple[StageKind, ...]:
+        """All kinds of stage to measure, each once."""
+        return tuple(dict.fromkeys([*(StageKind(tp) for tp, _ in self.schemes), *self.kinds]))
+
+    @property
+    def micro_batches(self) -> tuple[Lengths, ...]:
+        """The micro-batches to measure: token counts that divide for sequence parallelism, whole and in parts."""
+        multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
+        return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple))
+
+    def check(self, program: Program, ranks: int) -> None:
+        """Check that a program can run so on these ranks.
+
+        Raises:
+            ValueError: naming the scheme or the setting.
+        """
+        for tp, pp in self.schemes:
+            if tp > ranks:
+                raise ValueError(
+                    f"scheme tp{tp}pp{pp} needs {tp} ranks for one stage, but there are {ranks}: add ranks"
+                )
+            if pp > program.layers:
+                raise ValueError(f"scheme tp{tp}pp{pp} has {pp} stages for {program.layers} layers: use fewer stages")
+        for kind in self.every_kind:
+            if kind.tp > ranks or any(heads % kind.tp for heads in program.heads):
+                raise ValueError(
+                    f"tensor-parallel degree {kind.tp} on {ranks} ranks for {program.heads} query heads: use a degree "
+                    "that divides the heads and is at most the number of ranks"
+                )
+
+
+def measure(
+    subject: MeasuredModel, settings: MeasureSettings, groups: Groups, progress: Progress | None = None
+) -> Profile:
+    """Measure a profile; all ranks call it together and get the same one.
+
+    Args:
+        subject: the model.
+        settings: what to measure.
+        groups: the communicators of this process; all ranks measure together.
+        progress: told what is being measured.
+
+    Raises:
+        ValueError: the settings do not fit the model or the ranks.
+    """
+    program = subject.program
+    world = groups.world
+    settings.check(program, world.ranks)
+    device = _device(subject, groups)
+    kinds = settings.every_kind
+    tell = progress or (lambda done, total, what: None)
+    representatives = {block.template: block for block in program.blocks}
+    total = len(kinds) * (len(representatives) + 1) + 2
+    done = 0
+    measurements: dict[StageKind, Measurements] = {}
+    for kind in kinds:
+        bench = _Bench(subject, kind, groups)
+        rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
+        times = {}
+        for name, block in [*representatives.items(), (AUX, program.aux)]:
+            tell(done, total, f"{kind.text} {block.name}")
+            times[name] = bench.measure(block, rows, settings.repeats, device)
+            done += 1
+        measurements[kind] = Measurements(rows, times)
+    tell(done, total, "messages")
+    messages = _messages(groups, settings.repeats)
+    tell(total - 1, total, "update")
+    update = _update(groups, settings.repeats)
+    commit, norm = _commit(groups, settings.repeats)
+    tell(total, total, "")
+    # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
+    device = replace(device, memory=_memory(groups))
+    return profile_fitting.fit_profile(
+        f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {device.name}",
+        [block.template for block in program.blocks],
+        settings.schemes,
+        device,
+        measurements,
+        messages,
+        type=subject.type or type_name(world.device),
+        sizes=ModelSizes.of(program),
+        update=update,
+        commit_s=commit,
+        norm_s=norm,
+    )
+
+
+def stage_timer(
+    subject: MeasuredModel,
+    kind: StageKind,
+    layers: int,
+    groups: Groups,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[int, Lengths], float]:
+    """Return what times stages of up to so many layers as they are: forwards, then backwards, of one micro-batch.
+
+    What `measure` says of a stage is added up from one block; this is what it is held against.
+
+    Args:
+        subject, groups: as of `measure`.
+        kind: of the stage.
+        layers: of the longest stage; each has weights of its own.
+        clock: tells seconds; of a rank of one thread on a busy machine, `time.process_time` tells what it computed.
+
+    Returns:
+        a function of the number of layers and a micro-batch, which all ranks call together.
+    """
+    bench = _Bench(subject, kind, groups, clock)
+    block = subject.program.blocks[1]
+    if any(other.template != block.template for other in subject.program.blocks[1:-1]):
+        raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number says too little")
+    runs = [bench._block_run(block) for _ in range(layers)]
+    return lambda count, row: count * sum(bench._time(runs[:count], row))
+
+
+# This machine.
+
+
+def _device(subject: MeasuredModel, groups: Groups) -> PricedDevice:
+    """Describe what the ranks compute on."""
+    device = groups.world.device
+    name = _name(device)
+    elements = sum(bucket.size for bucket in subject.program.buckets)
+    frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
+    return PricedDevice(
+        f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen
+    )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def type_name(device: torch.device) -> str:
+    """Return a name for a type of device, such as nvidia-h100-80gb-hbm3 or x86-64: letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
+
+
+def _memory(groups: Groups) -> float:
+    """Return the bytes that a rank may use: on a GPU, of what contexts and communicators leave; the least share counts.
+
+    Ranks of one host share its memory, and ranks of one GPU share that.
+    """
+    here = socket.gethostname()
+    free = _host_memory()
+    reserved = 0
+    device = groups.world.device
+    if device.type == "cuda":
+        here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
+        reserved = torch.cuda.memory_reserved(device)
+    return USABLE * least_share(groups.gather_objects((here, free, reserved)))
+
+
+def least_share(reports: Sequence[tuple[str, int, int]]) -> float:
+    """Return the bytes for the rank that gets least, from each rank's place, its free bytes, and the bytes it holds."""
+    shares = []
+    for place in {place for place, _, _ in reports}:
+        here = [(free, reserved) for other, free, reserved in reports if other == place]
+        shares.append((min(free for free, _ in here) + sum(reserved for _, reserved in here)) / len(here))
+    return min(shares)
+
+
+def _host_memory() -> int:
+    """Return the bytes of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _synchronise(device: torch.device) -> None:
+    """Wait for what was enqueued on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
+    """Time messages of several sizes between ranks 0 and 1: half of what there and back takes."""
+    rank = groups.world.rank
+    device = groups.world.device
+    if groups.world.ranks == 1:
+        return []
+    by_size = []
+    for size in MESSAGES:
+        round_trips = []
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        for turn in range(repeats + 1 if rank < 2 else 0):
+            _synchronise(device)
+            began = time.perf_counter()
+            for sender in (0, 1):
+                work = (
+                    groups.send(message, 1 - rank, turn) if sender == rank else groups.receive(message, 1 - rank, turn)
+                )
+                groups.wait(work)
+            _synchronise(device)
+            round_trips.append((time.perf_counter() - began) / 2)
+        by_size.append((size, median(round_trips[1:]) if round_trips else 0.0))
+    return groups.gather_objects(by_size)[0]
+
+
+def _update(groups: Groups, repeats: int) -> tuple[float, float]:
+    """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
+    device = groups.world.device
+
+    def stepped(elements: int) -> Callable[[], None]:
+        parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter])
+
+        def step() -> None:
+            optimizer.step()
+
+        return step
+
+    return _per_element(groups, repeats, stepped)
+
+
+def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
+    """Time the end of an iteration on home shards of two sizes: the norm of their gradients, and agreeing on it."""
+    device = groups.world.device
+
+    def agreed(elements: int) -> Callable[[], None]:
+        gradients = torch.ones(elements, device=device)
+        totals = torch.zeros(2 + 4 * groups.world.ranks, dtype=torch.float64, device=device)
+
+        def agree() -> None:
+            totals[1] = square_sum(gradients)
+            groups.all_reduce(Role.COMMIT, totals)
+
+        return agree
+
+    return _per_element(groups, repeats, agreed)
+
+
+def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]]) -> tuple[float, float]:
+    """Time what is made for shards of two sizes, on all ranks at once; return its constant, and seconds per element.
+
+    The slowest rank's median counts.
+    """
+    device = groups.world.device
+    by_size = []
+    for elements in UPDATED:
+        run = make(elements)
+        times = []
+        for _ in range(repeats + 1):
+            groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
+            _synchronise(device)
+            began = time.perf_counter()
+            run()
+            _synchronise(device)
+            times.append(time.perf_counter() - began)
+        by_size.append(max(groups.gather_objects(median(times[1:]))))
+    slope = max(0.0, (by_size[1] - by_size[0]) / (UPDATED[1] - UPDATED[0]))
+    return max(0.0, by_size[0] - slope * UPDATED[0]), slope
+
+
+# Templates.
+
+
+class _Bench:
+    """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
+
+    def __init__(
+        self,
+        subject: MeasuredModel,
+        kind: StageKind,
+        groups: Groups,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._program = subject.program
+        self._kind = kind
+        self._groups = groups
+        self._device = groups.world.device
+        rank = groups.world.rank
+        tp = kind.tp
+        stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]
+        self._stages = stages
+        self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
+        self._part = StagePart(kind, rank % tp)
+        backend = choose_backend(subject.backend, self._device)
+        fused = backend == "inductor"
+        self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # whose graphs know their sizes
+        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused, added=True)
+        self._batches: dict[Lengths, dict[str, Tensor]] = {}
+        self._parts = tp if kind.sequence_parallel else 1
+        self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
+
+    def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice) -> tuple[Lengths, ...]:
+        """Return the micro-batches whose largest block this device can hold, the same on all ranks."""
+        most = math.inf
+        for block in blocks:
+            piece = self._sizes(block)
+            free = (
+                device.memory - piece.fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
+            )
+            most = min(most, free / max(piece.kept + piece.working, 1e-9))
+        most = min(self._groups.gather_objects(most))
+        return tuple(row for row in rows if sum(row) <= most)
+
+    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice) -> Measured:
+        """Time one block, or the aux graph, on every micro-batch."""
+        aux = block is self._program.aux
+        piece = self._aux_sizes() if aux else self._sizes(block)
+        runs = [self._aux_run()] if aux else self._chain(block)
+        links = self._links(piece, rows, device)
+        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
+        each = list(zip(links, rows, strict=True))
+        times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
+        everyone = self._groups.gather_objects((times, piece))
+
+        def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
+            return median(
+                max(part(everyone[rank][0][turn][row]) for rank in stage)
+                for stage in self._stages
+                for turn in range(repeats)
+            )
+
+        seconds = tuple(of(row, sum) for row in range(len(rows)))
+        forward = tuple(of(row, lambda both: both[0]) for row in range(len(rows)))
+        sizes = [everyone[rank][1] for stage in self._stages for rank in stage]
+        largest = Piece(
+            Constants(0.0, 0.0, 0.0),
+            max(p.parameters for p in sizes),
+            max(p.kept for p in sizes),
+            max(p.working for p in sizes),
+            max(p.fixed for p in sizes),
+            min(p.frozen for p in sizes),
+            held=next((p.held for p in sizes if p.held), None),
+        )
+        template = self._program.templates[block.template]
+        return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
+
+    def _chain(self, block: Block) -> list[_Run]:
+        """Return runs of blocks like this one, each with weights of its own, as many as the model has or `CHAIN`.
+
+        As in a stage, all forwards come before the backwards, and each block has memory of its own: a block that ran
+        alone would find in the cache what it has just used, and memory that the system has already given it. On a GPU,
+        blocks are enqueued one after another without waiting, too.
+        """
+        alike = sum(other.template == block.template for other in self._program.blocks)
+        return [self._block_run(block) for _ in range(min(alike, CHAIN))]
+
+    def _links(self, piece: Piece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
+        """Return how many blocks fit into memory at once with what each keeps of a micro-batch, alike on all ranks."""
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # as they are drawn, cast, and their gradients
+        own = []
+        for row in rows:
+            left = device.memory - piece.fixed - sum(row) * piece.working
+            own.append(int(left // max(weights + sum(row) * piece.kept, 1.0)))
+        return [max(1, min(column)) for column in zip(*self._groups.gather_objects(own), strict=True)]
+
+    def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
+        """Time one forward and one backward, in the mean over a chain of blocks; all ranks begin together."""
+        batch = self._batch(row)
+        aux = self._aux_values(batch)
+        self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
+        _synchronise(self._device)
+        began = between = self._clock()
+        if self._collectives is not None or self._kind.tp == 1:
+            backwards = [run(batch, aux) for run in runs]
+            _synchronise(self._device)
+            between = self._clock()
+            while backwards:
+                backwards.pop()()
+        _synchronise(self._device)
+        return (between - began) / len(runs), (self._clock() - between) / len(runs)
+
+    def _batch(self, row: Lengths) -> dict[str, Tensor]:
+        if row not in self._batches:
+            generator = torch.Generator().manual_seed(sum(row))
+            ids_of = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
+            sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in ids_of]
+            batch = pack(sequences, self._parts, self._device, self._several)
+            if self._subject.positions is not None:
+                batch["position_ids"] %= self._subject.positions
+            self._batches[row] = batch
+        return self._batches[row]
+
+    def _own(self, tokens: int) -> dict[str, Tensor]:
+        """Return the fields of the user's own of a sequence, all 0."""
+        fields = own_fields(self._program).items()
+        return {name: torch.zeros((tokens, *field.sizes), dtype=field.dtype) for name, field in fields}
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: value.to(self._device) for name, value in self._subject.buffers.items()}
+
+    def _aux_values(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        aux = self._program.aux
+        template = self._program.templates[self._program.aux.template]
+        arguments = [self._buffers[name] for name in aux.buffers] + [batch[name] for name in template.inputs]
+        with torch.no_grad():
+            values: Sequence[Tensor] = self._aux_graph(*arguments)
+        return values
+
+    @cached_property
+    def _aux_graph(self) -> fx.GraphModule:
+        return bind_graph(self._program.templates[self._program.aux.template].graph, self._device)
+
+    def _aux_run(self) -> _Run:
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
+            self._aux_values(batch)
+            return lambda: None
+
+        return run
+
+    def _aux_sizes(self) -> Piece:
+        batch = self._batch((64 * self._parts,))
+        tokens = batch["input_ids"].shape[1]
+        values = [v for v in self._aux_values(batch) if v.dim() > 1 and v.shape[1] == tokens]
+        kept = sum(v.numel() * v.element_size() for v in values) / tokens
+        return Piece(Constants(0.0, 0.0, 0.0), kept=kept)
+
+    def _sizes(self, block: Block) -> Piece:
+        """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
+        variant = self._traced.get(block, self._part)
+        small = 1024 * self._kind.tp
+        large = 2048 * self._kind.tp
+        one, two = (footprint(variant, self._part, MicroBatch(n, 1)) for n in (small, large))
+
+        def line(first: int, second: int) -> tuple[float, float]:
+            slope = (second - first) / (large - small)
+            return slope, first - slope * small
+
+        kept, constant = line(one.saved + one.output, two.saved + two.output)
+        forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
+        backward = line(one.backward, two.backward)
+        names = local_parameters(self._program, block, self._program.templates[block.template])
+        sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._part.index)) for p in names.values()}
+        return Piece(
+            Constants(0.0, 0.0, 0.0),
+            sum(sizes.values()),
+            max(0.0, kept),
+            max(0.0, forward[0], backward[0]),
+            max(0.0, constant, forward[1], backward[1]),
+            sum(size for name, size in sizes.items() if name not in self._program.learning),
+            held=held_by(variant, self._part),
+        )
+
+    def _block_run(self, block: Block) -> _Run:
+        """Return a function that runs a block forward, and returns one that runs it backward and adds gradients up."""
+        template = self._program.templates[block.template]
+        parameters = local_parameters(self._program, block, template)
+        variant = self._run.get(block, self._part)
+        shapes = {name: p.local_shape(self._part.tp, self._part.index) for name, p in parameters.items()}
+        dtype = self._program.dtype
+        device = self._device
+        tp = self._part.tp
+        flat = {name: 0.02 * torch.randn(math.prod(shape), device=device) for name, shape in shapes.items()}
+        weights = {name: p.natural(flat[name].to(dtype), tp, self._part.index) for name, p in parameters.items()}
+        sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        fixed = {local: self._buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
+        others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))
+        hidden = hidden_size(self._program)
+        fixed |= vocabulary_starts(variant, parameters, self._part)
+        last = block is self._program.blocks[-1]
+
+        def argument(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
+            if name == "hidden":
+                tokens = batch["input_ids"].shape[1] // self._parts
+                return torch.full((1, tokens, hidden), 0.5, dtype=hidden_dtype(self._program), device=device)
+            if name == COLLECTIVES:
+                return self._collectives
+            if name in weights:
+                return weights[name]
+            if name in others:
+                return aux[others[name]]
+            return fixed[name] if name in fixed else batch[name]
+
+        @torch.no_grad()
+        def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
+            out, *saved = variant.forward(*(argument(name, batch, aux) for name in variant.inputs))
+            if last:
+                tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
+            else:
+                tangent = torch.full_like(out, 1e-3)
+            values = dict(zip(saved_names(len(saved)), saved, strict=True))
+            values |= {"tangent": tangent, COLLECTIVES: self._collectives, **weights}
+            totals = [operand for name in variant.added for operand in (sums[name], 1.0)]
+
+            @torch.no_grad()
+            def backward() -> None:
+                gradients = variant.backward(*(values[name] for name in variant.needs), *totals)
+                for name, gradient in zip(variant.gradients, gradients, strict=True):
+                    if name in sums:
+                        sums[name].add_(gradient)
+
+            return backward
+
+        return run
+
+
+def _attends(template: Template) -> bool:
+    """Say whether a template has attention, the only operator whose work is quadratic."""
+    return any(n.target is torch.ops.hydragraph.varlen_attention.default for n in template.graph.graph.nodes)

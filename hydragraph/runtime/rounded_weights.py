@@ -1,0 +1,54 @@
+"""16-bit copies of the master weights, for the next pull: the optimizer's kernel writes them along with the weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.kernels.adamw import AdamW
+from hydragraph.private.graph_values import version_of
+from hydragraph.runtime.home_state import HomeState
+
+
+class Rounded:
+    """This rank's shards in the dtype that models compute in. It costs 2 bytes per owned parameter that learns.
+
+    Frozen weights have no copy: they are cast whenever they are pulled.
+
+    Args:
+        home: this rank's master weights, in fp32.
+        dtype: what the model computes in, and weights travel in: bfloat16 or float16.
+    """
+
+    def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
+        self._home = home
+        self._copies = {name: torch.empty_like(home.weights[name], dtype=dtype) for name in home.gradients}
+        self._versions: dict[str, int] = {}
+
+    def of(self, bucket: str) -> Tensor:
+        """Return a bucket's copy, rounded again where anything but the kernel changed the weights since.
+
+        Of a bucket that does not learn, return the weights themselves.
+        """
+        weights = self._home.weights[bucket]
+        if bucket not in self._copies:
+            return weights
+        if self._versions.get(bucket) != version_of(weights):
+            self._copies[bucket].copy_(weights)
+            self._versions[bucket] = version_of(weights)
+        return self._copies[bucket]
+
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        """Return each parameter's part, for the optimizer to write to."""
+        parameters: dict[str, nn.Parameter] = dict(self._home.parameters)
+        kept = {name: piece for name, piece in self._home.pieces.items() if piece.bucket in self._copies}
+        return {parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
+
+
+def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:
+    """Return copies that an optimizer keeps, None where it cannot or where models compute in the weights' own dtype."""
+    if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    kept = Rounded(home, dtype)
+    optimizer.copy_to(kept.by_parameter())
+    return kept

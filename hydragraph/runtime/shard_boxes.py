@@ -1,0 +1,59 @@
+"""This rank's part of every parameter as boxes of its natural shape, which is how files hold tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydragraph.ir.boxes import boxes
+from hydragraph.runtime.home_state import HomeState, OwnedPart
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedBoxes:
+    """One tensor of the checkpoint, and the boxes of it that this rank owns.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+        boxes: offsets -> a view of this rank's elements, in natural order.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: Mapping[torch.Size, Tensor]
+
+    def copied(self) -> OwnedBoxes:
+        """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
+        copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
+        return OwnedBoxes(self.shape, self.dtype, copies)
+
+
+def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
+    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
+
+    Args:
+        piece: which intervals of the parameter the rank owns.
+        flat: their elements, one interval after another.
+        once: leave out what has a second owner and counts there, so that all ranks together have it once.
+    """
+    shape = piece.parameter.shape
+    rule = piece.parameter.rule
+    dim = rule.dim if rule is not None else 0
+    canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
+    views = {}
+    for ((lo, hi), part), counted in zip(piece.cut(flat.detach()), piece.counted, strict=True):
+        if once and not counted:
+            continue
+        for box in boxes(lo, hi, canonical):
+            view = part[box.at : box.at + box.size].view(box.sizes)
+            offsets = box.moved(dim).offsets if shape else ()
+            views[torch.Size(offsets)] = view.movedim(0, dim) if shape else view
+    return OwnedBoxes(torch.Size(shape), flat.dtype, views)
+
+
+def sharded_weights(home: HomeState, once: bool = False) -> dict[str, OwnedBoxes]:
+    """Return this rank's part of all master weights, by parameter name; `once` as for `sharded`."""
+    return {name: sharded(piece, home.parameters[name], once) for name, piece in home.pieces.items()}

@@ -1,0 +1,107 @@
+"""A micro-probe: how many small products a device makes per second, of a device that has nothing else to do.
+
+A strategy may leave a slow device idle (Malleus's standby); then no instruction says whether it is fast again. A probe
+runs for a while, not once: a device that is stopped for 60 of every 100 ms looks healthy for 40 of them. It sees few
+such periods, and begins while the device runs; so it counts from the end of one stop to the end of another, where there
+are two: whole periods. What other processes take of the core is told apart, as for blocks (`elastic.monitor`).
+
+Example: stopped for 92 of every 100 ms, a probe of 0.25 s begins 4 ms before a stop and ends with the third, after
+296 ms. It ran for 20 of them, 1 of 14.8; between the ends of the first and the third for 16 of 200, 1 of 12.5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hydragraph.runtime.thread_times import Scheduled, unknown
+
+SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns: some tenths of a millisecond
+MOST_S = 0.25  # that a probe takes
+STOP_S = 0.01  # that a product takes at least within which the device was stopped
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found.
+
+    Attributes:
+        per_s: products per second, as if no other process had wanted the core; 0: none was made.
+        ran, queued: seconds that its thread ran, and that others had its core; both 0 where that is not known.
+    """
+
+    per_s: float = 0.0
+    ran: float = 0.0
+    queued: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What clocks say: seconds, and those that the thread ran and was queued; and how many products there were."""
+
+    seconds: float
+    ran: float
+    queued: float
+    count: int
+
+
+class Probe:
+    """Probes one device.
+
+    Args:
+        device: which.
+        clock, scheduled: give seconds, and those that this thread ran and was queued; tests have their own.
+
+    Attributes:
+        most_s: after so many seconds it ends; 0: it does not begin.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        scheduled: Callable[[], tuple[float, float]] | None = None,
+    ) -> None:
+        self._device = device
+        self._clock = clock
+        self._scheduled = scheduled or (Scheduled() if device.type == "cpu" else unknown)
+        self.most_s = 0.0
+
+    def __call__(self) -> Probed:
+        """Return what was found; nothing where it may not begin. Memory is taken for as long as it lasts."""
+        if self.most_s <= 0:
+            return Probed()
+        size = SIZES[self._device.type]
+        factor = torch.ones(size, size, device=self._device) / size
+        out = torch.empty_like(factor)
+        self._multiply(factor, out)  # to be warm
+        began = self._read(0)
+        now, count = began.seconds, 0
+        stops = []  # their ends
+        while now < began.seconds + self.most_s:
+            before = now
+            self._multiply(factor, out)
+            count += 1
+            now = self._clock()
+            if now - before > STOP_S:
+                stops.append(self._read(count))
+        if len(stops) > 1:
+            return _between(stops[0], stops[-1])
+        return _between(began, self._read(count))
+
+    def _read(self, count: int) -> _Reading:
+        return _Reading(self._clock(), *self._scheduled(), count)
+
+    def _multiply(self, factor: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(factor, factor, out=out)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _between(began: _Reading, ended: _Reading) -> Probed:
+    ran, queued = ended.ran - began.ran, ended.queued - began.queued
+    crowded = (ran + queued) / ran if ran > 0 else 1.0
+    return Probed(crowded * (ended.count - began.count) / (ended.seconds - began.seconds), ran, queued)

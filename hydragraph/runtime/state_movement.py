@@ -1,0 +1,345 @@
+"""Moving the state of all ranks from one home to another: weights, and what the optimizer keeps per element and in all.
+
+A bucket's two home layouts are linked (`ir.link.move`); whatever has a value per element goes by the same slices. What
+moves is cut into windows of the whole state, each of which every rank enters with one message per peer:
+
+    bucket a         bucket b   bucket c      the state of the model, in the order of buckets
+    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, of which AHEAD are under way at a time
+
+The old state stays as it is until the new one is whole. What no rank has is left out: `Route.lost` says where.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.message_in_flight import Message
+from hydragraph.ir.layout import Ints, Layout
+from hydragraph.ir.link import move
+from hydragraph.ir.parameter import Bucket
+from hydragraph.runtime.home_state import HomeState
+
+CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
+AHEAD = 2  # messages under way: one is laid out while another travels
+
+_WEIGHT = ""
+
+Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> what it has per element: "" its weight, else a state
+Intervals = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedState:
+    """What one rank owns of the model, weights and more.
+
+    Attributes:
+        home: its weights.
+        states: of the optimizer: parameter -> state -> 1-D tensor of this rank's part, or what else there is.
+    """
+
+    home: HomeState
+    states: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def of(home: HomeState, optimizer: torch.optim.Optimizer | None) -> OwnedState:
+        """Return what there is; tensors are the state's own."""
+        if optimizer is None:
+            return OwnedState(home, {})
+        return OwnedState(home, {name: optimizer.state.get(p, {}) for name, p in home.parameters.items()})
+
+    @staticmethod
+    def empty(home: HomeState, columns: Columns, kept: OwnedState | None = None) -> OwnedState:
+        """Make room for what arrives: of one bucket and state side by side, as the weights are.
+
+        Args:
+            home: its weights, uninitialised.
+            columns: what parameters have per element.
+            kept: has those that this does not name, and they stay as they are.
+        """
+        kinds = {(home.pieces[name].bucket, *each) for name, those in columns.items() for each in those.items()}
+        room = {
+            (bucket, state): torch.empty(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)
+            for bucket, state, dtype in kinds
+            if state != _WEIGHT
+        }
+        states = {
+            name: {s: piece.of({piece.bucket: room[piece.bucket, s]}) for s in columns.get(name, ()) if s != _WEIGHT}
+            for name, piece in home.pieces.items()
+        }
+        stay = kept.states.items() if kept is not None else ()
+        tensors = {n: {s: t for s, t in each.items() if isinstance(t, Tensor) and t.dim()} for n, each in stay}
+        return OwnedState(home, {**states, **{name: each for name, each in tensors.items() if name not in columns}})
+
+    @property
+    def columns(self) -> dict[str, dict[str, torch.dtype]]:
+        """What each parameter that this rank owns a part of has per element."""
+        found = {}
+        for name, parameter in self.home.parameters.items():
+            if parameter.numel():
+                kept = self.states.get(name, {}).items()
+                states = {s: value.dtype for s, value in kept if isinstance(value, Tensor) and value.dim()}
+                found[name] = {_WEIGHT: parameter.dtype, **states}
+        return found
+
+    def column(self, parameter: str, state: str) -> Tensor:
+        """Return this rank's part of a column, 1-D."""
+        if state == _WEIGHT:
+            return self.home.parameters[parameter].detach()
+        column: Tensor = self.states[parameter][state]
+        return column
+
+
+def named(columns: Columns) -> dict[str, dict[str, str]]:
+    """Return the same with dtypes by name, as plain data."""
+    return {name: {c: str(d).removeprefix("torch.") for c, d in each.items()} for name, each in columns.items()}
+
+
+def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """Read one parameter's columns as `named` gives them."""
+    return {column: getattr(torch, name) for column, name in kinds.items()}
+
+
+def agreed_columns(ranks: Sequence[Columns]) -> Columns:
+    """Join what ranks say of the parameters that they own a part of.
+
+    Raises:
+        ValueError: two do not agree on a parameter.
+    """
+    columns: dict[str, Mapping[str, torch.dtype]] = {}
+    for rank, found in enumerate(ranks):
+        for name, there in found.items():
+            if columns.setdefault(name, there) != there:
+                raise ValueError(
+                    f"move: of parameter {name}, rank {rank} has {sorted(there)[1:]} in its optimizer, an earlier rank"
+                    f" {sorted(columns[name])[1:]}: step the optimizer on all ranks alike"
+                )
+    return columns
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one parameter that go from one rank to another, or stay.
+
+    Attributes:
+        src, dst: ranks.
+        parameter: whose.
+        src_at, dst_at: where they begin in the bucket's shard of either rank.
+        size: how many.
+    """
+
+    src: int
+    dst: int
+    parameter: str
+    src_at: int
+    dst_at: int
+    size: int
+
+    def source(self, state: OwnedState, columns: Columns) -> list[Tensor]:
+        """Return what leaves, a view of each column."""
+        return self._views(state, self.src_at, columns)
+
+    def target(self, state: OwnedState, columns: Columns) -> list[Tensor]:
+        """Return where it goes, a view of each column."""
+        return self._views(state, self.dst_at, columns)
+
+    def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
+        first = at - state.home.pieces[self.parameter].at
+        each = (state.column(self.parameter, column) for column in columns[self.parameter])
+        return [column[first : first + self.size] for column in each]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How state gets from one home to another; the same on all ranks.
+
+    Attributes:
+        buckets: of the model.
+        source: by bucket, who has what, in the numbers of this world; ranks that have nothing are not in it.
+        target: by bucket, who is to have what.
+        columns: what every parameter has per element; nobody has any of one that is not in it.
+    """
+
+    buckets: Sequence[Bucket]
+    source: Mapping[str, Layout]
+    target: Mapping[str, Layout]
+    columns: Columns
+
+    @cached_property
+    def lost(self) -> dict[str, Intervals]:
+        """By bucket, the intervals of it that nobody has."""
+        gaps = {bucket.name: self.source[bucket.name].missing for bucket in self.buckets}
+        return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
+
+    def width(self, parameter: str) -> int:
+        """Return the bytes of one element of a parameter in all columns."""
+        return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
+
+    def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
+        """Yield what is moved at a time, `chunk` bytes of the whole state at most: bucket -> interval of it."""
+        window: dict[str, tuple[int, int]] = {}
+        room = chunk
+        for bucket in self.buckets:
+            lo = 0
+            for parameter in bucket.parameters:
+                width = self.width(parameter.name)
+                end = lo + parameter.size
+                while lo < end:
+                    if room < width:
+                        yield window
+                        window, room = {}, max(chunk, width)
+                    hi = min(end, lo + room // width) if width else end
+                    window[bucket.name] = (window.get(bucket.name, (lo, hi))[0], hi)
+                    room -= (hi - lo) * width
+                    lo = hi
+        if window:
+            yield window
+
+    def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[Part]:
+        """Yield what one rank sends, receives or keeps of a window; for a pair of ranks, in the same order on both."""
+        for bucket in self.buckets:
+            if bucket.name not in window:
+                continue
+            source = self.source[bucket.name]
+            target = self.target[bucket.name].within(*_held(source, *window[bucket.name]))
+            slices = move(source, target, rank)
+            columns = (slices.src, slices.dst, slices.lo, slices.hi, slices.src_at, slices.dst_at)
+            offsets = bucket.offsets()
+            for src, dst, lo, hi, src_at, dst_at in zip(*(column.tolist() for column in columns), strict=True):
+                for parameter in bucket.parameters:
+                    start = offsets[parameter.name]
+                    low, high = max(lo, start), min(hi, start + parameter.size)
+                    if low < high:
+                        yield Part(src, dst, parameter.name, src_at + low - lo, dst_at + low - lo, high - low)
+
+
+def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
+    """Return the intervals within [lo, hi) that somebody has."""
+    begin, end = source.missing
+    starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
+    ends = np.append(begin, source.size).clip(lo, hi)
+    return starts, ends
+
+
+@dataclass(frozen=True, eq=False)
+class _UnderWay:
+    """A window on its way to this rank."""
+
+    arriving: Sequence[Part]
+    incoming: Tensor
+    message: Message | None
+
+
+class Carrying:
+    """Columns on their way to where they are to be; every rank makes one, and ends it.
+
+    All ranks send the same windows in the same order, whenever each gets to it.
+
+    Args:
+        route: the same on all ranks.
+        old: what this rank has, which is not changed, and must not be until the end; None: nothing.
+        new: where what arrives goes.
+        groups: of all ranks.
+        role: whose communicator.
+        chunk: bytes of the whole state in a message of each rank.
+
+    Attributes:
+        received: bytes that this rank has received.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        old: OwnedState | None,
+        new: OwnedState,
+        groups: Groups,
+        role: Role = Role.PULL,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.received = 0
+        self._route = route
+        self._old = old
+        self._new = new
+        self._groups = groups
+        self._role = role
+        self._windows = route.windows(chunk)
+        self._under_way: deque[_UnderWay] = deque()
+
+    def go_on(self) -> None:
+        """Put what has arrived in its place, and send more; wait for nothing."""
+        while self._under_way and (self._under_way[0].message is None or self._under_way[0].message.done):
+            self._land()
+        self._fill()
+
+    def finish(self) -> int:
+        """Wait until everything has arrived; return the bytes that this rank has received."""
+        self._fill()
+        while self._under_way:
+            self._land()
+            self._fill()
+        return self.received
+
+    def _fill(self) -> None:
+        while len(self._under_way) < AHEAD and (window := next(self._windows, None)) is not None:
+            self._under_way.append(self._sent(window))
+
+    def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
+        """Send this rank's part of a window, and put in its place what stays here."""
+        route, world = self._route, self._groups.world
+        rank, columns, old = world.rank, route.columns, self._old
+        parts = list(route.parts(window, rank))
+        leaving = sorted((p for p in parts if p.src == rank != p.dst), key=lambda part: part.dst)
+        arriving = sorted((p for p in parts if p.dst == rank != p.src), key=lambda part: part.src)
+        sent, received = [0] * world.ranks, [0] * world.ranks
+        for part in leaving:
+            sent[part.dst] += part.size * route.width(part.parameter)
+        for part in arriving:
+            received[part.src] += part.size * route.width(part.parameter)
+        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=world.device)
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=world.device)
+        if old is not None:
+            _lay([view for part in leaving for view in part.source(old, columns)], outgoing, out=True)
+        message = self._groups.all_to_all(self._role, incoming, outgoing, received, sent)
+        for part in parts:
+            if part.src == part.dst and old is not None:
+                for there, here in zip(part.target(self._new, columns), part.source(old, columns), strict=True):
+                    there.copy_(here)
+        return _UnderWay(arriving, incoming, message)
+
+    def _land(self) -> None:
+        """Wait for the first window under way, and put it in its place."""
+        first = self._under_way.popleft()
+        self._groups.wait(first.message)
+        columns = self._route.columns
+        _lay([v for part in first.arriving for v in part.target(self._new, columns)], first.incoming, out=False)
+        self.received += len(first.incoming)
+
+
+def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
+    """Bring all columns to where they are to be, and wait; all ranks call it.
+
+    Args:
+        route, old, new, groups, chunk: as of `Carrying`.
+
+    Returns:
+        Bytes that this rank has received.
+    """
+    return Carrying(route, old, new, groups, chunk=chunk).finish()
+
+
+def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:
+    """Lay tensors side by side into a message of bytes, or fill them from one."""
+    at = 0
+    for view in views:
+        bytes_of = view.view(torch.uint8)
+        there = message[at : at + len(bytes_of)]
+        (there.copy_(bytes_of) if out else bytes_of.copy_(there))
+        at += len(bytes_of)

@@ -1,0 +1,324 @@
+"""A training that is disturbed on purpose: ranks are killed, slowed and taken away at random moments, and it goes on.
+
+Two runs of one config are made, one that is struck and one that nobody disturbs. The strikes are a function of the
+seed, but for the instant within a step; what follows from them is read from the run's own files. The first goes on
+until all strikes have hit and some steps in peace have followed; then it is asked to stop, and the second makes as many
+steps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from hydragraph.spec.home import Home
+from hydragraph.train.chaos.fault_injection import ACTIONS, KINDS, Kind, Victim, least_ranks, lives, send
+from hydragraph.train.config import PlanConfig, TrainConfig
+from hydragraph.train.goodput import account
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.step_metrics import Metrics, read_metrics
+from hydragraph.train.stragglers.run_events import Event, read_events
+
+STEPS_PER_STRIKE = 5  # on average
+MOST_STEPS_PER_STRIKE = 60  # a run is so long that all of them hit: replacements take their time on a busy machine
+CALM_STEPS = 10  # after the last strike, so that all of them count
+_CENSUS_S = 0.5  # between two looks at which processes there are
+_END_S = 30.0  # for the last process to end, after the run
+_START_S = 1800.0  # for the first step: imports, capture and data may take minutes on a busy machine
+_QUIET_S = 180.0  # without another step after the first: the run hangs
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One disturbance.
+
+    Attributes:
+        kind: what is done to a rank.
+        step: after which step.
+        which: of the ranks there are then, as a fraction of their number.
+        delay_s: after that step was written down.
+    """
+
+    kind: Kind
+    step: int
+    which: float
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """What became of a run.
+
+    Attributes:
+        code: the exit code of its launcher.
+        metrics, events: what it wrote.
+        struck: the strikes that hit a rank.
+        left: processes of it that were still there at the end.
+        said: the last lines that it printed.
+        problems: what strikes found that is not as promised.
+        hung: for how long no step came, in words, if that is why it was ended; "": it ended by itself.
+    """
+
+    code: int
+    metrics: tuple[Metrics, ...]
+    events: tuple[Event, ...] = ()
+    struck: tuple[Strike, ...] = ()
+    left: tuple[int, ...] = ()
+    said: str = ""
+    problems: tuple[str, ...] = ()
+    hung: str = ""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words, with the last lines that it printed."""
+        how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
+        last = f"; its last lines are:\n{self.said}" if self.said else "; it printed nothing"
+        return (self.hung or how) + last
+
+    def until(self, step: int) -> Disturbed:
+        """Return what became of it up to a step."""
+        return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
+
+    def difference(self, other: Disturbed) -> float:
+        """Return the largest relative difference of a step's loss; infinite where they have other steps."""
+        mine = {m.step: m.loss for m in self.metrics}
+        theirs = {m.step: m.loss for m in other.metrics}
+        if mine.keys() != theirs.keys() or not mine:
+            return math.inf
+        return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
+
+
+ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
+MARGIN = 10.0  # times what they come to in a run that nobody disturbs
+
+
+def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
+    """Return the first step whose loss is another than rounding explains; None: there is none.
+
+    With `deterministic: true` rounding explains nothing, and every bit of every loss must be the same.
+
+    Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
+    later losses differ visibly. So a third run that nobody disturbs, on one rank, says how far that goes up to a step.
+
+    Args:
+        disturbed, undisturbed: the runs that are compared.
+        control: the undisturbed one on other ranks; None: losses must be the same.
+    """
+    theirs = {m.step: m.loss for m in undisturbed.metrics}
+    others = {} if control is None else {m.step: m.loss for m in control.metrics}
+    mine = {m.step: m.loss for m in disturbed.metrics}
+    allowed = 0.0 if control is None else ROUNDING
+    for step, loss in theirs.items():
+        allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
+        if step not in mine or not abs(mine[step] - loss) <= allowed * abs(loss):
+            return step
+    return None
+
+
+def alone(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the config of the run on one rank."""
+    return replace(
+        config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=str(folder / "alone")
+    )
+
+
+def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
+    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step.
+
+    Args:
+        counts: how many of each kind.
+        seed: of all that is drawn.
+    """
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    chance = random.Random(seed)
+    chance.shuffle(kinds)
+    at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
+    return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
+
+
+def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
+    """Read kinds of strikes, such as "two,again".
+
+    Raises:
+        ValueError: there is no such kind, or its moment never comes in a run of this config.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(KINDS)}")
+    kinds = tuple(kind for kind in KINDS if kind in names)
+    if "checkpoint" in kinds and not config.checkpoint_every:
+        raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
+    if "switch" in kinds and (not config.elastic.replan or config.elastic.dry_run):
+        raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
+    least = max(map(least_ranks, kinds), default=0)
+    if config.ranks < least:
+        raise ValueError(f"ranks is {config.ranks}: these kinds need {least}, so that one is left")
+    return kinds
+
+
+def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configs of the run that nobody disturbs and of the other, long enough for so many strikes."""
+    steps = max(config.steps, MOST_STEPS_PER_STRIKE * strikes + CALM_STEPS)
+    elastic = config.elastic
+    if not elastic.survives:
+        elastic = replace(elastic, copies=2 if config.ranks > 1 else 1, min_ranks=1)
+    peaceful = replace(elastic, copies=1, spares=0, min_ranks=None)
+    home = replace(config.home, copies=1)
+    undisturbed = replace(config, steps=steps, elastic=peaceful, home=home, output=str(folder / "undisturbed"))
+    return undisturbed, replace(config, steps=steps, elastic=elastic, output=str(folder / "disturbed"))
+
+
+def run(
+    config: TrainConfig,
+    strikes: Sequence[Strike] = (),
+    stepped: Callable[[int, int], None] = lambda step, hit: None,
+    until: int | None = None,
+) -> Disturbed:
+    """Run a training in processes of its own, strike it, and return what became of it.
+
+    Args:
+        config: of the run; its folder is replaced.
+        strikes: in order of their steps.
+        stepped: called now and then with the last step and the strikes so far.
+        until: the step after which it is asked to stop; None: `CALM_STEPS` after the last strike, or never where there
+            are none.
+    """
+    folder = RunFolder(Path(config.output))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    file = folder.path.with_suffix(".yaml")
+    config.save(file)
+    said = folder.path.with_suffix(".log")
+    with said.open("wb") as out:
+        command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
+        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        victim = Victim(folder, launcher)
+        striker = _Striker(victim, list(strikes), until)
+        try:
+            code = striker.follow(stepped)
+        finally:
+            launcher.kill()
+            launcher.wait()
+    left = _still_there(victim.pids)
+    metrics = tuple(read_metrics(folder.metrics))
+    words = said.read_text(errors="replace").strip().splitlines()[-3:]
+    events = tuple(read_events(folder.happenings))
+    problems = tuple(victim.problems)
+    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), problems, striker.hung)
+
+
+@dataclass
+class Patience:
+    """Tells a run that hangs from one that is slow to start.
+
+    Args:
+        moved: when the run was started, in seconds; later, when its last step came.
+    """
+
+    moved: float
+    step: int = 0
+
+    def look(self, step: int, now: float) -> str:
+        """Return why the run is to be ended, or "".
+
+        Args:
+            step: the last one that it wrote down; 0: none.
+            now: in seconds, on the clock of `moved`.
+        """
+        if step != self.step:
+            self.step, self.moved = step, now
+        if now - self.moved <= (_QUIET_S if self.step else _START_S):
+            return ""
+        if not self.step:
+            return f"it made no step within {_START_S:g} s of its start, and was ended"
+        return f"it made no step for {_QUIET_S:g} s after step {self.step}, and was ended"
+
+
+@dataclass
+class _Striker:
+    """Follows a run by its files, and strikes its ranks."""
+
+    victim: Victim
+    coming: list[Strike]
+    until: int | None
+    struck: list[Strike] = field(default_factory=list)
+    hung: str = ""
+
+    def follow(self, stepped: Callable[[int, int], None]) -> int:
+        """Strike until the run ends, or nothing moves any more; return its exit code."""
+        victim, step, asked = self.victim, 0, False
+        looked = time.monotonic()
+        patience = Patience(looked)
+        while (code := victim.launcher.poll()) is None:
+            now = victim.step()
+            if now != step:
+                step = now
+                stepped(step, len(self.struck))
+            self.hung = patience.look(step, time.monotonic())
+            if self.hung:
+                return -signal.SIGALRM
+            if time.monotonic() - looked > _CENSUS_S:
+                looked = time.monotonic()
+                victim.children()
+            if self.coming and step >= self.coming[0].step and self._strike(self.coming[0]):
+                self.coming.pop(0)
+                if not self.coming and self.until is None:
+                    self.until = victim.step() + CALM_STEPS
+            if self.until is not None and step >= self.until and not asked:
+                asked = True
+                send(victim.supervisor, signal.SIGTERM)
+            time.sleep(0.02)
+        return code
+
+    def _strike(self, strike: Strike) -> bool:
+        """Strike a rank; False where there is none to spare now."""
+        least = least_ranks(strike.kind)
+        if len(self.victim.ranks()) < least:
+            return False
+        time.sleep(strike.delay_s)
+        ranks = self.victim.ranks()  # another may have been lost meanwhile
+        if len(ranks) < least:
+            return False
+        chance = random.Random(f"{strike.which} {strike.delay_s}")
+        ACTIONS[strike.kind](self.victim, ranks[int(strike.which * len(ranks))], chance)
+        self.struck.append(strike)
+        return True
+
+
+def _still_there(pids: set[int]) -> tuple[int, ...]:
+    """Return which processes do not end in time."""
+    end = time.monotonic() + _END_S
+    while (left := tuple(sorted(filter(lives, pids)))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
+    """Yield what a disturbed run came to, beside the one that nobody disturbed: names and values."""
+    for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
+        yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
+    calm = account(undisturbed.metrics)
+    found = account(disturbed.metrics, disturbed.events, None if calm is None else calm.tokens_per_s)
+    if found is not None and calm is not None:
+        if found.pauses:
+            middle, longest = median(found.pauses), max(found.pauses)
+            yield "pauses", f"{len(found.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
+        back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
+        yield "times that state was lost", f"{back}; {found.lost_steps} steps were trained again"
+        yield "state that moved", f"{found.moved_bytes / 1e6:,.0f} MB"
+        yield "wall time", f"{found.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
+        parts = (
+            f"{found.full_s:.1f} s at full speed, {found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"
+        )
+        yield "of it", f"{parts}, {found.slower_s:.1f} s by slower steps"
+        yield "goodput", f"{found.tokens_per_s:,.0f} tokens/s, {found.goodput or 0.0:.0%} of {found.rate:,.0f}"
+    yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
+    yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"
+    yield "processes left behind", str(len(disturbed.left))

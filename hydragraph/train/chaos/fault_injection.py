@@ -1,0 +1,333 @@
+"""What is done to a run on purpose, from outside: each kind of strike, and the moment that it waits for.
+
+A victim is known by its files and its processes alone, so that any run can be struck: `ranks.json` says who the ranks
+are, `metrics.jsonl` how far they are, `events.jsonl` what has happened to them, /proc who is about to join them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.stragglers.run_events import Event, read_events
+
+Kind = Literal[
+    "kill",
+    "slow",
+    "join",
+    "pause",
+    "stop",
+    "first",
+    "two",
+    "all",
+    "again",
+    "rejoin",
+    "checkpoint",
+    "evaluate",
+    "switch",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+GIVEN_UP_S = 30.0  # within which a rank that is stopped for good must have been ended by the others
+_MOMENT_S = 60.0  # for a moment to come; a run where it does not is struck all the same
+_SLOW_S = 1.0
+_PAUSE_S = 3.0  # less than what a stopped rank is waited for
+_PERIOD_S = 0.1  # of stops of a slowed rank
+_STOPPED = 0.6  # of it
+_LEFT_S = 20.0  # for a rank that is asked to leave
+_LOOK_S = 0.005
+
+
+@dataclass
+class Victim:
+    """A run that is disturbed.
+
+    Args:
+        folder: of the run.
+        launcher: the process that was started for it.
+        depth: how many processes are between that one and its ranks; torchrun is one more.
+
+    Attributes:
+        pids: all processes that were ever its ranks, or about to be.
+        problems: what a strike found that is not as promised, in words.
+    """
+
+    folder: RunFolder
+    launcher: subprocess.Popen[bytes]
+    depth: int = 1
+    pids: set[int] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher has not ended."""
+        return self.launcher.poll() is None
+
+    @property
+    def supervisor(self) -> int:
+        """The process that starts the ranks: the launcher, or what torchrun has started."""
+        found = self._below(self.depth - 1)
+        return found[0] if found else self.launcher.pid
+
+    @property
+    def server(self) -> int | None:
+        """The process that ranks are forked from, if there are any."""
+        children = self.children()
+        return parent(children[-1]) if children else None
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks there are that have not ended, by rank."""
+        with suppress(OSError, ValueError, KeyError):
+            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
+            self.pids.update(pids)
+            return [pid for pid in pids if lives(pid)]
+        return []
+
+    def children(self) -> list[int]:
+        """Return the processes that were started for ranks, those that get ready included, the newest last."""
+        pids = self._below(self.depth + 1)
+        self.pids.update(pids)
+        return pids
+
+    def _below(self, levels: int) -> list[int]:
+        """Return the processes so many levels below the launcher that have not ended, the newest last."""
+        above, born = {}, {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                above[int(entry.name)] = int(fields[1])
+                if fields[0] not in "ZX":
+                    born[int(entry.name)] = int(fields[19])
+        found = {self.launcher.pid}
+        for _ in range(levels):
+            found = {pid for pid, parent in above.items() if parent in found}
+        return sorted(found & born.keys(), key=lambda pid: (born[pid], pid))
+
+    def step(self) -> int:
+        """Return the last step that was written down."""
+        with suppress(OSError, ValueError, KeyError, IndexError), self.folder.metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+        return 0
+
+    def happened(self, *names: str) -> list[Event]:
+        """Return the events of these kinds so far."""
+        with suppress(ValueError, OSError):
+            return [event for event in read_events(self.folder.happenings) if event.event in names]
+        return []
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, or about to be."""
+        with suppress(OSError):
+            return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
+        return False
+
+    def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
+        """Return once something is so, or the run has ended, or it takes too long; say whether it is so."""
+        end = time.monotonic() + limit_s
+        while self.alive and time.monotonic() < end:
+            if what():
+                return True
+            time.sleep(_LOOK_S)
+        return bool(what())
+
+    def at(self, step: int) -> None:
+        """Return once a step is written down, or the run has ended."""
+        self.until(lambda: self.step() >= step)
+
+    def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to ranks, at once."""
+        pids = self.ranks()
+        for rank in which:
+            if rank < len(pids):
+                send(pids[rank], signal_)
+
+
+def send(pid: int, which: signal.Signals) -> None:
+    """Send a signal, if there is still anybody to get it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, which)
+
+
+def lives(pid: int) -> bool:
+    """Say whether a process runs, and is not only waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def parent(pid: int) -> int | None:
+    """Return a process's parent; None where it has gone."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def ended(pid: int, limit_s: float) -> bool:
+    """Wait for the end of a process; say whether it has come."""
+    end = time.monotonic() + limit_s
+    while lives(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not lives(pid)
+
+
+def slow_down(pid: int, seconds: float) -> None:
+    """Stop and continue a process again and again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and lives(pid):
+        send(pid, signal.SIGSTOP)
+        time.sleep(_PERIOD_S * _STOPPED)
+        send(pid, signal.SIGCONT)
+        time.sleep(_PERIOD_S * (1 - _STOPPED))
+
+
+# What each kind does. A strike is told which rank it is about, and has a source of chance of its own.
+
+Action = Callable[[Victim, int, random.Random], None]
+
+
+def _kill(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank."""
+    _end(target)
+
+
+def _slow(run: Victim, target: int, chance: random.Random) -> None:
+    """Slow a rank for a second."""
+    slow_down(target, _SLOW_S)
+
+
+def _join(run: Victim, target: int, chance: random.Random) -> None:
+    """Ask a rank to leave, and say that its device is back."""
+    send(target, signal.SIGTERM)
+    ended(target, _LEFT_S)
+    send(run.supervisor, signal.SIGUSR1)
+
+
+def _pause(run: Victim, target: int, chance: random.Random) -> None:
+    """Stop a rank for 3 s: slow is not dead."""
+    send(target, signal.SIGSTOP)
+    time.sleep(_PAUSE_S)
+    send(target, signal.SIGCONT)
+
+
+def _stop(run: Victim, target: int, chance: random.Random) -> None:
+    """Stop a rank for good: the others give it up, and it is ended, so that it cannot come back."""
+    send(target, signal.SIGSTOP)
+    if not ended(target, GIVEN_UP_S):
+        run.problems.append(f"a rank that was stopped was not given up within {GIVEN_UP_S:g} s")
+        send(target, signal.SIGCONT)
+
+
+def _first(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill rank 0, which leads."""
+    for pid in run.ranks()[:1]:
+        _end(pid)
+
+
+def _two(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill two ranks in the same instant."""
+    other = chance.choice([pid for pid in run.ranks() if pid != target] or [target])
+    send(target, signal.SIGKILL)
+    _end(other)
+
+
+def _all(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill all ranks in the same instant: all go back to the checkpoint."""
+    ranks = run.ranks()
+    for pid in ranks:
+        send(pid, signal.SIGKILL)
+    for pid in ranks:
+        ended(pid, _LEFT_S)
+
+
+def _again(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank, and one or two more while the others recover from that."""
+    _end(target)
+    for _ in range(chance.randint(1, 2)):
+        time.sleep(chance.uniform(0, 1.0))
+        _another(run, chance)
+
+
+def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank, and another, or the process that comes, at some moment until that has joined."""
+    known, joined = set(run.children()), len(run.happened("join"))
+    _end(target)
+    run.until(lambda: set(run.children()) - known, _MOMENT_S)
+    new = sorted(set(run.children()) - known)
+    if chance.random() < 0.5:
+        time.sleep(chance.uniform(0, 3.0))
+    else:
+        run.until(lambda: len(run.happened("join")) > joined, _MOMENT_S)
+        time.sleep(chance.uniform(0, 0.1))
+    if new and chance.random() < 0.5:
+        _end(new[0])
+    else:
+        _another(run, chance)
+
+
+def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank while a checkpoint is written."""
+    run.until(run.saving, _MOMENT_S)
+    time.sleep(chance.uniform(0, 0.03))
+    _end(target if lives(target) else chance.choice(run.ranks() or [target]))
+
+
+def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank right after a step, before the next begins."""
+    before = run.step()
+    run.until(lambda: run.step() > before, _MOMENT_S)
+    _end(target if lives(target) else chance.choice(run.ranks() or [target]))
+
+
+def _switch(run: Victim, target: int, chance: random.Random) -> None:
+    """Slow a rank until strategies are switched or state moves for it, and kill one while that goes on."""
+    before, end = len(run.happened("switch", "migrate")), time.monotonic() + _MOMENT_S
+    while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):
+        slow_down(target, _PERIOD_S)
+    time.sleep(chance.uniform(0, 0.5))
+    _another(run, chance)
+
+
+def _another(run: Victim, chance: random.Random) -> None:
+    """Kill any rank, if another is left then."""
+    ranks = run.ranks()
+    if len(ranks) > 1:
+        _end(chance.choice(ranks))
+
+
+def _end(pid: int) -> None:
+    """Kill a process, and wait for its end: until then it would count as one to spare."""
+    send(pid, signal.SIGKILL)
+    ended(pid, _LEFT_S)
+
+
+ACTIONS: Mapping[Kind, Action] = {
+    "kill": _kill,
+    "slow": _slow,
+    "join": _join,
+    "pause": _pause,
+    "stop": _stop,
+    "first": _first,
+    "two": _two,
+    "all": _all,
+    "again": _again,
+    "rejoin": _rejoin,
+    "checkpoint": _checkpoint,
+    "evaluate": _evaluate,
+    "switch": _switch,
+}
+
+
+def least_ranks(kind: Kind) -> int:
+    """Return how many ranks there must be for a strike, so that some are left but of `all`."""
+    return 3 if kind == "two" else 2

@@ -1,0 +1,206 @@
+"""What a config asks for that cannot be: told before data is touched, which may take hours to prepare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mixture import Mixture
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.compiled_folder.manifest import read_manifest
+from hydragraph.frontend.huggingface import positions as positions_of
+from hydragraph.runtime.elementwise import call_factory, check_elementwise
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.callbacks import load_callback
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.model import adapted, directory_of, skeleton
+from hydragraph.train.optimizer import optimizer_factory
+from hydragraph.train.plan_input import read_costs
+
+_BYTES_AND_END = 257  # tokens of the smallest tokenizer that is trained here: 256 bytes and one that ends a text
+_PASSES = 1000  # over all the data in one step: more is a mistake
+
+
+def check_settings(config: TrainConfig, ranks: int) -> None:
+    """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, files named.
+
+    Args:
+        config: of the run.
+        ranks: that it runs on.
+
+    Raises:
+        ValueError: naming the field.
+        OSError: a file that it names cannot be read.
+    """
+    _check_device(config.device)
+    _check_optimizer(config)
+    read_costs(config.plan, ranks)
+    config.home.check(ranks)
+    if config.compiled is not None:
+        read_manifest(Path(config.compiled))
+    if config.model.directory is not None:
+        directory_of(config.model)  # before a tokenizer is looked for in it
+    if config.trust and config.compiled is None:
+        raise ValueError("trust is about the code in a compiled folder: name one with compiled, or leave trust out")
+    model = skeleton(config.model, config.data.vocab_size)
+    _check_model(config, model)
+    model = adapted(model, config.adapter, config.seed)
+    for name in config.callbacks:
+        load_callback(name)
+    if not config.automatic:
+        read_strategies(config.strategies, model, ranks)
+    positions = positions_of(model)
+    if positions is not None and positions[0] < config.data.max_length:
+        raise ValueError(
+            f"data.max_length is {config.data.max_length}, and the model has {positions[0]} positions "
+            f"({positions[1]}): lower data.max_length, or build a model with more"
+        )
+
+
+def _check_model(config: TrainConfig, model: nn.Module) -> None:
+    """Check what a class and its sizes say without being traced: that there are scores of tokens, and whole groups."""
+    settings = model.config
+    head: Any = getattr(model, "get_output_embeddings", None)
+    if not callable(head) or head() is None:
+        raise ValueError(
+            f"model.architecture: {type(model).__name__} has no head that scores tokens: name a class that has, such "
+            "as LlamaForCausalLM"
+        )
+    heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    # Where keys are made of something smaller (DeepSeek), the number of their heads says nothing.
+    projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
+    if projected and heads and groups and heads % groups:
+        raise ValueError(
+            f"model.config: {heads} attention heads (num_attention_heads) cannot share {groups} heads of keys and "
+            "values (num_key_value_heads): give a number that divides them"
+        )
+    vocabulary = (config.model.config or {}).get("vocab_size")
+    if config.data.tokenizer is None and isinstance(vocabulary, int) and vocabulary < _BYTES_AND_END:
+        raise ValueError(
+            f"model.config.vocab_size is {vocabulary}, but a new tokenizer has at least {_BYTES_AND_END} tokens: leave "
+            "it out, or give the larger of that and data.vocab_size"
+        )
+
+
+def _size(config: object, name: str) -> int | None:
+    """Return a size that a model's config has; None: it has none, or one for each layer."""
+    try:
+        size = getattr(config, name, None)
+    except RuntimeError:  # transformers' configs of layers that differ do not say one
+        return None
+    return size if isinstance(size, int) else None
+
+
+def _check_device(device: str | None) -> None:
+    """A run for GPUs may be looked at where there is none, so the device need not be here."""
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise ValueError(f"device {device!r}: use cpu, or cuda for each rank's GPU")
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Make the optimizer for one matrix: what it refuses, and what would be wrong on flat shards, shows at once."""
+    model = nn.Module()
+    weight = nn.Parameter(torch.ones(2, 2))
+    model.register_parameter("weight", weight)
+    factory = optimizer_factory(config.optimizer, model)
+    try:
+        check_elementwise(call_factory(factory, [("weight", weight)]))
+    except Unsupported:  # which names the optimizer
+        raise
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error
+
+
+def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
+    """Read strategies for a model and check them against it and the number of ranks.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    config: Any = model.config
+    layers = config.num_hidden_layers
+    heads = _size(config, "num_attention_heads")
+    strategies: list[Strategy] = []
+    for i, text in enumerate(texts):
+        try:
+            strategy = Strategy.read(text, layers)
+            strategy.check(layers, ranks, () if heads is None else (heads,))
+        except FileNotFoundError:
+            raise ValueError(f"strategies[{i}]: there is no file {text}: correct the path, or give a text") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"strategies[{i}]: {error}") from None
+        strategies.append(strategy)
+    return tuple(strategies)
+
+
+def check_budget(config: TrainConfig, tokens: int) -> None:
+    """Check that a mini-batch is no multiple of the data that nobody means, and that would fill the memory.
+
+    Args:
+        config: as it was given.
+        tokens: of all the data.
+
+    Raises:
+        ValueError: a step would pass over the data more than a thousand times.
+    """
+    if config.data.tokens_per_step > _PASSES * tokens:
+        raise ValueError(
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: each "
+            f"step would pass over it {config.data.tokens_per_step / tokens:,.0f} times: lower data.tokens_per_step"
+        )
+
+
+def remarks(
+    config: TrainConfig,
+    model: nn.Module,
+    strategies: Sequence[Strategy],
+    ranks: int,
+    batches: MiniBatches | Mixture,
+    steps: int,
+) -> Iterator[str]:
+    """Yield what a run can do, but somebody may not have meant, a sentence each.
+
+    Args:
+        config: as it was given.
+        model, strategies: of it.
+        ranks: that it runs on.
+        batches: that it trains on.
+        steps: that it takes, also where it asks for epochs.
+    """
+    tokens = batches.tokens
+    if config.schedule.warmup >= steps:
+        yield (
+            f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps: the learning rate is still "
+            "rising when it ends"
+        )
+    if config.data.tokens_per_step > tokens:
+        passes = config.data.tokens_per_step / tokens
+        yield (
+            f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: "
+            f"each step passes over it {passes:.1f} times"
+        )
+    elif config.epochs:
+        each = steps / config.epochs
+        yield f"{config.epochs:g} passes over the data's {tokens:,} tokens are {steps:,} steps, {each:,.1f} each"
+    elif (budget := config.steps * config.data.tokens_per_step) > tokens:
+        yield (
+            f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "
+            f"{tokens:,}: the run passes over it about {budget / tokens:.1f} times"
+        )
+    rates = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
+    if rates and not model.training:
+        said = " and ".join(f"{rate:g}" for rate in sorted(rates))
+        yield f"the model's config asks for dropout of {said}, which is left out: hydragraph trains without dropout"
+    for i, strategy in enumerate(strategies):
+        same = strategies.index(strategy)
+        if same < i:
+            yield f"strategies[{i}] is the same as strategies[{same}]"
+        idle = sorted(set(range(ranks)) - set(strategy.devices))
+        if idle:
+            yield f"strategies[{i}]: {'rank' if len(idle) == 1 else 'ranks'} {', '.join(map(str, idle))} would be idle"

@@ -1,0 +1,83 @@
+"""A trained model as a directory that `transformers` loads with `from_pretrained`: at the end of a run, or later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.checkpoint.disk_errors import file_errors
+from hydragraph.checkpoint.standalone_reader import read_weights
+from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
+from hydragraph.data import tokenizer
+from hydragraph.data.token_file import vocabulary_of
+from hydragraph.engine.executable import tensor_names
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.model import adapted, skeleton
+from hydragraph.train.run_folder import Checkpoint, RunFolder
+
+
+def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
+    """Write config, weights (safetensors) and tokenizer.
+
+    Args:
+        model: the Hugging Face model, on the CPU or without weights; it gets these.
+        state: every key of its `state_dict`.
+        tokens: a directory with the tokenizer.
+        directory: made if missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    model.load_state_dict(dict(state), assign=True)  # which gives a model on the meta device memory, too
+    model.tie_weights()
+    directory.mkdir(parents=True, exist_ok=True)
+    with file_errors(directory, directory):  # safetensors has errors of its own
+        model.save_pretrained(str(directory))
+        tokenizer.copy(tokens, directory)
+
+
+def export_checkpoint(
+    folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
+) -> Checkpoint:
+    """Write the model of a run's checkpoint, and its tokenizer, from the run's folder alone.
+
+    Args:
+        folder: of the run.
+        step: after which it was taken; None: the latest.
+        directory: new or empty.
+        merged: of a run with adapters, write the whole model with them added, instead of the adapters.
+        dtype: of what is written; training keeps weights in float32, and what the model's classes keep so stays so.
+
+    Returns:
+        The checkpoint that was chosen.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or the directory holds something.
+    """
+    if not folder.config.is_file():
+        raise ValueError(f"{folder.path} is no run: there is no {folder.config.name} in it; name a run's output folder")
+    config = TrainConfig.load(folder.config)
+    chosen = folder.chosen(step)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"--to {directory} is not empty: name a directory that is, or does not exist")
+    if not (folder.tokenizer / "tokenizer.json").is_file():
+        raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: it is not whole, so nothing can be exported")
+    encoder = tokenizer.load(folder.tokenizer)
+    declared = tokenizer.special_tokens(folder.tokenizer).get("eos_token")
+    end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=declared))
+    model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
+    shell = check_shell(Shell.of(model), merged)
+    tensors = {**initial_buffers(model), **read_weights(chosen.path)}
+    kept = shell.keys(merged)
+    state = {key: tensors[source] for key, source in tensor_names(model).items() if kept is None or key in kept}
+    directory.mkdir(parents=True, exist_ok=True)
+    with file_errors(directory, directory):
+        shell.write(state, directory, merged, dtype)
+        tokenizer.copy(folder.tokenizer, directory)
+    return chosen

@@ -1,0 +1,163 @@
+"""The loss curve as a picture: one colour per strategy, a smoothed line, and the held-out loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydragraph.train.goodput import account
+from hydragraph.train.step_metrics import Metrics
+from hydragraph.train.stragglers.run_events import TITLES, Event, Name
+
+# Kinds of events that get a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
+_SIGNS: Mapping[Name, str] = {
+    "fault": "x",
+    "leave": "<",
+    "join": ">",
+    "straggler": "v",
+    "recovered": "^",
+    "switch": "D",
+    "migrate": "s",
+}
+_NAMED = 12  # so many pauses are written out
+
+
+def matplotlib_installed() -> bool:
+    """Say whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event] = ()) -> None:
+    """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
+
+    Args:
+        metrics: of all steps so far, at least one.
+        path: of the file.
+        events: marked below the losses, a row for each kind: ranks that were lost, left or came, were slow or fast
+            again, strategies that were switched, state that moved; with the seconds of pauses, and goodput.
+    """
+    # Not pyplot: the object interface needs no display and leaves the user's backend alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [event for event in events if event.event in _SIGNS and event.done]
+    kinds = [kind for kind in TITLES if any(event.event == kind for event in shown)]
+    pauses = [event for event in events if event.event == "resumed" and event.seconds > 0]
+    rows = len(kinds) + bool(pauses)
+    figure = Figure(figsize=(9, 5 + 0.28 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    if rows:
+        axes, below = figure.subplots(2, sharex=True, height_ratios=(5, 0.28 * rows + 0.15))
+        _draw_events(axes, below, shown, kinds, pauses)
+        below.set_xlabel("step")
+    else:
+        axes = figure.add_subplot()
+        axes.set_xlabel("step")
+    _draw_steps(axes, metrics)
+    _draw_evaluations(axes, metrics)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(_title(metrics, events))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Return weighted means over neighbours, of `weight`^distance, which neither lag behind a curve nor run ahead.
+
+    So many neighbours after a value count as there are before it: where a curve begins steeply, so does its mean. Near
+    the end there are fewer after it, and earlier ones decide.
+
+    Args:
+        values: to smooth.
+        weight: of the next neighbour, in [0, 1).
+    """
+    given = np.asarray(values, dtype=np.float64)
+    sums = given.copy()
+    weights = np.ones(len(given))
+    for distance in range(1, _reach(weight, len(given)) + 1):
+        part = weight**distance
+        sums[distance:] += part * given[:-distance]
+        weights[distance:] += part
+        inner = slice(distance, len(given) - distance)  # with as many before them
+        sums[inner] += part * given[2 * distance :]
+        weights[inner] += part
+    return [float(value) for value in sums / weights]
+
+
+def _reach(weight: float, count: int) -> int:
+    """Return how far neighbours count: those beyond have less than a thousandth of the weight."""
+    far = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
+    return min(far, count - 1)
+
+
+def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
+    strategies = sorted({m.strategy for m in metrics})
+    names = [strategy.partition("@")[0] for strategy in strategies]
+    for i, strategy in enumerate(strategies):
+        chosen = [m for m in metrics if m.strategy == strategy]
+        axes.plot(
+            [m.step for m in chosen],
+            [m.loss for m in chosen],
+            ".",
+            color=f"C{i}",
+            alpha=0.6,
+            markersize=5,
+            # A fingerprint says nothing to people, unless it is all that tells two strategies apart.
+            label=names[i] if names.count(names[i]) == 1 else strategy,
+        )
+    axes.plot(
+        [m.step for m in metrics], smoothed([m.loss for m in metrics]), color="0.25", linewidth=1.2, label="smoothed"
+    )
+
+
+def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
+    evaluated = [m for m in metrics if m.eval_loss is not None]
+    if evaluated:
+        losses = [m.eval_loss for m in evaluated]
+        axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")
+
+
+def _draw_events(axes: Any, below: Any, shown: Sequence[Event], kinds: Sequence[Name], pauses: Sequence[Event]) -> None:
+    """Draw a row of signs for each kind, and one of pauses, with thin lines up through the losses.
+
+    Args:
+        axes, below: of the losses, and of the rows.
+        shown: the events that get signs.
+        kinds: of the rows, from the top.
+        pauses: events that took time.
+    """
+    names = [TITLES[kind] for kind in kinds]
+    for row, kind in enumerate(kinds):
+        steps = [event.step for event in shown if event.event == kind]
+        below.plot(steps, [row] * len(steps), _SIGNS[kind], color="0.15", markersize=6, markerfacecolor="none")
+        for step in set(steps):
+            axes.axvline(step, color="0.5", linestyle=":", linewidth=0.8)
+    if pauses:
+        names.append("pause")
+        longest = max(event.seconds for event in pauses)
+        sizes = [20 + 120 * event.seconds / longest for event in pauses]
+        below.scatter([event.step for event in pauses], [len(kinds)] * len(pauses), sizes, color="0.15", alpha=0.35)
+        for event in sorted(pauses, key=lambda event: -event.seconds)[:_NAMED]:
+            place = (event.step, len(kinds))
+            below.annotate(f" {event.seconds:.2g} s", place, (5, 0), textcoords="offset points", va="center", size=7)
+    below.set_yticks(range(len(names)), names, fontsize="small")
+    below.set_ylim(len(names) - 0.5, -0.5)
+    below.grid(alpha=0.3)
+    below.tick_params(axis="y", length=0)
+
+
+def _title(metrics: Sequence[Metrics], events: Sequence[Event]) -> str:
+    count = len({m.strategy for m in metrics})
+    title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.tokens for m in metrics):,} tokens"
+    found = account(metrics, events) if events else None
+    if found is None or found.goodput is None:
+        return title
+    return f"{title}; goodput {found.goodput:.0%} of the undisturbed {found.rate:,.0f} tokens/s"

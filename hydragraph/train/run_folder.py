@@ -1,0 +1,333 @@
+"""A run's folder: where everything is, and how a run begins in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hydragraph.checkpoint.folder import complete, set_aside
+from hydragraph.train.atomic_write import write_whole
+from hydragraph.train.config import TrainConfig, differences
+
+Begin = Literal["new", "resume", "overwrite"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its directory.
+        step: after which it was taken.
+    """
+
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The places in a run folder."""
+
+    path: Path
+
+    @property
+    def owner(self) -> Path:
+        """Whose run it is, and since when it has been that run's folder."""
+        return self.path / "owner.json"
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics as JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def happenings(self) -> Path:
+        """What happened to ranks and what was decided, as JSON lines."""
+        return self.path / "events.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        """The processes of the run, by rank."""
+        return self.path / "ranks.json"
+
+    @property
+    def slow(self) -> Path:
+        """What the rank that leads knows of slow ranks."""
+        return self.path / "slow.json"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.png"
+
+    @property
+    def trace(self) -> Path:
+        """When each rank ran each instruction, for Perfetto."""
+        return self.path / "trace.json"
+
+    @property
+    def corrections(self) -> Path:
+        """What the trace says of the cost model's errors, as `hydragraph compare` writes it."""
+        return self.path / "corrections.json"
+
+    @property
+    def model(self) -> Path:
+        """The final model, as transformers reads it."""
+        return self.path / "model"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, as transformers reads it."""
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
+        """Return the checkpoint that a run continues from, if any, without changing anything.
+
+        Args:
+            config: of the run.
+            how: "new" refuses a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
+            step: resume from the checkpoint after this step; None: from the latest.
+
+        Raises:
+            ValueError: the folder holds a run although it should not, or none to continue.
+            OSError: nothing can be written there.
+        """
+        self._refuse_unwritable()
+        holds_run = self.metrics.exists() or self.checkpoints.exists()
+        if how == "new" and holds_run:
+            raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
+        last = self._chosen(step) if how == "resume" else None
+        if how == "resume" and last is None:
+            way = "use --overwrite" if holds_run else "correct output, or leave --resume out to begin a run"
+            raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
+        if last is not None and config.epochs is None and last.step > config.steps:
+            raise ValueError(f"{last.path} is past the last step: set steps to {last.step} or more")
+        return last
+
+    def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
+        """Make the folder ready for a run, write its resolved config, and return what `check` does.
+
+        Checkpoints after `step` are set aside: they belong to a course that this run leaves, and would pass for its
+        latest.
+        """
+        last = self.check(config, how, step)
+        if how == "overwrite":
+            self._clear()
+        for checkpoint in self._all() if step is not None else ():
+            if last is not None and checkpoint.step > last.step:
+                set_aside(checkpoint.path, "later")
+        self.path.mkdir(parents=True, exist_ok=True)
+        config.save(self.config)
+        write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
+        return last
+
+    @property
+    def began(self) -> float:
+        """When the run began that the folder holds, in seconds since the epoch; 0: none has."""
+        return float(_read(self.owner).get("began", 0.0))
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Keep other runs out, for as long as this process lives at most.
+
+        Raises:
+            ValueError: another run is under way in the folder; it names its host and process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(
+            self.path, os.O_RDONLY | os.O_DIRECTORY
+        )  # the folder itself, which a refused run leaves as it was
+        try:
+            if not _locked(lock):
+                owner = _read(self.owner)
+                holder = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
+                raise ValueError(
+                    f"output {self.path} belongs to a run that is under way ({holder}): stop that one, or choose "
+                    "another output"
+                )
+            yield
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
+        """Own a folder that a lost rank of the same run has owned, for as long as this process lives at most.
+
+        A lost process whose machine has stopped still holds its lock; after `patience_s` the run continues without it.
+
+        Args:
+            patience_s: for the lost process to end.
+            began: value of `began` that this run has read before; None: it has read none.
+
+        Raises:
+            OSError: the folder was removed during the run, or what it held.
+            ValueError: another run has begun in the folder since.
+        """
+        self._refuse_another(began)
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            deadline = time.monotonic() + patience_s
+            while not _locked(lock):
+                self._refuse_another(began)
+                if time.monotonic() > deadline:
+                    threading.Thread(target=_lock, args=(lock,), name="hydragraph-folder", daemon=True).start()
+                    break
+                time.sleep(0.05)
+            yield
+        finally:
+            os.close(lock)
+
+    def _refuse_another(self, began: float | None) -> None:
+        """Refuse to continue a run in a folder that no longer holds it."""
+        now = self.began
+        if not now:
+            raise OSError(
+                f"output {self.path} was removed or emptied while its run was under way, and the config, metrics and "
+                "checkpoints in it are lost: find out what removed it, and start the run again"
+            )
+        if began not in (None, now):
+            raise ValueError(f"output {self.path}: another run has begun there: choose another output")
+
+    def refuse_shared(self) -> None:
+        """Raise what `owned` does, and leave the folder as it is."""
+        if self.path.is_dir():
+            with self.owned():
+                pass
+
+    def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
+        """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any.
+
+        Args:
+            how, step: how the run was asked to begin; returned if it was refused or ended before it began.
+            before: value of `began` when the run was first called, which tells another run's folder from its own.
+        """
+        if self.began in (0.0, before):
+            return how, step
+        return ("overwrite" if self.last() is None else "resume"), None
+
+    def place(self, step: int) -> Path:
+        """Return the directory of the checkpoint after a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def last(self) -> Checkpoint | None:
+        """Return the latest complete checkpoint."""
+        return next(reversed(self._all()), None)
+
+    @property
+    def how_to_go_on(self) -> str:
+        """A clause that names the last good checkpoint."""
+        if not self.path.is_dir():
+            return f"{self.path} is gone, and its checkpoints with it"
+        last = self.last()
+        return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
+
+    def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
+        """Set a damaged checkpoint aside and return the one before it; without one, leave it and return None."""
+        earlier = [place for place in self._all() if place.step < damaged.step]
+        if not earlier:
+            return None
+        set_aside(damaged.path, "damaged")
+        return earlier[-1]
+
+    def changes(self, config: TrainConfig) -> str:
+        """Return what a config changes of the one that the folder's run began with; "" where nothing."""
+        try:
+            before = TrainConfig.load(self.config)
+        except (ValueError, OSError):
+            return ""  # of another version, say
+        return ", ".join(differences(before, config))
+
+    def chosen(self, step: int | None) -> Checkpoint:
+        """Return the checkpoint after a step, or the latest; a ValueError says which there are."""
+        found = self._chosen(step)
+        if found is None:
+            raise ValueError(
+                f"{self.path} holds no complete checkpoint: name the output folder of a run that saved one"
+            )
+        return found
+
+    def _all(self) -> list[Checkpoint]:
+        return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
+
+    def _chosen(self, step: int | None) -> Checkpoint | None:
+        if step is None:
+            return self.last()
+        there = self._all()
+        for place in there:
+            if place.step == step:
+                return place
+        steps = " or ".join(f"step-{place.step}" for place in there) or "none"
+        raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
+
+    def _refuse_unwritable(self) -> None:
+        """Find out before the slow part whether anything can be written; as root also on a read-only file system."""
+        there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
+        if not there.is_dir():
+            raise ValueError(f"output {self.path}: {there} is no directory: choose another output")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
+
+    def _clear(self) -> None:
+        """Remove an earlier run, but neither cached data nor files that no run has written."""
+        for path in (self.checkpoints, self.events, self.model, self.tokenizer):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (
+            self.metrics,
+            self.happenings,
+            self.ranks,
+            self.slow,
+            self.picture,
+            self.trace,
+            self.corrections,
+            self.config,
+        ):
+            path.unlink(missing_ok=True)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock(descriptor: int) -> None:
+    """Lock as soon as whoever has locked it has ended."""
+    with suppress(OSError):  # it was closed meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a small JSON file holds; nothing where there is none, or a damaged one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

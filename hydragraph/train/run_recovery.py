@@ -1,0 +1,220 @@
+"""A run goes on after ranks were lost, left or came: who leads it now, where it is, and what is told of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydragraph.cost.costs import Costs
+from hydragraph.engine.recovery import Survived, meet_again
+from hydragraph.spec.health import Health
+from hydragraph.train.callbacks import Callbacks
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.ranks_file import ranks_of, write_ranks
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.run_saving import checkpoint, forget_unsaved
+from hydragraph.train.step_metrics import read_metrics
+from hydragraph.train.step_reporting import log_step, open_log, tell
+from hydragraph.train.straggler_file import read_slow
+from hydragraph.train.straggler_setup import controller_of
+from hydragraph.train.stragglers.controller import Controller
+from hydragraph.train.stragglers.lateness import Lateness
+from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.train_state import Course, Run, ahead_of, due
+
+TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
+
+
+def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
+    """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
+    config, folder, executor = run.config, run.folder, run.executor
+    watching = run.controller
+    before = ranks_before(course.untold, run.world.ranks)
+
+    def newest() -> Path | None:
+        last = folder.last()
+        return None if last is None else last.path
+
+    compiled: Any = executor  # a Trainable that was compiled
+    rates = _known_rates(run, course)
+    survived = meet_again(compiled, failure, newest, _soon(config), rates)
+    forget_unsaved(run)
+    world = executor.world
+    turns = () if config.plan.choose else survived.strategies
+    last, idle_s = course.done, 0.0
+    if last < 0 and world.rank == 0:  # it has come, and nobody is left
+        before, (last, idle_s) = len(survived.lost), _written(folder)
+    lost_to = None if survived.restored is None else last
+    run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
+    course.untold.append((survived, before))
+    with world.calling("go on"):
+        if world.rank == 0:
+            run = lead(run, course, survived, owned, watching)
+        elif watching is not None:
+            watching.close()
+        course.done, course.began = survived.step, folder.began
+        _find_position(run, course)
+        _write_down(run, course)
+        write_run_ranks(run)
+        moved = sum(world.gather(survived.received))
+        told, course.untold = course.untold, []
+        took = max(world.gather(paused(told, world.rank)))
+        if run.watcher is not None:
+            for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s)):
+                tell(run, event)
+        if not survived.ending and _unsaved(run, course):
+            checkpoint(run, course)
+    return run, survived.ending
+
+
+def _known_rates(run: Run, course: Course) -> dict[int, float]:
+    """Return the rates of slow members: as this rank has watched them, or as the one wrote down that did."""
+    if run.controller is not None:
+        health = run.controller.health
+        return {run.watched[rank]: health.rate(rank) for rank in health}
+    if not run.config.elastic.on:
+        return {}
+    slow = read_slow(run.folder, course.began)
+    late = Lateness(learned={member: each.learned for member, each in slow.items() if each.learned is not None})
+    health = late.planned(Health({member: each.rate for member, each in slow.items() if each.rate > 1}))
+    return {member: health.rate(member) for member in health}
+
+
+def _soon(config: TrainConfig) -> bool:
+    """Say whether ranks go on with a good plan at once, because the best is looked for beside training."""
+    return config.elastic.on and config.elastic.replan and not config.elastic.dry_run
+
+
+def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
+    """Be the rank that writes: take over what a lost one did, or go on with it.
+
+    Args:
+        run, course, survived: how things are.
+        owned: ends what this rank begins.
+        watching: this rank's own controller of the ranks there were; its process that plans is kept.
+    """
+    log = run.log
+    if not course.owns:
+        owned.enter_context(run.folder.taken_over(TAKEOVER_S, course.began))
+        course.owns = True
+    if log is None:
+        if course.callbacks is None:
+            course.callbacks = Callbacks.load(run.config.callbacks)
+            owned.callback(course.callbacks.call, "on_end")
+            course.callbacks.call("on_start", run.config)  # in this process they have begun nothing
+        run = replace(run, callbacks=course.callbacks)
+    if log is None or survived.restored is not None:
+        if log is not None:
+            log.__exit__(None, None, None)
+        log = owned.enter_context(open_log(run.folder, survived.step, course.watcher))
+        course.watcher.started(survived.step, run.config.steps)
+    run = replace(run, log=log, watcher=course.watcher)
+    if run.config.elastic.on:
+        hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
+        members = tuple(peer.member for peer in survived.peers)
+        numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
+        written = read_slow(run.folder, run.folder.began) if watching is None else {}
+        slow = {members.index(m): each for m, each in written.items() if m in members}
+        controller = controller_of(run.config, run.world, run.executor, watching, numbers, hurried, slow)
+        owned.callback(controller.close)
+        run = replace(run, controller=controller, watched=members)
+    return run
+
+
+def _find_position(run: Run, course: Course) -> None:
+    """Go back to behind the last mini-batch that counts, which a newcomer is told."""
+    known = run.world.gather(course.positions.get(course.done))
+    position = next((each for each in known if each is not None), None)
+    if position is None:  # all that knew are gone: draw all mini-batches anew
+        course.batches = course.anew()
+        for _ in range(course.done):
+            next(course.batches)
+        position = dict(course.batches.state_dict())
+    course.batches.load_state_dict(dict(position))
+    course.positions = {step: at for step, at in course.positions.items() if step < course.done}
+    course.positions[course.done] = position
+    course.coming = ahead_of(run, course.batches)
+
+
+def _write_down(run: Run, course: Course) -> None:
+    """Evaluate and log the last step, if the rank that was to has not."""
+    missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < course.done
+    mine = course.last if course.last is not None and course.last[0] == course.done else None
+    told = run.world.gather((missing, mine))
+    last = next((each for _, each in told if each is not None), None)
+    if told[0][0] and last is not None:
+        # The ranks that it reports of were numbered otherwise: nothing is decided by it.
+        log_step(replace(run, controller=None), *last)
+
+
+def _unsaved(run: Run, course: Course) -> bool:
+    """Say whether the checkpoint after the last step is due, and not there; on all ranks alike."""
+    last = run.folder.last() if run.world.rank == 0 else None
+    there = run.world.gather(-1 if last is None else last.step)[0]
+    course.saved = max(there, 0)
+    course.kept = there >= 0
+    return there < course.done and course.done > 0 and due(course.done, run.config.checkpoint_every, run.config.steps)
+
+
+def write_run_ranks(run: Run) -> None:
+    """Tell which processes are the ranks; all of them call it."""
+    ranks = ranks_of(run.world)
+    if run.log is not None:
+        write_ranks(run.folder.ranks, ranks)
+
+
+def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
+    """Yield who was lost, left and came; each with how many ranks there were before."""
+    for survived, before in told:
+        step, now = survived.step, len(survived.peers)
+        if survived.lost:
+            yield Event(step, "fault", survived.lost, 0.0, survived.why)
+        if survived.left:
+            yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+        if survived.joined:
+            yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+
+
+def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
+    """Return how many ranks there were before they meet: those of the last meeting, where nobody has told of it yet."""
+    return len(untold[-1][0].peers) if untold else ranks
+
+
+def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
+    """Return how long this rank did not train, in seconds; 0 where it has come, and only waited to be needed."""
+    return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
+
+
+def _written(folder: RunFolder) -> tuple[int, float]:
+    """Return the last step that was written down, and the seconds since then; 0 where none was."""
+    with suppress(FileNotFoundError):
+        done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
+        return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
+    return 0, 0.0
+
+
+def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
+    """Return how ranks went on.
+
+    Args:
+        told: how they met, the last time with success.
+        ranks: how many there are.
+        undone: the last step before, where all went back to a checkpoint.
+        moved: bytes of state between ranks.
+        seconds: that nobody trained.
+    """
+    survived, _ = told[-1]
+    step = survived.step
+    strategies = " or ".join(map(str, survived.strategies))
+    state = f"no state was lost, and {moved / 1e6:.3g} MB of it moved"
+    lost = 0
+    if survived.restored is not None:
+        lost = 0 if undone is None else max(0, undone - survived.restored)
+        redone = "" if undone is None else f", {lost} steps before"
+        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
+    why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
+    return Event(step, "resumed", tuple(range(ranks)), seconds, why, lost_steps=lost, moved_bytes=moved)

@@ -1,0 +1,132 @@
+"""What a run leaves on disk as it goes: checkpoints, the trace of its first steps, the final model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.checkpoint.folder import complete, prune
+from hydragraph.checkpoint.manifest import Damaged
+from hydragraph.cluster.launch import World
+from hydragraph.cluster.shared_outcome import together
+from hydragraph.runtime.instruction_trace import write_trace
+from hydragraph.train.data import Tokens
+from hydragraph.train.huggingface_export import export
+from hydragraph.train.loss_picture import matplotlib_installed, write_picture
+from hydragraph.train.run_folder import Checkpoint, RunFolder
+from hydragraph.train.stragglers.run_events import Event, append_event, read_events
+from hydragraph.train.train_state import Course, Run
+from hydragraph.train.trainable import Trainable, Watcher
+
+
+def load(
+    world: World, folder: RunFolder, executor: Trainable, last: Checkpoint, fall_back: bool, leader: Watcher | None
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Load a checkpoint, or where it is damaged the newest before it that is not; return which, and its extra."""
+    while True:
+        try:
+            with _settings_kept(executor.optimizer):
+                return last, executor.load(last.path)
+        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was seen
+            if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
+                raise
+            reason = error
+        earlier = together(world, "setting a checkpoint aside", world.rank == 0, partial(folder.replace_damaged, last))[
+            0
+        ]
+        if earlier is None:
+            raise reason
+        last = earlier
+        if leader is not None:
+            leader.note(f"DAMAGED, and set aside: {reason}; trying {last.path}")
+
+
+@contextmanager
+def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep the hyperparameters that the config in force gives, which a checkpoint would replace by its own."""
+    settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+    yield
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
+@contextmanager
+def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
+    """Add to what goes wrong with files how the run can be continued."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):
+        raise  # OSErrors, but not of files
+    except OSError as error:
+        where = "" if error.errno is None or error.filename is not None else f": '{folder.path}'"
+        raise OSError(f"{error}{where}; {folder.how_to_go_on}") from error
+
+
+def checkpoint(run: Run, course: Course) -> None:
+    """Save everything that resuming needs, and the picture so far."""
+    began = time.monotonic()
+    step = course.done
+    place = run.folder.place(step)
+    extra = {"mini_batches": dict(course.positions[step])}
+    if run.config.checkpoint.asynchronous:
+        settle_checkpoints(run)
+        run.executor.save(place, extra, asynchronous=True)
+        run.saving.append((step, place))
+    else:
+        run.executor.save(place, extra)
+        run.callbacks.call("on_checkpoint", step, place)
+        _prune(run)
+    before, course.saved = course.saved, step
+    course.kept = True
+    course.positions = {number: at for number, at in course.positions.items() if number >= before}
+    if run.log is not None:
+        why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")
+        everybody = tuple(range(run.world.ranks))
+        append_event(run.folder.happenings, Event(step, "saved", everybody, time.monotonic() - began, why))
+    if run.log is not None and run.log.history and matplotlib_installed():
+        write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
+
+
+def settle_checkpoints(run: Run) -> None:
+    """Wait for what is being saved, and drop what it makes too old; never while something is being saved."""
+    run.executor.wait_saved()
+    while run.saving:
+        run.callbacks.call("on_checkpoint", *run.saving.pop())
+    _prune(run)
+
+
+def forget_unsaved(run: Run) -> None:
+    """Expect no more what was being saved when a rank was lost, unless it is whole: callbacks would look for it."""
+    whole = {place for _, place in complete(run.folder.checkpoints)}
+    run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
+
+
+def _prune(run: Run) -> None:
+    """Keep the newest checkpoints."""
+    if run.log is not None:
+        prune(run.folder.checkpoints, run.config.keep)
+
+
+def write_spans(run: Run) -> None:
+    """Gather the ranks' spans, write them, and record no more."""
+    per_rank = run.world.gather(run.executor.spans or [])
+    run.executor.spans = None
+    if run.watcher is not None:
+        write_trace(per_rank, run.folder.trace, run.traced)
+        run.watcher.note(
+            f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or hold it "
+            "against the cost model with hydragraph compare"
+        )
+
+
+def finish(run: Run, model: nn.Module, tokens: Tokens) -> None:
+    """Write the final model."""
+    state = run.executor.full_state_dict()
+    if run.log is not None:
+        export(model, state, tokens.directory, run.folder.model)

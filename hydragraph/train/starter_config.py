@@ -1,0 +1,241 @@
+"""A first config, with comments, for what somebody has: data, a Hugging Face directory, both or neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydragraph.data import corpus
+from hydragraph.data.documents import PAIRS, Fields, Format
+from hydragraph.train.config_schema import SCHEMA
+
+_BYTES_PER_TOKEN = 4  # of English text, about
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was looked at.
+
+    Attributes:
+        model: a Hugging Face directory; None: there is none.
+        data: files and directories to train on.
+        format: what their records hold.
+        fields: which fields of records hold it, where they have other names than usual.
+        tokens: about how many there are.
+        positions: of the model; 0: it does not say.
+        templated: whether the model's tokenizer has a chat template.
+    """
+
+    model: Path | None
+    data: tuple[Path, ...]
+    format: Format
+    fields: Fields
+    tokens: int
+    positions: int
+    templated: bool
+
+
+def look(paths: Sequence[Path]) -> Found:
+    """Look at what somebody has.
+
+    Args:
+        paths: a Hugging Face directory, and files and directories of data, in any order.
+
+    Raises:
+        ValueError: one does not exist, two are models, or the data are of several kinds.
+    """
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist: name a file or folder of data, or a Hugging Face directory")
+    models = [path for path in paths if (path / "config.json").is_file()]
+    if len(models) > 1:
+        raise ValueError(f"{models[0]} and {models[1]} are models: name one")
+    data = tuple(path for path in paths if path not in models)
+    fields = Fields()
+    formats = set[Format]()
+    if data:
+        fields = _fields(data)
+        formats = corpus.formats(data, None, fields)
+    if data and not formats:
+        raise ValueError(f"no text in {', '.join(map(str, data))}: name files of text, .jsonl or tables")
+    if len(formats) > 1:
+        raise ValueError(f"the data hold {' and '.join(sorted(formats))}: name those of one kind, or write a mixture")
+    size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0
+    model = models[0] if models else None
+    return Found(
+        model,
+        data,
+        next(iter(formats), "text"),
+        fields,
+        size // _BYTES_PER_TOKEN,
+        _positions(model) if model is not None else 0,
+        model is not None and _has_template(model),
+    )
+
+
+def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
+    """Return a config with comments.
+
+    Args:
+        found: what there is.
+        devices: to train on.
+        cuda: whether they are GPUs.
+        output: the run folder.
+    """
+    chat = found.format not in ("text", "tokens")
+    longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
+    per_step = longest * (8 if found.model is not None else 16)
+    if found.data:  # some twenty steps a pass at least
+        per_step = max(min(per_step, found.tokens // 20), longest)
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA}",
+        "# hydragraph train this file; hydragraph check says whether it fits into memory, and what a step takes.",
+        "# docs/config.md lists every field.",
+        *_model(found, longest),
+        *_data(found, longest, per_step),
+        *_strategies(devices),
+        *_length(found, chat),
+        *_optimizer(found),
+        *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if cuda else []),
+        f"device: {'cuda' if cuda else 'cpu'}",
+        "evaluate_every: 50  # steps between evaluations on documents that are held out",
+        "checkpoint_every: 100  # hydragraph train --resume goes on from the last one",
+        f"output: {json.dumps(output)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _fields(data: Sequence[Path]) -> Fields:
+    """Return the usual fields, or those that the first record has instead."""
+    fields = Fields()
+    try:
+        corpus.formats(data, None, fields)
+    except ValueError as error:
+        for other in (
+            Fields(messages="conversations", format="chat"),
+            *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
+            Fields(text="content"),
+        ):
+            try:
+                corpus.formats(data, None, other)
+            except ValueError:
+                continue
+            return other
+        raise error
+    return fields
+
+
+def _model(found: Found, longest: int) -> list[str]:
+    if found.model is not None:
+        return [
+            "model:",
+            f"  path: {json.dumps(str(found.model))}  # trained whole; see adapter below",
+        ]
+    return [
+        "model:  # a new one of about 10 M parameters",
+        "  architecture: LlamaForCausalLM  # or any other causal class of transformers",
+        "  config:  # its vocabulary is the tokenizer's",
+        "    hidden_size: 256",
+        "    intermediate_size: 704",
+        "    num_hidden_layers: 8",
+        "    num_attention_heads: 8",
+        "    num_key_value_heads: 4",
+        f"    max_position_embeddings: {longest}",
+    ]
+
+
+def _data(found: Found, longest: int, per_step: int) -> list[str]:
+    paths = [str(path) for path in found.data] or (
+        ["your-data.jsonl"] if found.model is not None else ["python-stdlib"]
+    )
+    lines = ["data:", f"  paths: {json.dumps(paths)}{_paths_comment(found)}"]
+    named = {
+        "text": [("text_field", found.fields.text, "text")],
+        "chat": [("messages_field", found.fields.messages, "messages")],
+        "completion": [
+            ("prompt_field", found.fields.prompt, "prompt"),
+            ("completion_field", found.fields.completion, "completion"),
+        ],
+        "alpaca": [],
+        "tokens": [],
+    }
+    lines += [f"  {name}: {json.dumps(value)}" for name, value, usual in named[found.format] if value != usual]
+    if found.fields.format != "auto":
+        lines.append(f"  format: {found.fields.format}")
+    if found.format == "chat":
+        lines.append("  train_on: assistant  # or last: only what the assistant says last; or all")
+        if found.model is not None and not found.templated:
+            lines.append("  chat_template: chatml  # the tokenizer has none of its own")
+    if found.model is None:
+        lines.append("  vocab_size: 4096  # of the tokenizer that is trained on the data")
+    lines += [
+        f"  max_length: {longest}  # tokens of the longest sequence",
+        f"  overlong: {'drop' if found.format == 'chat' else 'cut'}  # longer documents: cut, drop or refuse",
+        f"  tokens_per_step: {per_step}  # of one mini-batch, over all devices",
+    ]
+    if found.data or found.model is None:
+        lines.append("  heldout: 0.02  # of the documents, for evaluation")
+    return lines
+
+
+def _paths_comment(found: Found) -> str:
+    if not found.data and found.model is not None:
+        return "  # put yours here: text, .jsonl with text, messages or prompt and completion, Parquet, Arrow"
+    what = {
+        "text": "text",
+        "chat": "conversations",
+        "completion": "prompts with completions",
+        "alpaca": "instructions with outputs",
+        "tokens": "token ids",
+    }[found.format]
+    return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
+
+
+def _strategies(devices: int) -> list[str]:
+    if devices == 1:
+        return ['strategies: "<tp1,pp1>"  # one device has all layers', "ranks: 1"]
+    return [
+        f'strategies: "{devices}*<tp1,pp1>"  # each device has all layers; <tp2,pp1>: two share each layer',
+        f"ranks: {devices}",
+    ]
+
+
+def _length(found: Found, chat: bool) -> list[str]:
+    if not found.data:
+        return ["steps: 100"]
+    return [f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000"]
+
+
+def _optimizer(found: Found) -> list[str]:
+    if found.model is None:
+        return [
+            "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
+            "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+        ]
+    return [
+        "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # with adapters about 2e-4",
+        "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+        "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train adapters only: less memory",
+    ]
+
+
+def _positions(model: Path) -> int:
+    config = _read(model / "config.json")
+    found = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    return found if isinstance(found, int) else 0
+
+
+def _has_template(model: Path) -> bool:
+    from hydragraph.data.tokenizer import chat_template
+
+    return chat_template(model) is not None
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}): name a directory that save_pretrained wrote") from error
+    return data if isinstance(data, dict) else {}

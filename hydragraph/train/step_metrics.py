@@ -1,0 +1,221 @@
+"""The numbers of every step: as JSON lines, and for TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydragraph.checkpoint.disk_errors import file_errors
+from hydragraph.train.atomic_write import write_whole
+from hydragraph.train.stragglers.run_events import Event
+
+_SCALARS = (
+    *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
+    *(
+        "exposed_pull_s",
+        "exposed_push_s",
+        "exposed_p2p_s",
+        "planning_s",
+        "planning_hidden_s",
+        "expected_s",
+        "peak_memory_bytes",
+        "mfu",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one step did.
+
+    Attributes:
+        step: from 1.
+        loss: token mean over the global mini-batch, before the update.
+        grad_norm: the global norm before clipping.
+        lr: the learning rate.
+        tokens: targets in the mini-batch.
+        tokens_per_s: targets per second.
+        seconds: that the step took.
+        strategy: the one in use.
+        sequences: in the mini-batch.
+        micro_batches: of each pipeline.
+        eval_loss: on the held-out documents after the update, or where there are none on the first set of
+            `data.evaluation`; None where this step did not evaluate.
+        padding: tokens added to micro-batches.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: seconds that ranks waited, on average, for weights, for gradients
+            and for activations.
+        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that it did not.
+        expected_s: seconds of computing that its plan expected; 0 without a profile.
+        peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
+        eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
+        mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
+            seconds and the peak of all GPUs; None where that peak is not known.
+        time: when it was written down, in UTC; "" in runs of earlier versions.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    strategy: str
+    sequences: int
+    micro_batches: tuple[int, ...]
+    eval_loss: float | None = None
+    padding: int = 0
+    exposed_pull_s: float = 0.0
+    exposed_push_s: float = 0.0
+    exposed_p2p_s: float = 0.0
+    planning_s: float = 0.0
+    planning_hidden_s: float = 0.0
+    expected_s: float = 0.0
+    peak_memory_bytes: int = 0
+    mfu: float | None = None
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
+    time: str = ""
+
+    @property
+    def eval_perplexity(self) -> float | None:
+        """The perplexity that belongs to `eval_loss`."""
+        return None if self.eval_loss is None else perplexity(self.eval_loss)
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a mean loss per token, infinite where that is beyond floating point."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Read a file of metrics; a last line that was cut off while it was written does not count.
+
+    Raises:
+        ValueError: another line cannot be read.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _await_later_name(events: Path) -> None:
+    """Wait until a new event file's name sorts behind those that are there.
+
+    TensorBoard reads a folder's files in the order of their names, "events.out.tfevents.<second>.<host>.<pid>.<n>", and
+    takes what a later one says for a restart. Of two begun in one second, "10" would sort before "9", and the steps of
+    a resumed run would vanish behind those of the run before.
+    """
+    begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in begun if second.isdecimal()), default=0)
+    while newest == int(time.time()):  # one of a clock that is ahead is not waited for
+        time.sleep(0.05)
+
+
+class MetricsLog:
+    """Writes metrics as they come; a context manager.
+
+    Args:
+        path: of the JSON lines; those after step `after` are dropped, as a run that resumes there writes them again.
+        events: the directory of TensorBoard's event files; None: write none.
+        after: the step that the run continues from; 0: it is new.
+    """
+
+    def __init__(self, path: Path, events: Path | None, after: int) -> None:
+        self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
+        write_whole(path, "".join(map(_line, self.history)))
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
+        self._events: Any = None
+        if events is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            _await_later_name(events)
+            self._events = SummaryWriter(str(events), purge_step=after + 1)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        if self._events is None:
+            return
+        try:
+            self._events.close()  # writes what is left, and cannot where the run's folder is gone
+        except OSError:
+            if kind is None:
+                raise  # else what ended the run is what is told
+
+    def write(self, metrics: Metrics) -> None:
+        """Add one step's metrics to everything.
+
+        Raises:
+            OSError: they cannot be kept: the disk is full, or the file is gone, and the run's folder with it.
+        """
+        self.history.append(metrics)
+        if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was written", str(self._path))
+        with file_errors(self._path.parent, self._path):
+            self._file.write(_line(metrics))
+            self._file.flush()
+        if self._events is None:
+            return
+        for name in _SCALARS:
+            value = getattr(metrics, name)
+            if value is not None:
+                self._events.add_scalar(name, value, metrics.step)
+        for name, loss in metrics.eval_losses.items():
+            self._events.add_scalar(f"eval/{name}", loss, metrics.step)
+            self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
+
+    def mark(self, event: Event) -> None:
+        """Show in TensorBoard what happened to ranks, at its step: as a text, and what is a number as a scalar, too."""
+        if self._events is None:
+            return
+        self._events.add_text(f"ranks/{event.title}", event.why, event.step)
+        if event.event == "resumed":
+            self._events.add_scalar("ranks/count", len(event.ranks), event.step)
+            self._events.add_scalar("ranks/pause_s", event.seconds, event.step)
+            self._events.add_scalar("ranks/lost_steps", event.lost_steps, event.step)
+            self._events.add_scalar("ranks/moved_bytes", event.moved_bytes, event.step)
+        if event.event in ("straggler", "recovered"):
+            for rank in event.ranks:
+                self._events.add_scalar(f"ranks/rate_of_{rank}", event.rates.get(rank, 1.0), event.step)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held so far: on its GPU if it computes there, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
+
+
+def tensorboard_installed() -> bool:
+    """Say whether TensorBoard's event files can be written."""
+    return find_spec("tensorboard") is not None
+
+
+def _line(metrics: Metrics) -> str:
+    return json.dumps(asdict(metrics)) + "\n"
+
+
+def _parse(line: str, place: str) -> Metrics:
+    try:
+        record = json.loads(line)
+        values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
+        return Metrics(**{**values, "micro_batches": tuple(values["micro_batches"])})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None

@@ -1,0 +1,111 @@
+"""What a run says of its steps: evaluated where that is due, logged, told to whoever watches and calls back."""
+
+from __future__ import annotations
+
+import torch
+
+from hydragraph.cluster.launch import World
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.loss_picture import matplotlib_installed
+from hydragraph.train.model_flops import peak_flops_per_s, step_flops
+from hydragraph.train.optimizer import learning_rate
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.step_metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
+from hydragraph.train.straggler_file import write_slow
+from hydragraph.train.stragglers.run_events import Event, append_event, now
+from hydragraph.train.train_state import Run, due
+from hydragraph.train.trainable import StepResult, Watcher
+
+
+def evaluates(run: Run, step: int) -> bool:
+    """Say whether it is time to evaluate after a step."""
+    every = run.config.evaluate_every
+    return bool(every) and due(step, every, run.config.steps)
+
+
+def log_step(run: Run, step: int, report: StepResult) -> None:
+    """Evaluate after a step where it is time, and log both."""
+    config = run.config
+    losses = _evaluate(run, run.strategy_of(step)) if evaluates(run, step) else {}
+    if run.log is None or run.watcher is None:
+        return
+    metrics = Metrics(
+        step=step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        lr=learning_rate(step, config.steps, config.optimizer.lr, config.schedule),
+        tokens=report.tokens,
+        tokens_per_s=report.tokens / report.seconds,
+        seconds=report.seconds,
+        strategy=report.strategy,
+        sequences=report.sequences,
+        micro_batches=tuple(report.micro_batches),
+        eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
+        eval_losses=losses,
+        padding=report.padding,
+        exposed_pull_s=report.exposed.pull,
+        exposed_push_s=report.exposed.push,
+        exposed_p2p_s=report.exposed.p2p,
+        planning_s=report.planning_s,
+        planning_hidden_s=report.planning_hidden_s,
+        expected_s=report.expected_s,
+        peak_memory_bytes=peak_memory(run.world.device),
+        mfu=_mfu(run, report),
+        time=now(),
+    )
+    run.log.write(metrics)
+    run.watcher.stepped(metrics)
+    run.callbacks.call("on_step", metrics)
+    if losses:
+        run.callbacks.call("on_evaluate", metrics)
+    if run.controller is not None:
+        before = run.controller.slow if run.watched else {}
+        for event in run.controller.stepped(report):
+            tell(run, event)
+        slow = run.controller.slow if run.watched else {}
+        if slow != before:
+            write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
+
+
+def _evaluate(run: Run, strategy: Strategy | None) -> dict[str, float]:
+    """Return the mean loss per token over the mini-batches of every set."""
+    losses: dict[str, float] = {}
+    for name, batches in run.evaluation.items():
+        reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
+        losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
+    return losses
+
+
+def tell(run: Run, event: Event) -> None:
+    """Write down what happened, on the rank that leads, wherever it is looked for."""
+    append_event(run.folder.happenings, event)
+    if run.log is not None:
+        run.log.mark(event)
+    if run.watcher is not None:
+        run.watcher.note(str(event))
+
+
+def peak_of(config: TrainConfig, world: World) -> float | None:
+    """Return the FLOP/s that the GPUs of all ranks together reach at most; None where one's datasheet is not known."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def _mfu(run: Run, report: StepResult) -> float | None:
+    if run.peak_flops_per_s is None:
+        return None
+    flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
+    return flops / report.seconds / run.peak_flops_per_s
+
+
+def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
+    """Open the log, telling what is left out because a package is missing."""
+    remedy = "pip install 'hydragraph[train]'"
+    if not matplotlib_installed():
+        watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")
+    if not tensorboard_installed():
+        watcher.note(f"no TensorBoard events: tensorboard is not installed ({remedy})")
+    return MetricsLog(folder.metrics, folder.events if tensorboard_installed() else None, done)

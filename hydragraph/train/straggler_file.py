@@ -1,0 +1,50 @@
+"""`slow.json`: what the rank that leads knows of slow ranks, for the one that leads when it is lost.
+
+Ranks get other numbers when some are lost or come; a member's number (`runtime.meeting`) stays:
+
+{"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hydragraph.train.atomic_write import write_whole
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.stragglers.straggler_state import Slow
+
+
+def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
+    """Replace the file.
+
+    Args:
+        slow: by member.
+    """
+    members = {str(member): asdict(each) for member, each in sorted(slow.items())}
+    write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
+
+
+def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
+    """Return what is known by member; nothing where the file is not there, or is of a run that began at another time.
+
+    Args:
+        began: what `RunFolder.began` has said of this run; None: it was never asked.
+    """
+    try:
+        found = json.loads(folder.slow.read_text(encoding="utf-8"))
+        if found["began"] != began:
+            return {}
+        return {int(member): _read(each) for member, each in found["members"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # ranks are found out anew
+
+
+def _read(each: Mapping[str, Any]) -> Slow:
+    learned = each["learned"]
+    if learned is not None:
+        known, planned = learned
+        learned = float(known), float(planned)
+    return Slow(float(each["device"]), float(each["core"]), learned)

@@ -1,0 +1,102 @@
+"""What watches a run's ranks on the rank that leads, and plans again: made from the run's config and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hydragraph.cluster.launch import World
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.planner.policy import Policy
+from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.health import Health
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner
+from hydragraph.train.stragglers.controller import Controller, Replanning
+from hydragraph.train.stragglers.lateness import Lateness
+from hydragraph.train.stragglers.monitor import Monitor
+from hydragraph.train.stragglers.rate_estimator import Sensitivity
+from hydragraph.train.stragglers.reshard_policy import Following, state_costs
+from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.trainable import Trainable
+
+
+def controller_of(
+    config: TrainConfig,
+    world: World,
+    executor: Trainable,
+    before: Controller | None = None,
+    numbers: Mapping[int, int] | None = None,
+    hurried: bool = False,
+    slow: Mapping[int, Slow] | None = None,
+) -> Controller:
+    """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
+
+    Args:
+        config, world, executor: of the run.
+        before: of the ranks that there were: what it knows of those that stay counts, and its process that plans stays.
+        numbers: of those that stay, by the numbers they had.
+        hurried: whether what runs was found at once, so that the best is to be looked for.
+        slow: ranks that a controller has known to be slow which is gone; where there is none before.
+    """
+    slow = slow or {}
+    known, home = executor.profile, executor.owners  # of the ranks that there are now
+    if isinstance(known, Costs):
+        costs = known.changed(home=home)
+    elif known is not None:
+        costs = Costs(known, known.cluster(world.ranks), home=home)
+    else:
+        cluster = default_cluster(world.ranks)
+        costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
+    if before is None:
+        monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave), slow)
+    else:
+        monitor = before.monitor.among(costs, numbers or {})
+    planner = None if before is None else before.released()
+    if not config.elastic.replan:
+        return Controller(monitor)
+    switched = hurried and bool(monitor.health.rates)
+    if before is None:
+        late = Lateness(switched, {rank: each.learned for rank, each in slow.items() if each.learned is not None})
+    else:
+        late = before.late_among(numbers or {}, switched)
+
+    def switch(answer: Replanned) -> None:
+        assert answer.request is not None, "an answer that is not refused has a request"
+        executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
+
+    following = Following(
+        executor.owners,
+        world.ranks,
+        executor.program.buckets,
+        state_costs(costs),
+        config.steps,
+        config.elastic.dry_run,
+        costs,
+        config.home.rule,
+    )
+    return Controller(
+        monitor,
+        Replanning(
+            costs,
+            executor.strategies,
+            executor.request,
+            policy_of(config),
+            planner or Replanner(),
+            None if config.elastic.dry_run else switch,
+            config.steps,
+            changing=lambda: executor.changing,
+            refused=lambda: executor.change_refused,
+            sample=tuple(tuple(lengths) for lengths in executor.planning.lengths or ()),
+            hurried=hurried,
+            planned_for=late.planned(monitor.health) if hurried else Health(),
+            late=late,
+        ),
+        following if world.ranks > 1 else None,
+    )
+
+
+def policy_of(config: TrainConfig) -> Policy:
+    plan = config.plan
+    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
+    return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

@@ -1,0 +1,177 @@
+"""The monitor: seconds that every rank took, as the runtime measures them anyway, to rates of ranks.
+
+All ranks learn at every commit how long each computed, by template (`RankTimes.own`), so one of them can judge all, and
+nothing more is sent. What a rank waits for others is not in it. The cost model says what the same instructions, with
+the actual lengths, should have taken: a long sequence is no straggler.
+
+On a CPU that others use, too, wall-clock seconds are split by what the kernel says of the thread (`runtime.scheduled`):
+
+    wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
+                       how slow the device is: stopped, throttled      how many others want its core
+
+The first is quiet on the noisiest machine, and a slow device is found in few iterations; the second is as noisy as the
+machine, and has a scatter of its own that it must stand out from. A rank's rate is the product of both.
+
+Example: blocks took 1.0 s by the clock; the thread ran 0.2 s of them, was queued for 0.2 s and stopped for 0.6 s. 0.2 s
+were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and another process shares its core (2.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.ir.instruction import Op
+from hydragraph.passes.place import place
+from hydragraph.runtime.instruction_trace import RankTimes
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
+from hydragraph.train.stragglers.straggler_state import Slow
+
+CROWDED = 4.0  # standard deviations of how crowded cores are: bursts of other processes last for several iterations
+
+
+@dataclass(frozen=True)
+class KindOfWork:
+    """What should take equal ranks as long as the cost model says, up to one factor.
+
+    Attributes:
+        type: of the device.
+        template: of the blocks.
+        stage: the kind of stage, as text.
+    """
+
+    type: str
+    template: str
+    stage: str
+
+
+Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
+
+
+class Monitor:
+    """Judges the ranks of a run; one of them has it.
+
+    Args:
+        costs: of the model on healthy ranks.
+        sensitivity: when a rate counts.
+        slow: ranks that are known to be slow.
+    """
+
+    def __init__(
+        self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
+    ) -> None:
+        known = (slow or {}).items()
+        self._costs = costs.changed(health=Health())
+        self._templates = tuple(dict.fromkeys(costs.profile.blocks))
+        self._device = Estimator(sensitivity, held={rank: each.device for rank, each in known if each.device > 1})
+        self._core = Estimator(sensitivity, CROWDED, {rank: each.core for rank, each in known if each.core > 1})
+        self._strategy: Strategy | None = None
+        self._probed: dict[int, float] = {}  # the first probe of each rank
+
+    def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
+        """Return a monitor of other ranks, which knows of those that stay what this one does.
+
+        Args:
+            costs: of the model on them.
+            numbers: of those that stay, by the numbers they had.
+        """
+        found = Monitor(costs)
+        found._device, found._core = self._device.among(numbers), self._core.among(numbers)
+        found._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
+        return found
+
+    @property
+    def slow(self) -> Mapping[int, Slow]:
+        """What is known of slow ranks now."""
+        device = self._device.rates
+        core = self._core.rates
+        return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
+
+    @property
+    def health(self) -> Health:
+        """The rates of ranks as they are known now."""
+        return Health({rank: each.rate for rank, each in self.slow.items()})
+
+    @property
+    def scatter(self) -> tuple[float, float]:
+        """How noisy devices are, and how noisy it is how many others want their cores; see `Estimator.scatter`."""
+        return self._device.scatter, self._core.scatter
+
+    def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
+        """Take in one iteration that trained; return the ranks whose rate has changed.
+
+        Args:
+            strategy, assignment: of the iteration.
+            ranks: how each spent it.
+
+        Raises:
+            Unsupported: the costs are of another model.
+        """
+        first_time = strategy != self._strategy
+        self._strategy = strategy
+        if any(len(times.own) != len(self._templates) for times in ranks):
+            raise Unsupported(
+                f"it knows {len(self._templates)} kinds of blocks, the model has {len(ranks[0].own)}",
+                where=f"profile {self._costs.profile.name}",
+                remedy="measure this model with hydragraph profile",
+            )
+        if first_time:
+            return ()  # graphs are compiled and memory is taken: no rank is as fast as it will be
+        before = self.health
+        work: dict[int, dict[Kind, tuple[float, float]]] = {}
+        crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
+        for rank, kinds in predict(self._costs, strategy, assignment).items():
+            own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
+            alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
+            work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
+        # Of idle ranks, too, by their probes: else what was known of their cores would stay for ever.
+        crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
+        changed = self._device.observe({rank: each for rank, each in work.items() if each}, self._idle(ranks))
+        changed += self._core.observe(crowd)
+        named = sorted({change.rank for change in changed})
+        return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
+
+    def baseline(self, ranks: Sequence[RankTimes]) -> None:
+        """Take in an iteration in which all ranks have probed."""
+        self._probed = {rank: times.probe for rank, times in enumerate(ranks) if times.probe > 0}
+
+    def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
+        """Return how many times as long as on its peers a probe took."""
+        found = {}
+        for rank, times in enumerate(ranks):
+            type_ = self._costs.cluster.type_of(rank)
+            peers = [p for r, p in self._probed.items() if self._costs.cluster.type_of(r) == type_]
+            if times.probe > 0 and peers:
+                found[rank] = median_low(peers) / times.probe
+        return found
+
+
+def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predicted:
+    """Return the seconds of forwards and backwards that ranks with work should take, by kind of work."""
+    work = costs.work(strategy, assignment)
+    outline = costs.outline
+    predicted: Predicted = {}
+    for stage in place(outline, strategy, assignment.counts).stages:
+        positions = range(*stage.blocks)
+        # Blocks of one template take equally long, so one of them is asked for.
+        learning: dict[tuple[str, bool], int] = {}
+        first: dict[tuple[str, bool], str] = {}
+        for position in positions:
+            key = (costs.profile.blocks[position], position >= outline.lowest)
+            learning[key] = learning.get(key, 0) + 1
+            first.setdefault(key, outline.blocks[position])
+        for rank in stage.ranks:
+            kinds: dict[KindOfWork, float] = {}
+            for (template, learns), count in learning.items():
+                kind = KindOfWork(costs.cluster.type_of(rank), template, stage.kind.text)
+                for op in (Op.FORWARD, Op.BACKWARD) if learns else (Op.FORWARD,):
+                    seconds = sum(work.computing(op, first[template, learns], stage.ranks, stage.micro_batches))
+                    kinds[kind] = kinds.get(kind, 0.0) + count * seconds
+            predicted[rank] = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
+    return predicted

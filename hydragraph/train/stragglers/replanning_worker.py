@@ -1,0 +1,44 @@
+"""A process that plans again: `python -m hydragraph.train.stragglers.replanning_worker` answers on stdout what it is
+asked on stdin.
+
+It gives way to training on its cores, and ends when its input does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from typing import BinaryIO
+
+from hydragraph.cost.costs import Costs
+from hydragraph.train.stragglers.background_replanning import Question, Replanned, costs_of, replan
+
+
+def serve(source: BinaryIO, target: BinaryIO) -> None:
+    """Answer until the source ends."""
+    costs: Costs | None = None
+    while True:
+        try:
+            question: Question = pickle.load(source)
+        except EOFError:
+            return
+        try:
+            costs = costs_of(question, costs)
+            answer = replan(question, costs)
+        except Exception as error:  # training goes on as it is, and says so
+            answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"{type(error).__name__}: {error}")
+        pickle.dump(answer, target)
+        target.flush()
+
+
+if __name__ == "__main__":
+    # These are sent to the whole process group, and training may finish a step first; this one ends with stdin.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(5)
+    output = sys.stdout
+    # What a library prints must not come between the answers.
+    sys.stdout = sys.stderr
+    serve(sys.stdin.buffer, output.buffer)

@@ -1,0 +1,215 @@
+"""State that follows its ranks' speed: where it pays, a slow rank comes to own less; on the rank that leads.
+
+    rates change -> a home that pays within the steps that are left (`rehoming`) -> its parts, each beside a step
+
+A part is as much as a rank receives within BESIDE of a step, on links that others use, too: so it is there when the
+step ends, and what training waits for are its gradients (`Executable.rehome`). A decision is kept for a while, since
+rates are noisy. Where owners are chosen for the strategies, it is made again when other strategies have run of late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.home_choice import Question
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
+from hydragraph.ir.parameter import Bucket
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home, Rule
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
+from hydragraph.train.stragglers.run_events import Event
+
+BESIDE = 0.5  # of a step, in which a part is to come
+COOLDOWN = 6  # steps between two decisions
+MIX = 16  # steps whose strategies say what runs
+CHANGED = 0.25  # of these, that have to have run other strategies before a home is chosen again
+
+
+def state_costs(costs: Costs) -> StateCosts:
+    """Return what state costs by a profile and a cluster: updates as measured, moves by the slowest link."""
+    ranks = range(costs.ranks)
+    updates = [costs.piece_profile(rank).update for rank in ranks]
+    elements = sum(bucket.size for bucket in costs.buckets)
+    per_element = max((update[1] for update in updates if update is not None), default=0.0)
+    links = [costs.cluster.link(a, b) for a in ranks for b in ranks if a != b]
+    slowest = min((link.bytes_per_s for link in links), default=1.0)
+    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)  # a pull and a push each
+    return StateCosts(per_element * elements, costs.state_bytes, slowest, messages_s=messages)
+
+
+def with_room(
+    state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
+) -> StateCosts:
+    """Return what state costs where ranks need memory for stages, too, and messages as an owner has them at most.
+
+    Args:
+        state: what it costs.
+        costs: with the home there is.
+        strategies: that a step may run.
+        tokens: of the largest mini-batch, all of which may be one micro-batch if that fits.
+        owned: elements by rank, for which there is room as they are there.
+    """
+    beside = [0.0] * costs.ranks
+    for strategy in strategies:
+        most = [min(costs.max_len(pipeline, strategy), tokens) for pipeline in strategy.pipelines]
+        beside = list(map(max, beside, costs.beside(strategy, most)))
+    replicas = max((len(strategy.pipelines) for strategy in strategies), default=0)
+    held = costs.state_bytes + GRADIENT_BYTES + replicas * (costs.sizes.itemsize + GRADIENT_BYTES)
+    free = [costs.memory_of(rank) - need for rank, need in enumerate(beside)]
+    room = [max(left, float(size * held)) for left, size in zip(free, owned, strict=True)]
+    return replace(state, free_bytes=room, held_bytes=held)
+
+
+class Following:
+    """Decides where state lives, and says in which parts it goes there.
+
+    Args:
+        home: who owns the state now, with nodes where it has copies.
+        ranks: how many there are.
+        buckets: of the model.
+        costs: what having and moving state costs.
+        steps: of the whole run.
+        dry_run: decide and tell, but move nothing.
+        memory: says what ranks have memory for; None: there is enough.
+        rule: by which owners are chosen for the strategies that run; None: they are not.
+
+    Attributes:
+        home: who owns the state now.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        ranks: int,
+        buckets: Sequence[Bucket],
+        costs: StateCosts,
+        steps: int,
+        dry_run: bool = False,
+        memory: Costs | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        self.home = home
+        self._ranks = ranks
+        self._buckets = buckets
+        self._costs = costs
+        self._steps = steps
+        self._dry_run = dry_run
+        self._memory = memory
+        self._rule = rule if memory is not None else None
+        self._mix: deque[Strategy] = deque(maxlen=MIX)
+        self._decided_mix: dict[Strategy, float] = {}
+        self._decided_for = Health()
+        self._decided_at: int | None = None
+        self._parts: deque[Home] = deque()
+        self._under_way = False
+
+    @property
+    def next(self) -> Home | None:
+        """The home to which state is to go beside the next step; None: it stays, or is on its way."""
+        return self._parts[0] if self._parts and not self._under_way else None
+
+    @property
+    def target(self) -> Home:
+        """The home that there will be once all parts have arrived."""
+        return self._parts[-1] if self._parts else self.home
+
+    @property
+    def moving(self) -> bool:
+        """Whether state has a way to go yet, behind the part that is under way beside this step."""
+        return len(self._parts) > self._under_way
+
+    def begun(self) -> None:
+        """Take down that state goes to `next` beside the next step."""
+        self._under_way = True
+
+    def stepped(
+        self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
+    ) -> tuple[Event, ...]:
+        """Decide after a step, by how fast ranks are known to be; return the decision, if there is one.
+
+        Args:
+            step: its number.
+            health: what is known.
+            seconds: that it took.
+            strategies: the one that ran, then others that ranks need memory for.
+            tokens: of the largest mini-batch, see `with_room`.
+        """
+        self._mix.extend(strategies[:1])
+        if self._under_way:
+            self.home, self._under_way = self._parts.popleft(), False
+        early = self._decided_at is not None and step - self._decided_at < COOLDOWN
+        mix = self._changed_mix()
+        if self._parts or early or (health == self._decided_for and mix is None) or health.lost:
+            return ()
+        self._decided_for = health
+        self._decided_mix = mix or self._decided_mix
+        costs = self._costs
+        if self._memory is not None:
+            owned = owned_by(self.home, self._ranks, self._buckets)
+            costs = with_room(costs, self._memory.changed(home=self.home), strategies, tokens, owned)
+        question = self._question(health, costs)
+        better = rehoming(self.home, self._ranks, self._buckets, health, costs, self._steps - step, question)
+        if better is None:
+            return ()
+        home = replace(better.home, nodes=self.home.nodes)
+        at_once = max(1, int(BESIDE * seconds * costs.bytes_per_s / costs.bytes_per_element))
+        for elements in (at_once, 1):
+            parts = list(stages(self.home, home, self._ranks, self._buckets, elements))
+            if passes([self.home, *parts], self._ranks, self._buckets, costs):
+                self._decided_at = step
+                return (self._move(step, health, better, home, parts),)
+        return ()  # there is no memory for both, what a rank owns and what it is to own instead
+
+    def _changed_mix(self) -> dict[Strategy, float] | None:
+        """Return how often each strategy has run of late; None: owners do not go by it, or it is much as before."""
+        if self._rule is None or len(self._mix) < MIX:
+            return None
+        mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
+        before = self._decided_mix
+        moved = sum(abs(mix.get(s, 0.0) - before.get(s, 0.0)) for s in {*mix, *before}) / 2
+        return mix if moved >= CHANGED else None
+
+    def _question(self, health: Health, costs: StateCosts) -> Question | None:
+        """Return what the choice of owners goes by; None: owners are not chosen."""
+        if self._rule is None or self._memory is None or not self._mix:
+            return None
+        mix = Counter(self._mix)
+        room = None
+        if costs.free_bytes is not None:
+            room = tuple(free / costs.held_per_element for free in costs.free_bytes)
+        asked = self._memory
+        return Question(
+            asked.outline,
+            tuple(self._buckets),
+            tuple(mix),
+            asked.cluster,
+            Home(copies=self.home.copies, nodes=self.home.nodes, rule=self._rule),
+            asked.sizes.itemsize,
+            tuple(map(float, mix.values())),
+            health,
+            room,
+        )
+
+    def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> Event:
+        went = sum(received(self.home, home, self._ranks, self._buckets))
+        why = f"state goes to shares {home} in {len(parts)} parts beside steps: {better.why}"
+        if self._dry_run:
+            why = f"dry run, not done: {why}"
+        else:
+            self._parts.extend(parts)
+        return Event(
+            step,
+            "migrate",
+            tuple(sorted(health.rates)),
+            better.moving_s,
+            why,
+            dict(health.rates),
+            better.before_s,
+            better.after_s,
+            not self._dry_run,
+            moved_bytes=0 if self._dry_run else int(went * self._costs.bytes_per_element),
+        )

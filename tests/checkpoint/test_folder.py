@@ -1,0 +1,62 @@
+"""A checkpoint appears whole or not at all, replaces nothing else, and old ones go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from hydragraph.checkpoint import save_and_load
+from hydragraph.checkpoint.folder import latest, prune
+from hydragraph.cluster.communicators import Groups
+from tests.runtime.homes import ALONE, make
+
+
+def test_only_a_checkpoint_is_replaced(tmp_path: Path, groups: Groups) -> None:
+    home, optimizer = make(ALONE)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="notes: something else is there"):
+        save_and_load.save(tmp_path / "notes", home, optimizer, {}, groups)
+    assert (tmp_path / "notes" / "thesis.txt").exists()
+    for number in (1, 2):
+        save_and_load.save(tmp_path / "deep" / "c", home, optimizer, {"number": number}, groups)
+    assert save_and_load.load(tmp_path / "deep" / "c", home, optimizer, groups) == {"number": 2}
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["c"]
+
+
+def test_a_replacement_that_fails_to_move_in_is_undone(made: Path, groups: Groups) -> None:
+    home, optimizer = make(ALONE)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if ".tmp-" in path.name:
+            raise OSError("no rename today")
+        return rename(path, target)
+
+    with mock.patch.object(Path, "rename", refuse), pytest.raises(OSError, match="no rename today"):
+        save_and_load.save(made, home, optimizer, {"step": 8}, groups)
+    assert save_and_load.load(made, home, optimizer, groups) == {"step": 7}
+    assert [path.name for path in made.parent.iterdir()] == ["step-7"]
+    made.rename(made.with_name("step-7.old-01234567"))  # as if it had died in between
+    with pytest.raises(ValueError, match=r"rename .*step-7.old-01234567, which a crashed save moved aside"):
+        save_and_load.load(made, home, optimizer, groups)
+
+
+def test_latest_and_prune(tmp_path: Path, groups: Groups) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    prune(tmp_path, 1)
+    home, optimizer = make(ALONE)
+    for number in (2, 9, 10):
+        save_and_load.save(tmp_path / f"step-{number}", home, optimizer, {}, groups)
+    others = ["step-11", "step-10.tmp-00000000", "step-9.old-ffffffff", "step-11.tmp-00000000", "step-1-mine"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path) == tmp_path / "step-10"
+    prune(tmp_path, 2)
+    kept = {"step-9", "step-10", "step-11", "step-11.tmp-00000000", "step-1-mine"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    with pytest.raises(ValueError, match="keep=0"):
+        prune(tmp_path, 0)

@@ -1,0 +1,124 @@
+"""Pieces are read by other ranks than wrote them, from what is left: memory, disks, the store, and mixtures of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.checkpoint.extra_entry import encoded
+from hydragraph.checkpoint.piece_recovery import Recovered, recover
+from hydragraph.checkpoint.piece_sources import Tier
+from hydragraph.checkpoint.state_pieces import Pieces
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import World, join
+from hydragraph.ir.home_layout import HomeLayouts
+from hydragraph.ir.program import Program
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.state_movement import OwnedState, named
+from hydragraph.spec.home import EQUAL, Home
+from tests.runtime.homes import MODEL, groups_of, trained
+
+RANKS = 3
+
+
+def kept(world: World, folder: Path, step: int) -> Pieces:
+    """Keep what a trained rank owns; ranks 0 and 1 share a node's disk."""
+    own = OwnedState.of(*trained(world, "adamw"))
+    pieces = Pieces(disk=folder / f"disk {world.node}", store=f"file://{folder}/store")
+    whole = {name: dict(own.columns.get(name, next(iter(own.columns.values())))) for name in MODEL.parameters}
+    common = {"columns": named(whole), "steps": step, "optimizer": None, "extra": {"seen": step}}
+    pieces.put(step, own, MODEL.buckets, whole, encoded("extra", common))
+    pieces.wait()
+    return pieces
+
+
+def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bool, Recovered]:
+    """Read it under another home; say whether every bit is as it would be there."""
+    layouts = HomeLayouts(owners, world.ranks).by_name(MODEL.buckets)
+    home = HomeState.allocate(cast(Program, MODEL), layouts, world.rank)
+    found = recover(pieces, MODEL.buckets, home, groups, chunk=100)
+    expected = OwnedState.of(*trained(world, "adamw", owners))
+    same = all(
+        bool((found.state.column(name, column) == expected.column(name, column)).all())
+        for name, columns in expected.columns.items()
+        for column in columns
+    )
+    return same, found
+
+
+def recovered(folder: Path) -> list[tuple[bool, int, dict[str, int], int]]:
+    world = join("cpu")
+    world = replace(world, node=f"node {world.rank // 2}")
+    groups = groups_of(world)
+    lost: Sequence[tuple[Sequence[Tier], Sequence[int]]] = [
+        ((), ()),
+        ((Tier.MEMORY,), (0, 1, 2)),
+        ((Tier.MEMORY,), (1,)),
+        ((Tier.MEMORY, Tier.DISK), (2,)),
+        ((Tier.MEMORY, Tier.DISK), (0, 1, 2)),
+    ]
+    seen = []
+    for number, (tiers, ranks) in enumerate(lost):
+        case = folder / str(number)
+        pieces = kept(world, case, 4)
+        groups.gather_objects(None)  # ranks 0 and 1 share a disk: neither loses it while the other writes
+        if world.rank in ranks:
+            for tier in tiers:
+                pieces.shelves[tier].drop("step-4")
+        groups.gather_objects(None)
+        same, found = read(world, pieces, groups, [EQUAL, Home([3, 1, 0])][number % 2])
+        assert found.common["extra"] == {"seen": 4}
+        seen.append((same, found.step, {tier.name: size for tier, size in found.read.items()}, found.received))
+    groups.gather_objects(None)
+    if world.rank == 0:
+        shutil.rmtree(case / "store")
+    groups.gather_objects(None)
+    with pytest.raises(ValueError, match="read checkpoint pieces: no place that is left holds any"):
+        read(world, pieces, groups, EQUAL)
+    groups.close()
+    return seen
+
+
+def test_what_is_left_is_read_from_the_nearest_place(tmp_path: Path) -> None:
+    found = hg.launch(recovered, RANKS, tmp_path, timeout=timedelta(seconds=60))
+    assert all(same and step == 4 for ranks in found for same, step, _, _ in ranks)
+
+    def total(case: int, tier: Tier) -> int:
+        return sum(ranks[case][2][tier.name] for ranks in found)
+
+    everything = sum(total(0, tier) for tier in Tier)
+    assert [total(0, tier) for tier in Tier] == [everything, 0, 0], "each rank has what it needs in memory"
+    assert total(1, Tier.MEMORY) == total(1, Tier.STORE) == 0
+    assert 0 < total(2, Tier.DISK) < everything
+    assert total(2, Tier.STORE) == 0
+    assert 0 < total(3, Tier.STORE) < everything
+    assert total(4, Tier.STORE) == everything
+
+
+def mixed(folder: Path) -> tuple[bool, int]:
+    """The newest step never reached the store and lost a rank; the one before is whole."""
+    world = replace(join("cpu"), node=f"node {join('cpu').rank}")
+    groups = groups_of(world)
+    pieces = kept(world, folder, 4)
+    own = OwnedState.of(*trained(world, "adamw"))
+    if world.rank:
+        pieces.shelves[Tier.MEMORY].put("step-6/common.pt", pieces.common(Tier.MEMORY, 4))
+        for name in list(pieces.shelves[Tier.MEMORY].names()):
+            if name.startswith("step-4/"):
+                data = pieces.shelves[Tier.MEMORY].get(name)
+                pieces.shelves[Tier.MEMORY].put(name.replace("step-4", "step-6"), data)
+    assert own.home.rank == world.rank
+    same, found = read(world, pieces, groups, EQUAL)
+    groups.close()
+    return same, found.step
+
+
+def test_the_newest_step_that_is_whole_is_taken(tmp_path: Path) -> None:
+    assert hg.launch(mixed, 2, tmp_path, timeout=timedelta(seconds=60)) == [(True, 4)] * 2

@@ -1,0 +1,54 @@
+"""One process reads the weights of a checkpoint, and notices what has changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hydragraph as hg
+from hydragraph.checkpoint.manifest import Damaged
+from hydragraph.checkpoint.standalone_reader import read_weights
+from tests.checkpoint.weights.test_pretrained_directory import deepseek
+from tests.models import captured
+
+
+def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
+    program, model = captured("llama")
+    exe = hg.compile(model, "<tp1,pp1>", torch.optim.SGD, program=program)
+    exe.save(tmp_path / "saved")
+    weights = read_weights(tmp_path / "saved")
+    exe.close()
+    expected = dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    shards = max((tmp_path / "saved").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(shards.read_bytes())
+    data[len(data) // 2] ^= 1
+    shards.write_bytes(data)
+    with pytest.raises(Damaged, match=r"is not what was written: export another checkpoint"):
+        read_weights(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"there is no complete\.json"):
+        read_weights(tmp_path)
+
+
+def test_persistent_buffers_are_saved_and_read_back(tmp_path: Path) -> None:
+    def compiled(model: nn.Module) -> hg.Executable:
+        return hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1), check="off", backend="eager")
+
+    model = deepseek()
+    exe = compiled(model)
+    exe.step([torch.arange(2, 20)])
+    exe.save(tmp_path / "saved")
+    state = exe.full_state_dict()
+    exe.close()
+    fresh = deepseek()
+    name = next(name for name, _ in fresh.named_buffers() if "e_score" in name)
+    fresh.get_buffer(name).zero_()
+    assert read_weights(tmp_path / "saved")[name].min() > 4
+    again = compiled(fresh)
+    again.load(tmp_path / "saved")
+    for key, tensor in again.full_state_dict().items():
+        torch.testing.assert_close(tensor, state[key], rtol=0, atol=0, msg=key)

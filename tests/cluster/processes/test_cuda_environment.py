@@ -1,0 +1,23 @@
+"""Environment variables of ranks that compute on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
+
+
+def test_survivors_are_not_ended_and_streams_do_not_share_queues() -> None:
+    environment: dict[str, str] = {}
+    set_cuda_environment(environment)
+    assert environment == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
+@pytest.mark.parametrize(("value", "warned"), [("0", False), ("1", True), ("2", False), ("3", True)])
+def test_what_the_user_has_set_stays(name: str, value: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    chosen = {name: value, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = chosen.copy()
+    set_cuda_environment(environment)
+    assert environment == chosen
+    assert (f"{name}={value} lets PyTorch end this process" in caplog.text) == warned

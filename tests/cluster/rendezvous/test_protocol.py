@@ -1,0 +1,219 @@
+"""Generations: every order of events of small worlds, with kills at any of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Record, Rules, Said, attend, awaited, decide
+from tests.thorough import thorough
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member: what it has said, the generation it works in (None: it waits), whether it lives."""
+
+    said: Said
+    at: int | None = None
+    lives: bool = True
+    asked: bool = False  # to leave
+
+    @property
+    def works(self) -> bool:
+        return self.lives and self.at is not None
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything there is: the coordinator, members by number, and how much may yet go wrong."""
+
+    orders: Orders
+    formed: tuple[tuple[int, tuple[int, ...]], ...]
+    members: tuple[Member, ...]
+    kills: int
+    leaves: int
+
+    @property
+    def record(self) -> Record:
+        return Record(self.orders, dict(self.formed))
+
+    def put(self, member: int, changed: Member) -> World:
+        return replace(self, members=(*self.members[:member], changed, *self.members[member + 1 :]))
+
+
+def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+    """Yield everything that may happen next, by name; kills and requests to leave are no progress."""
+    said = {m: member.said for m, member in enumerate(world.members) if member.lives}
+    record = decide(world.record, said, rules)
+    if record != world.record:
+        yield "decide", replace(world, orders=record.orders, formed=tuple(sorted(record.formed.items())))
+    formed = dict(world.formed)
+    for m, member in enumerate(world.members):
+        if not member.lives:
+            continue
+        if world.kills:
+            yield "kill", replace(world.put(m, replace(member, lives=False)), kills=world.kills - 1)
+        if m in world.orders.out:
+            yield "end", world.put(m, replace(member, lives=False))  # as its supervisor sees to it
+        elif member.at is None:
+            if not member.said.ready and not member.said.after and not member.said.left:
+                yield "ready", world.put(m, replace(member, said=Said(ready=True)))
+            if member.said.left:
+                continue
+            answer = attend(m, member.said, world.orders) if member.said.ready or member.said.after else None
+            if isinstance(answer, Said):
+                yield "agree", world.put(m, replace(member, said=answer))
+            elif isinstance(answer, Generation):
+                # Its state is moved when all have entered; here at once, as whoever fails before holds the older one.
+                yield "enter", world.put(m, replace(member, said=answer_of(member, answer), at=answer.number))
+        else:
+            if world.leaves and not member.asked:
+                yield "ask", replace(world.put(m, replace(member, asked=True)), leaves=world.leaves - 1)
+            for said_now in comes(world, m, formed):
+                yield "come", world.put(m, replace(member, said=said_now, at=None))
+
+
+def answer_of(member: Member, generation: Generation) -> Said:
+    return replace(member.said, ready=False, leaving=False)
+
+
+def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[Said]:
+    """Yield what a member that works may say when it leaves its generation; nothing while it has no reason to."""
+    member = world.members[m]
+    number = member.at
+    assert number is not None
+    others = {o: world.members[o] for o in formed[number] if o != m}
+    dead = tuple(o for o, other in others.items() if not other.lives)
+    departed = [o for o, other in others.items() if other.said.after >= number or other.said.left]
+    arrived = all(other.at == number or other.said.holds == number for other in others.values())
+    generation = world.orders.proposal
+    handed_over = generation.number == number and generation.leaving and arrived and not dead
+    holds = number if arrived else member.said.holds
+    come = replace(member.said, after=number, holds=holds, accuses=(), leaving=member.asked)
+    if generation.number == number and generation.ending:
+        yield replace(come, left=True)  # it saves and ends
+    elif handed_over:
+        yield replace(come, left=m in generation.leaving, leaving=False)
+    elif dead or departed or world.orders.call > number or (member.asked and m not in generation.leaving):
+        yield come
+        for each in dead:
+            yield replace(come, accuses=(each,))
+
+
+def explore(first: World, rules: Rules) -> dict[World, list[World]]:
+    """Return every world that can be reached, with the worlds that follow it by progress."""
+    after: dict[World, list[World]] = {}
+    waiting = [first]
+    while waiting:
+        world = waiting.pop()
+        if world in after:
+            continue
+        check(world)
+        following = list(events(world, rules))
+        after[world] = [w for name, w in following if name not in ("kill", "ask")]
+        waiting += [w for _, w in following]
+    return after
+
+
+def check(world: World) -> None:
+    """Check what must hold in every world."""
+    formed = dict(world.formed)
+    at_work: dict[int, set[int]] = defaultdict(set)
+    for m, member in enumerate(world.members):
+        if member.at is not None and member.lives:
+            at_work[member.at].add(m)
+            assert member.at <= world.orders.confirmed, "a member believes what is not confirmed"
+            assert member.said.after < member.at, "a member goes back to a generation that it has left"
+            if member.at in formed:
+                assert m in formed[member.at], "a member is where it does not belong"
+    complete = [number for number, there in at_work.items() if number in formed and there == set(formed[number])]
+    assert len(complete) <= 1, "two generations are at work"
+
+
+def settled(world: World, size: int) -> bool:
+    """Say whether this is a good end: as many as there are to be work in one generation, or nobody need meet again."""
+    alive = {m for m, member in enumerate(world.members) if member.lives and not member.said.left}
+    if world.orders.over or not alive:
+        return True
+    inside = set(dict(world.formed)[world.orders.confirmed])
+    at_work = {m for m in alive if world.members[m].at == world.orders.confirmed}
+    return at_work == inside and len(inside) >= min(size, len(alive))
+
+
+def prove(size: int, newcomers: int, kills: int, leaves: int = 0) -> int:
+    """Explore a world; return how many states it has."""
+    ready = tuple(Member(Said(ready=True)) for _ in range(size))
+    late = tuple(Member(Said()) for _ in range(newcomers))
+    first = World(Orders(), ((0, ()),), (*ready, *late), kills, leaves)
+    after = explore(first, Rules(size))
+    stuck = [world for world, following in after.items() if not following and not settled(world, size) and ends(world)]
+    assert not stuck, stuck[0]
+    # From everywhere, without anything more going wrong, a good end is reached.
+    before: dict[World, list[World]] = defaultdict(list)
+    for world, following in after.items():
+        for each in following:
+            before[each].append(world)
+    good = [world for world in after if settled(world, size)]
+    reached = set(good)
+    while good:
+        for world in before[good.pop()]:
+            if world not in reached:
+                reached.add(world)
+                good.append(world)
+    assert len(reached) == len(after), next(world for world in after if world not in reached)
+    return len(after)
+
+
+def ends(world: World) -> bool:
+    """Say whether anybody is left that should go on."""
+    return any(member.lives and not member.said.left for member in world.members)
+
+
+def test_while_nobody_has_begun_all_are_waited_for() -> None:
+    """Process 1 of three was lost before there was any state: whoever comes in its place is waited for."""
+    rules = Rules(3)
+    met = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
+    left = {m: Said(after=1, ready=True) for m in (0, 2)}
+    for record, said in ((Record(), {m: Said(ready=True) for m in (0, 2)}), (met, left)):
+        assert decide(record, said, rules, coming=1) == record
+        assert decide(record, said, rules).orders.proposal.members == (0, 2)
+        whole = decide(record, {**said, 3: Said(ready=True)}, rules).orders.proposal
+        assert whole.members == (0, 2, 3)
+        assert not whole.holds
+    holding = {m: replace(each, holds=1) for m, each in left.items()}
+    assert decide(met, holding, rules, coming=1).orders.proposal.members == (0, 2), "whoever has state goes on without"
+
+
+def test_two_members_and_one_newcomer_with_a_kill_at_any_moment() -> None:
+    assert prove(2, 1, 1) > 200
+
+
+def test_two_members_of_which_both_may_die() -> None:
+    assert prove(2, 0, 2) > 50
+
+
+def test_a_member_leaves_while_another_may_die() -> None:
+    assert prove(2, 0, 1, leaves=1) > 50
+
+
+@thorough
+@pytest.mark.parametrize("world", [(3, 0, 2, 0), (3, 0, 1, 1), (2, 1, 2, 0), (2, 1, 1, 1), (3, 1, 1, 0)], ids=str)
+def test_larger_worlds(world: tuple[int, int, int, int]) -> None:
+    assert prove(*world) > 1000
+
+
+def test_who_is_waited_for_is_known() -> None:
+    working = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {1: (0, 1, 2)})
+    train, back, new = Said(agreed=1, entered=1), Said(after=1, agreed=1, entered=1), Said(ready=True)
+    assert awaited(working, {0: train, 1: train, 2: train, 3: new}) == ()  # nobody waits yet: they are called
+    assert awaited(working, {0: back, 1: train, 2: back, 3: new}) == (1,)
+    assert awaited(working, {0: back, 2: back, 3: new}) == ()  # the lost are nobody's matter any more
+    assert awaited(working, {0: train, 1: Said(agreed=1), 2: train}) == (1,)  # the others cannot connect to it
+    proposed = decide(working, {0: back, 1: back, 2: back}, Rules(3))
+    assert proposed.orders.proposal.number == 2
+    assert awaited(proposed, {0: replace(back, agreed=2), 1: back, 2: replace(back, agreed=2)}) == (1,)
+    out = replace(proposed, orders=replace(proposed.orders, out=(1,)))
+    assert awaited(out, {0: replace(back, agreed=2), 1: back, 2: replace(back, agreed=2)}) == ()

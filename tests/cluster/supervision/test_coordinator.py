@@ -1,0 +1,191 @@
+"""The leader and the deputies of other machines: who may come, what they tell, and how a loss is noticed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.cluster.processes.launched_ranks import outcome_of
+from hydragraph.cluster.processes.rank_process import Died, Returned, Seat
+from hydragraph.cluster.supervision import coordinator as module
+from hydragraph.cluster.supervision.coordinator import (
+    Back,
+    Ended,
+    Hub,
+    Kill,
+    Leaving,
+    Link,
+    Nodes,
+    Over,
+    Start,
+    nodes_of,
+    reach,
+)
+
+PATIENCE_S = 20.0
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := holds()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+    return found
+
+
+def heard(link: Link, kind: type) -> Any:
+    """Return the next message of a kind."""
+
+    def next_one() -> Any:
+        message = link.hear(0.01)
+        assert message is not None or not link.down, link.down
+        return message if isinstance(message, kind) else None
+
+    return until(next_one)
+
+
+def order(number: int) -> Start:
+    return Start(number, Seat(number, 4, 1, {}), late=False, grace_s=1.0, work=b"")
+
+
+def at(address: str) -> Nodes:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as free:
+        return Nodes(0, 2, address, free.getsockname()[1])
+
+
+@pytest.fixture
+def first() -> Nodes:
+    return at("127.0.0.1")
+
+
+@pytest.fixture
+def hub(first: Nodes) -> Iterator[Hub]:
+    hub = Hub(first)
+    yield hub
+    hub.close(Over())
+
+
+@given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 9))
+def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, spares: int) -> None:
+    ranks = count + more
+    nodes = Nodes(0, count, "", 0)
+    dealt = [nodes.of(seat, ranks) for seat in range(ranks)]
+    assert dealt == sorted(dealt)
+    each = [nodes.here(node, ranks) for node in range(count)]
+    assert sum(each) == ranks
+    assert max(each) - min(each) <= 1
+    assert all(nodes.of(ranks + spare, ranks) == spare % count for spare in range(spares))
+
+
+def test_a_launcher_that_starts_several_processes_on_a_machine_starts_ranks() -> None:
+    there = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCAL_WORLD_SIZE": "1"}
+    assert nodes_of(there) == Nodes(1, 2, "a", 5)
+    assert nodes_of(there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Nodes(1, 2, "a", 5, shared=True)
+    assert nodes_of(there | {"LOCAL_WORLD_SIZE": "2"}) is None
+    assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}) is None
+
+
+def test_a_process_is_started_ended_and_heard_of_on_another_machine(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    hub.gather(timedelta(seconds=PATIENCE_S))
+    assert hub.arrived() == ()
+    member = hub.start(1, order(7))
+    assert heard(link, Start) == order(7)
+    member.process.kill()
+    assert heard(link, Kill) == Kill(7)
+    link.send(Ended(7, Returned(b"value")))
+    until(member.connection.poll)
+    assert outcome_of(member) == Returned(b"value")
+    assert not member.process.is_alive()
+
+
+def test_processes_of_a_machine_whose_supervisor_ends_have_died_and_it_may_come_again(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    until(lambda: hub.present(1))
+    members = [hub.start(1, order(number)) for number in (2, 3)]
+    link.close("killed")
+    for member in members:
+        until(member.connection.poll)
+        died = outcome_of(member)
+        assert isinstance(died, Died)
+        assert "node 1 is lost" in died.how
+    until(lambda: not hub.present(1))
+    hub.arrived()
+    back = reach(replace(first, number=1))
+    assert until(hub.arrived) == (1,)
+    hub.start(1, order(4))
+    assert heard(back, Start).number == 4
+
+
+def test_a_second_supervisor_of_a_machine_takes_the_place_of_the_first(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    until(lambda: hub.present(1))
+    member = hub.start(1, order(2))
+    second = reach(replace(first, number=1))
+    assert "a second time" in heard(link, Over).error
+    until(member.connection.poll)
+    assert isinstance(outcome_of(member), Died)
+    until(lambda: hub.present(1))
+    hub.start(1, order(5))
+    assert heard(second, Start).number == 5
+
+
+def test_a_machine_that_is_taken_away_gets_no_new_ranks_but_keeps_its_own(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    until(lambda: hub.present(1))
+    member = hub.start(1, order(2))
+    link.send(Leaving())
+    until(lambda: not hub.present(1))
+    assert member.process.is_alive()
+
+
+def test_a_machine_whose_devices_are_back_is_one_that_has_come(hub: Hub, first: Nodes) -> None:
+    link = reach(replace(first, number=1))
+    until(lambda: hub.present(1))
+    hub.gather(timedelta(seconds=PATIENCE_S))
+    assert hub.arrived() == ()
+    link.send(Back())
+    assert until(hub.arrived) == (1,)
+
+
+def test_whoever_does_not_know_the_key_is_sent_away(hub: Hub, first: Nodes) -> None:
+    book = module._book(first)
+    place = json.loads(book.get("leader"))
+    book.set("leader", json.dumps(place | {"key": "another"}))
+    with pytest.raises(ConnectionError, match="another by now"):
+        reach(replace(first, number=1))
+    assert not hub.present(1)
+
+
+def test_an_end_that_says_nothing_is_given_up() -> None:
+    here, there = multiprocessing.Pipe()
+    link = Link(here, patience_s=0.2)
+    until(lambda: link.hear(0.02) is None and link.down)
+    assert "nothing has been heard of it for 0.2 s" in link.down
+    there.close()
+
+
+def test_machines_that_never_come_are_named(hub: Hub) -> None:
+    with pytest.raises(TimeoutError, match=r"nodes \[1\] of 2 have not arrived"):
+        hub.gather(timedelta(seconds=0.05))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
+def test_machines_that_have_only_ipv6_meet() -> None:
+    nodes = at("::1")
+    hub = Hub(nodes)
+    link = reach(replace(nodes, number=1))
+    until(lambda: hub.present(1))
+    link.close("")
+    hub.close(Over())

@@ -1,0 +1,107 @@
+"""The supervisor of a machine that does not lead, with one that does in the same test: real processes, no training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hydragraph.cluster.launch import starting
+from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.node_agent import Deputy
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 240  # against a hang
+
+# Two machines, 3 ranks: prints what each rank is; the second time that they meet, who is left.
+SCRIPT = """
+import os, sys
+import hydragraph as hg
+from hydragraph.errors import RankFailure
+from hydragraph.cluster.launch import follow
+from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cluster.supervision.coordinator import Nodes
+
+
+def work(kill):
+    member = here()
+    environment = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+    first = (member.rank, *environment, os.getpid())
+    if kill and os.environ["GROUP_RANK"] == "1":
+        os.kill(int(os.environ["SUPERVISOR"]), 9)
+    if kill:
+        member.meet(None)
+    return first, len(member.generation.members), os.getpid()
+
+
+if __name__ == "__main__":
+    number, port, kill = map(int, sys.argv[1:])
+    os.environ["SUPERVISOR"] = str(os.getpid())
+    nodes = Nodes(number, 2, "127.0.0.1", port)
+    if number:
+        follow(nodes, print)
+    else:
+        print(hg.launch(work, 3, bool(kill), elastic=hg.Elastic(rejoin=False), nodes=nodes))
+"""
+
+
+def free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def machines(folder: Path, kill: bool) -> list[tuple[int, str]]:
+    """Run the script on both machines; return how each ended, and what it printed."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    port = free()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(number), str(port), str(int(kill))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for number in (0, 1)
+    ]
+    return [(process.wait(LIMIT_S), process.communicate()[0]) for process in started]
+
+
+def test_ranks_on_two_machines_know_their_places(tmp_path: Path) -> None:
+    (code, said), (other, theirs) = machines(tmp_path, kill=False)
+    assert code == other == 0, said + theirs
+    ranks = eval(said.splitlines()[-1])
+    assert [first[:4] for first, _, _ in ranks] == [(0, "0", "2", "0"), (1, "1", "2", "0"), (2, "0", "1", "1")]
+
+
+def test_ranks_go_on_where_the_supervisor_of_another_machine_is_killed_and_its_ranks_end(tmp_path: Path) -> None:
+    (code, said), (other, _) = machines(tmp_path, kill=True)
+    assert code == 0, said
+    assert other == -signal.SIGKILL
+    ranks = eval(said.splitlines()[-1])
+    assert [(first[0], count) for first, count, _ in ranks] == [(0, 2), (1, 2)]
+    assert all(first[4] == now for first, _, now in ranks), "they are the same processes"
+
+
+def test_a_first_machine_that_never_comes_is_named() -> None:
+    said: list[str] = []
+    with pytest.raises(ConnectionError, match=r"could not be reached for 0.2 s.*start the same command again"):
+        Deputy(starting(), Nodes(1, 2, "127.0.0.1", free()), said.append).run(arrival_s=0.2)
+    assert not said
+
+
+def test_a_machine_that_is_taken_away_before_the_first_one_comes_ends_at_once() -> None:
+    began = time.monotonic()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    Deputy(starting(), Nodes(1, 2, "127.0.0.1", free()), print).run(arrival_s=LIMIT_S)
+    assert time.monotonic() - began < LIMIT_S

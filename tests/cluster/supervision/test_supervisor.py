@@ -1,0 +1,103 @@
+"""The supervisor of a launch, with processes that are fakes; `tests/engine/test_recovery.py` has real ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hydragraph.cluster.processes.launched_ranks import NotStarted, Process, RankHandle
+from hydragraph.cluster.processes.rank_process import Returned
+from hydragraph.cluster.supervision import supervisor as supervisors
+from hydragraph.cluster.supervision.supervisor import Supervisor
+from hydragraph.errors import RankFailure
+from hydragraph.spec.elastic import Elastic
+
+LIMIT = timedelta(seconds=120)  # against a hang
+FAILED = BlockingIOError(11, "Resource temporarily unavailable")
+
+
+class Lives:
+    """A process that lives until the test ends."""
+
+    pid: int | None = None
+    exitcode: int | None = None
+
+    def __init__(self) -> None:
+        self._sign, self._end = multiprocessing.Pipe(duplex=False)
+        self.sentinel = self._sign.fileno()
+
+    def is_alive(self) -> bool:
+        return True
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Starts:
+    """Starts fakes in seats, and counts how often.
+
+    Args:
+        broken: the seat where no process can be started.
+        fails: how many starts fail there before one succeeds.
+        returns: after how many starts there the process of seat 0 returns.
+    """
+
+    def __init__(self, broken: int, fails: int, returns: int) -> None:
+        self.counts: dict[int, int] = {}
+        self._broken, self._fails, self._returns = broken, fails, returns
+        self._ends: dict[int, Connection] = {}
+
+    def __call__(self, number: int, seat: int, late: bool) -> RankHandle:
+        self.counts[seat] = self.counts.get(seat, 0) + 1
+        ours, theirs = multiprocessing.Pipe()
+        process: Process = Lives()
+        if seat == self._broken and self.counts[seat] <= self._fails:
+            theirs.close()
+            process = NotStarted(FAILED)
+        else:
+            self._ends[number] = theirs
+        if seat == self._broken and self.counts[seat] == self._returns:
+            self._ends[0].send(Returned(b"done"))
+        return RankHandle(number, process, ours)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(supervisors, "_REJOIN_S", 0.01)
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_start_that_fails_is_repeated_in_its_own_seat(store: Any, fails: int) -> None:
+    starts = Starts(broken=1, fails=fails, returns=fails + 1)
+    supervisor = Supervisor(starts, store, 2, Elastic(min_ranks=1))
+    supervisor.run(LIMIT)
+    assert supervisor.results() == [b"done"]
+    assert starts.counts == {0: 1, 1: fails + 1}
+
+
+def test_starts_that_fail_again_and_again_leave_the_seat_empty(store: Any) -> None:
+    starts = Starts(broken=1, fails=100, returns=3)
+    supervisor = Supervisor(starts, store, 2, Elastic(min_ranks=1))
+    supervisor.run(LIMIT)
+    assert supervisor.results() == [b"done"]
+    assert starts.counts == {0: 1, 1: 3}
+
+
+def test_a_launch_none_of_whose_processes_can_be_started_says_why(store: Any) -> None:
+    starts = Starts(broken=0, fails=100, returns=0)
+    supervisor = Supervisor(starts, store, 1, Elastic(min_ranks=1))
+    supervisor.run(LIMIT)
+    with pytest.raises(RankFailure, match=r"could not be started: .*Resource temporarily unavailable"):
+        supervisor.results()
+    assert starts.counts == {0: 3}

@@ -1,0 +1,71 @@
+"""Models and lengths of benchmarks, and the operations that a step is said to cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from hydragraph.commands.bench.bench_models import (
+    SHAPES,
+    Shape,
+    draw_sequences,
+    meta_model,
+    mixed_lengths,
+    training_flops,
+)
+
+
+@pytest.mark.parametrize("length", [8, 33])
+def test_operations_are_those_that_pytorch_counts(length: int) -> None:
+    """PyTorch counts the whole square of attention; in some versions also positions times frequencies, one product."""
+    shape = Shape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
+    model = shape.build("cpu")
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    ids = torch.randint(0, 50, (1, length))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    rotations = 2 * (shape.hidden // shape.heads // 2) * length
+    assert counted.get_total_flops() - training_flops(model, [length], causal=False) in (0, rotations)
+
+
+TINY = SHAPES["tiny"].build("meta")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4))
+def test_a_causal_mask_halves_attention_and_lengths_are_squared_one_by_one(lengths: list[int]) -> None:
+    squares = 2 * 64 * sum(n * n for n in lengths)
+    assert training_flops(TINY, lengths, causal=False) - training_flops(TINY, lengths) == 6 * squares
+    assert training_flops(TINY, lengths) == sum(training_flops(TINY, [n]) for n in lengths)
+
+
+def test_named_models_have_the_sizes_of_their_names() -> None:
+    counts = {name: sum(p.numel() for p in meta_model(name).parameters()) for name in ("1b", "7b")}
+    assert counts == {"1b": 1_104_218_112, "7b": 6_738_415_616}
+
+
+def test_the_model_of_a_run() -> None:
+    demo = Path(__file__).parents[3] / "examples/demo.yaml"
+    assert meta_model(str(demo)).config.num_hidden_layers == 8  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="--model nowhere: name one of tiny, small, 1b, 7b, or a run's YAML file"):
+        meta_model("nowhere")
+
+
+@given(st.integers(2, 5000), st.integers(0, 5), st.integers(8, 300))
+def test_lengths_add_up_and_leave_no_token_alone(tokens: int, seed: int, longest: int) -> None:
+    lengths = mixed_lengths(tokens, seed, longest, shortest=4)
+    assert sum(lengths) == tokens
+    assert min(lengths) >= 2
+    assert max(lengths) <= longest + 1  # a last token joins the sequence before it
+    assert lengths == mixed_lengths(tokens, seed, longest, shortest=4)
+
+
+def test_sequences_are_the_same_for_the_same_seed() -> None:
+    found, again = draw_sequences([3, 5], 10, 7), draw_sequences([3, 5], 10, 7)
+    assert [len(s) for s in found] == [3, 5]
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert max(int(s.max()) for s in found) < 10

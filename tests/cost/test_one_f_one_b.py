@@ -1,0 +1,98 @@
+"""The 1F1B recurrence against a simulation over explicit dependencies, and against closed forms."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.cost.one_f_one_b import (
+    FORWARD,
+    best_order,
+    equal_stages,
+    one_f_one_b,
+    pipeline_seconds,
+    published_seconds,
+)
+
+
+def by_dependencies(costs: list[list[float]], order: list[int]) -> float:
+    """Return the longest path through all forwards and backwards: each stage's order, and what each waits for."""
+    stages, count = len(costs), len(order)
+    tasks: dict[tuple[str, int, int], float] = {}
+    after: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
+    for s in range(stages):
+        warm = min(stages - 1 - s, count)
+        line = [("f", m) for m in order[:warm]]
+        for m in range(count - warm):
+            line += [("f", order[warm + m]), ("b", order[m])]
+        line += [("b", m) for m in order[count - warm :]]
+        for i, (what, m) in enumerate(line):
+            tasks[what, s, m] = costs[s][m] * (FORWARD if what == "f" else 1 - FORWARD)
+            before = [(line[i - 1][0], s, line[i - 1][1])] if i else []
+            if what == "f":
+                before += [("f", s - 1, m)] if s else []
+            else:
+                before += [("b", s + 1, m)] if s < stages - 1 else [("f", s, m)]
+            after[what, s, m] = before
+    ends: dict[tuple[str, int, int], float] = {}
+
+    def end(task: tuple[str, int, int]) -> float:
+        if task not in ends:
+            ends[task] = tasks[task] + max((end(b) for b in after[task]), default=0.0)
+        return ends[task]
+
+    return max(map(end, tasks))
+
+
+COSTS = st.integers(1, 4).flatmap(
+    lambda s: st.integers(1, 6).flatmap(
+        lambda v: st.lists(st.lists(st.floats(0.1, 9), min_size=v, max_size=v), min_size=s, max_size=s)
+    )
+)
+
+
+def test_the_example_of_the_module() -> None:
+    assert pipeline_seconds([3.0, 6.0], 2) == pytest.approx(14.0)
+    assert published_seconds([3.0, 6.0], 2) == 15.0
+
+
+@given(COSTS, st.randoms(use_true_random=False))
+def test_it_is_the_longest_path(costs: list[list[float]], random) -> None:  # type: ignore[no-untyped-def]
+    order = list(range(len(costs[0])))
+    random.shuffle(order)
+    found = one_f_one_b(np.array(costs), np.array(order), FORWARD)
+    assert found == pytest.approx(by_dependencies(costs, order), rel=1e-12)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.floats(0.1, 9))
+def test_equal_micro_batches_take_v_plus_pp_minus_one(stages: int, count: int, cost: float) -> None:
+    assert pipeline_seconds([cost] * count, stages) == pytest.approx(cost * (count + stages - 1), rel=1e-9)
+    assert published_seconds([cost] * count, stages) == pytest.approx(cost * (count + stages - 1), rel=1e-9)
+
+
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=6), st.integers(1, 4))
+def test_the_estimate_is_never_too_short_for_the_best_order(costs: list[float], stages: int) -> None:
+    rows = equal_stages(np.array(costs), stages)
+    found, order = best_order(rows, FORWARD, 4)
+    assert sorted(order) == list(range(len(costs)))
+    assert found == pytest.approx(one_f_one_b(rows, order, FORWARD), rel=1e-12)
+    assert found <= published_seconds(costs, stages) * (1 + 1e-9)
+    assert found <= pipeline_seconds(costs, stages) * (1 + 1e-12)
+
+
+def test_the_order_found_is_close_to_the_best_of_all() -> None:
+    random = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(20):
+        rows = equal_stages(random.lognormal(0, 1, 6), 3)
+        all_ = min(one_f_one_b(rows, np.array(o), FORWARD) for o in itertools.permutations(range(6)))
+        worst = max(worst, best_order(rows, FORWARD, 8)[0] / all_ - 1)
+    assert worst <= 0.05
+
+
+def test_no_micro_batches_take_no_time() -> None:
+    assert pipeline_seconds([], 3) == published_seconds([], 3) == 0.0

@@ -1,0 +1,139 @@
+"""What coming strategies need, made beside training: real ranks that then compile nothing, and what may go wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hydragraph as hg
+from hydragraph.cluster.once_per_node import Offer
+from hydragraph.engine.background_compile import Beforehand, Readying, _Asked, made
+from hydragraph.engine.candidate_strategies import request_of
+from hydragraph.errors import Unsupported
+from hydragraph.passes.variants import Variants
+from hydragraph.planner.policy import Policy
+from hydragraph.spec.strategy import Strategy
+from tests.models import llama, sequences
+
+LAYERS = 2
+RUNNING = hg.Strategy.parse("2*<tp1,pp1>", layers=LAYERS)
+OTHER = hg.Strategy.parse("<tp2,pp1>", layers=LAYERS)
+STEPS = 600
+AFTER = 3  # steps of the new strategy
+
+
+def trained(model: Any) -> list[str]:
+    """Train until ranks have switched, which they are kept from once; they may compile nothing that is coming."""
+    exe = hg.compile(
+        model,
+        [RUNNING, hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)],
+        lambda named: torch.optim.SGD(named, lr=1e-2),
+        device="cpu",
+        policy=Policy(workers=0),
+    )
+    names: list[str] = []
+
+    def step() -> str:
+        names.append(exe.step(sequences([20, 13, 7], seed=len(names) % 5)).strategy)
+        time.sleep(0.25)  # for the process that gives way to ranks
+        assert len(names) < STEPS
+        return names[-1]
+
+    def ask() -> None:
+        if exe.rank == 0:
+            exe.choose_from([OTHER], request_of([OTHER], None, exe.ranks, 0), ready_first=True)
+            assert exe.changing
+
+    def together(value: object) -> Any:
+        return exe.world.gather(value)[0]
+
+    step()
+    Variants._made = refuse  # type: ignore[method-assign, assignment]
+    take = Readying.take
+    Readying.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
+    ask()
+    while together(exe.rank == 0 and exe.changing):
+        step()
+    assert len(names) > 3, "steps go on while it is made"
+    assert exe.rank or exe.change_refused == "it computes something else"
+    assert names.count(str(OTHER)) == 0
+
+    Readying.take = take  # type: ignore[method-assign]
+    ask()
+    while step() != str(OTHER):
+        pass
+    assert [step() for _ in range(AFTER)] == [str(OTHER)] * AFTER
+    assert exe.rank or not (exe.changing or exe.change_refused)
+    exe.close()
+    return names
+
+
+def refuse(*_: object) -> Any:
+    raise AssertionError("a rank compiles while it trains")
+
+
+def test_ranks_switch_when_all_is_ready_and_to_nothing_that_cannot_be_run() -> None:
+    one, other = hg.launch(trained, 2, llama(layers=LAYERS))
+    assert one == other
+
+
+# One process.
+
+
+class Refusing:
+    """A check that finds something wrong."""
+
+    passed: dict[str, str] = {}  # noqa: RUF012
+
+    def check(self, _: Strategy) -> None:
+        raise Unsupported("it computes something else", where="<tp2,pp1>", remedy="report it")
+
+
+def variants() -> Variants:
+    return Variants(hg.capture(llama(layers=LAYERS)))
+
+
+def test_what_a_check_refuses_is_not_handed_on() -> None:
+    check: Any = Refusing()
+    found = made(_Asked(variants(), check, [RUNNING]))
+    assert found.variants is None
+    assert "computes something else" in found.refused
+
+
+def test_only_what_was_never_compiled_is_made_and_by_one_rank_of_a_machine() -> None:
+    known = variants()
+    known.compile([RUNNING])
+    assert Readying(known, None, makes=True).begin([RUNNING]) is None
+    assert Readying(known, None, makes=False).begin([OTHER]) is None
+
+
+def test_a_process_that_dies_offers_nothing_and_is_waited_for_no_longer() -> None:
+    making = Beforehand(variants(), None, [OTHER])
+    while making._process is None:
+        time.sleep(0.01)
+    making._process.kill()
+    while not making.settled:
+        time.sleep(0.01)
+    assert making.offer is None
+    folder = making._folder.name
+    making.close()
+    assert not Path(folder).exists()
+
+
+def test_a_process_whose_rank_is_gone_ends() -> None:
+    making = Beforehand(variants(), None, [OTHER])
+    while making._process is None:
+        time.sleep(0.01)
+    assert making._process.stdin is not None
+    making._process.stdin.close()  # as when this process ended
+    assert making._process.wait(60) == 1
+    making.close()
+
+
+def test_what_cannot_be_read_is_made_by_ranks_themselves(tmp_path: Path) -> None:
+    (tmp_path / "made").write_bytes(b"something else")
+    tmp_path.chmod(0o700)
+    assert Readying(variants(), None, makes=False).take(Offer(str(tmp_path / "made"), "0" * 64)) == ""

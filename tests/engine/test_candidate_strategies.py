@@ -1,0 +1,124 @@
+"""Choosing a strategy every step, over gloo processes: the losses are those of one device, whatever is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydragraph as hg
+from hydragraph.cost.block_pieces import Constants
+from hydragraph.cost.measured_profile import Profile
+from tests import models
+from tests.generations import regroup
+from tests.ready import Ready
+
+TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
+LAYERS = 3
+# made up so that short mini-batches prefer many pipelines, and long sequences fit two devices only
+PROFILE = Profile(
+    "made up",
+    {(1, 1): Constants(1e-6, 1e-4, 1e-4), (2, 1): Constants(5e-7, 7e-5, 4e-4), (1, 2): Constants(5e-7, 5e-5, 3e-4)},
+    {1: 16, 2: 16},
+    limits={(1, 1): 64, (2, 1): 200, (1, 2): 150},
+)
+
+
+def mini_batches() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [[9, 30, 17, 60, 2, 44], [150, 20, 7], [64] * 4, [5, 3]]
+    return [[torch.randint(0, 97, (n,), generator=generator) for n in each] for each in sizes]
+
+
+def ready() -> Ready:
+    return Ready.of(models.llama(layers=LAYERS, vocab=97), TEXTS)
+
+
+def trained_in_all_ways(prepared: Ready) -> dict[str, list[tuple[float, str]]]:
+    return {how: trained(prepared, how) for how in ("alone", "inline", "ahead", "auto")}
+
+
+def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
+    layers = {"layers": LAYERS}
+    candidates = [hg.Strategy.parse(t, **layers) for t in TEXTS]
+    given = {"alone": hg.Strategy.parse("<tp1,pp1>", **layers), "auto": "auto"}.get(how, candidates)
+    planning = {"profile": PROFILE, "lengths": [[len(s) for s in b] for b in mini_batches()]} if how == "auto" else {}
+    executable = prepared.executable(
+        given,  # type: ignore[arg-type]
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy=hg.Policy(workers=int(how == "ahead"), gain=0.0),
+        **planning,
+    )
+    found = []
+    try:
+        for i, batch in enumerate(mini_batches()):
+            if how == "ahead":
+                for later in mini_batches()[i : i + 2]:
+                    executable.announce(later)
+            report = executable.step(batch)
+            found.append((report.loss, report.strategy))
+        if how == "auto":
+            said = executable.decision
+            assert said.startswith("a strategy is chosen every iteration") if executable.rank == 0 else not said
+            with pytest.raises(hg.Unsupported, match="500 tokens, more than every candidate takes"):
+                executable.step([torch.zeros(500, dtype=torch.int64)])
+            assert executable.step(mini_batches()[0]).loss > 0  # all ranks refused together, so nothing is broken
+        return found
+    finally:
+        executable.close()
+
+
+def planning_processes(prepared: Ready) -> list[int]:
+    """Move to another choice, in the same world and then after a failure; say which processes planned."""
+    exe = prepared.executable(
+        [hg.Strategy.parse(t, layers=LAYERS) for t in TEXTS], lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+    pids = []
+    world, everybody = exe.world, range(exe.ranks)
+    for number, batch in enumerate(mini_batches()[:3]):
+        if number == 1:
+            exe.move(world, hg.Home(), everybody, strategy=list(TEXTS[:2]))
+        if number == 2:
+            exe.leave()
+            again = regroup(1, everybody)
+            assert again is not None
+            exe.move(again, hg.Home(), everybody)
+        exe.announce(batch)
+        exe.step(batch)
+        planner = exe._chooser._planner
+        if planner is not None:
+            assert planner._service is not None
+            pids += planner._service.pids
+    exe.close()
+    return pids
+
+
+def test_the_process_that_plans_stays_where_strategies_and_ranks_change() -> None:
+    first, *others = hg.launch(planning_processes, 4, prepare=ready)
+    assert others == [[]] * 3
+    assert len(first) == 3
+    assert len(set(first)) == 1
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[tuple[float, str]]]]:
+    return hg.launch(trained_in_all_ways, 4, prepare=ready)
+
+
+@pytest.mark.parametrize("how", ["inline", "ahead", "auto"])
+def test_losses_are_those_of_one_device_whatever_is_chosen(
+    how: str, ranks: list[dict[str, list[tuple[float, str]]]]
+) -> None:
+    every = [rank[how] for rank in ranks]
+    assert every == [every[0]] * 4
+    for (loss, _), (expected, _) in zip(every[0], ranks[0]["alone"], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+    if how == "auto":
+        assert len({strategy for _, strategy in every[0]}) > 1
+
+
+def test_auto_needs_a_profile_and_data() -> None:
+    with pytest.raises(hg.Unsupported, match=r"without a profile and a sample.*hydragraph profile"):
+        hg.compile(models.llama(layers=LAYERS, vocab=97), "auto")
+    with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
+        hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]

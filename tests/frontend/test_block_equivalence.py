@@ -1,0 +1,145 @@
+"""Blocks share a template only where they compute the same, whatever tells them apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import hydragraph as hg
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from tests.frontend.test_module_digest import Setting, kind, times
+from tests.frontend.test_untraceable import agrees
+from tests.models import llama, randomised
+from tests.own_models import Layer, Own
+
+SCALES = [1.5, 2.5]
+TABLE: dict[int, float] = {}
+
+
+class Scaled(Layer):
+    """A block that scales what it returns by what a test says of it."""
+
+    def __init__(self, index: int, scale: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(32, 4, 2, True)
+        self.layer_idx, self.scale = index, scale
+        self._hidden, self.setting, self.listed = 1.5 + index, Setting(1.5 + index), {"a": [1.5 + index]}
+        self.closure, self.made, self.bound = times(1.5 + index), kind(1.5 + index)(), Setting(1.5 + index).scaled
+        TABLE[id(self)] = 1.5 + index
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return super().forward(x, cu_seqlens) * self.scale(self, x)
+
+
+def marked(block: Any, x: Tensor) -> float:
+    return (f"{block.layer_idx}" == "1" and 2.5) or 1.5
+
+
+def detached(block: Any, x: Tensor) -> Tensor:
+    return x.detach() if block.layer_idx else x
+
+
+def ungraded(block: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(not block._hidden > 2):
+        return x.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda b, x: b._hidden,
+        lambda b, x: b.setting.value,
+        lambda b, x: b.listed["a"][0],
+        lambda b, x: b.closure(1.0),
+        lambda b, x: b.made(1.0),
+        lambda b, x: b.bound(1.0),
+        lambda b, x: 0.5 * b.layer_idx + 1,
+        lambda b, x: 2**b.layer_idx,
+        lambda b, x: int(b.layer_idx) + 1,
+        lambda b, x: SCALES[b.layer_idx],
+        lambda b, x: x.new_ones(()) * b.layer_idx + 1,
+        lambda b, x: torch.tensor(1.5 + b.layer_idx).item(),
+        marked,
+        detached,
+        ungraded,
+    ],
+)
+def test_layers_that_differ_are_never_taken_for_equal(scale: Callable[[Any, Tensor], Any]) -> None:
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Scaled(i, scale) for i in range(2)])
+    agrees(randomised(model))  # type: ignore[arg-type]
+
+
+def test_layers_that_differ_in_what_they_do_not_read_are_equal() -> None:
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Scaled(i, lambda b, x: 2.0) for i in range(2)])
+    program = capture(model, blocks="stack")
+    assert program.blocks[1].template == program.blocks[2].template
+    assert len(program.blocks[1].template) == 64
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def test_a_parametrization_of_one_layer_makes_it_another() -> None:
+    model = randomised(Own(layers=2))
+    parametrize.register_parametrization(model.stack[1].down, "weight", Squared())  # type: ignore[index,union-attr]
+    program = capture(model, blocks="stack")
+    assert program.blocks[1].template != program.blocks[2].template
+    agrees(model)  # type: ignore[arg-type]
+
+
+CALLS = [0]
+
+
+def counted(block: Any, x: Tensor) -> float:
+    CALLS[0] += 1
+    return float(CALLS[0])
+
+
+def counting(block: Any, x: Tensor) -> float:
+    block.calls = getattr(block, "calls", 0) + 1
+    return float(block.calls)
+
+
+def test_state_outside_of_a_block_is_refused() -> None:
+    model = Own(layers=1)
+    model.stack = nn.ModuleList([Scaled(0, counted)])
+    with pytest.raises(Unsupported, match=r"layer.0: its forward does something else in each call"):
+        capture(model, blocks="stack")
+
+
+def test_state_in_an_attribute_is_refused_by_name() -> None:
+    model = Own(layers=1)
+    model.stack = nn.ModuleList([Scaled(0, counting)])
+    with pytest.raises(Unsupported, match=r"layer.0: forward changes 'calls' from \d to \d"):
+        capture(model, blocks="stack")
+
+
+def test_a_program_of_a_model_that_differs_out_of_sight_is_refused() -> None:
+    model, other = llama(layers=1), llama(layers=1)
+    strategy = hg.Strategy.parse("<tp1,pp1>", layers=1)
+    program = capture(model)
+    hg.compile(model, strategy, program=program).close()
+    other.model.layers[0]._scale = 2.0  # type: ignore[index,union-attr]
+    with pytest.raises(ValueError, match="captured from another model"):
+        hg.compile(other, strategy, program=program)
+
+
+def test_depth_is_nearly_free() -> None:
+    capture(Own(layers=1))
+    began = time.process_time()
+    capture(Own(layers=1))
+    between = time.process_time()
+    program = capture(Own(layers=48))
+    assert len({b.template for b in program.blocks}) == 3
+    assert time.process_time() - between <= 6 * (between - began)  # tracing 48 blocks would take 25 times as long

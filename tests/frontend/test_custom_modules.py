@@ -1,0 +1,259 @@
+"""Modules of one's own: how they are called, what they compute when packed, and what of theirs is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.custom_modules import caller
+from hydragraph.frontend.packed_inputs import FIELDS
+from tests.frontend.execute import batch, loss
+from tests.models import randomised
+from tests.own_models import Layer, Own, alone, classified
+
+
+class Model(nn.Module):
+    """Calls `forward` with whatever a test wants."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+GIVEN = {name: torch.tensor(i) for i, name in enumerate(FIELDS)}
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda batch: batch, GIVEN),
+        (lambda anything, flag=True: anything, GIVEN),
+        (lambda input_ids: input_ids, GIVEN["input_ids"]),
+        (lambda *, labels, cu_seqlens: (labels, cu_seqlens), (GIVEN["labels"], GIVEN["cu_seqlens"])),
+        (lambda input_ids, labels=None, mask=None, **rest: (labels, mask, rest), (GIVEN["labels"], None, {})),
+    ],
+)  # fmt: skip
+def test_a_forward_gets_the_fields_that_it_names(forward: Callable[..., Any], expected: object) -> None:
+    model = Model(forward)
+    assert caller(model, FIELDS)(model, GIVEN) == expected
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (
+            lambda input_ids, pixels: None,
+            r"Model: its forward wants 'pixels'; name its parameters after .*input_ids, .*",
+        ),
+        (lambda x, y: None, "its forward wants 'x'"),
+        (lambda: None, "takes none of the batch's fields"),
+        (lambda **anything: None, "takes none of the batch's fields"),
+    ],
+)
+def test_a_forward_that_wants_something_else_is_refused(forward: Callable[..., Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        caller(Model(forward), FIELDS)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_loss_and_gradients_equal_the_modules_on_each_sequence_alone(causal: bool) -> None:
+    model = randomised(Own(causal=causal))
+    program = capture(model, blocks="stack")
+    assert program.causal is causal
+    assert program.blocks[1].template == program.blocks[2].template
+    given, total = batch([5, 1, 3]), torch.zeros(())
+    for a, b in pairwise(given["cu_seqlens"].tolist()):
+        labels = given["labels"][0, a:b]
+        total = total + F.cross_entropy(alone(model, given["input_ids"][0, a:b]), labels, reduction="sum")
+    found = loss(program, model, given)
+    torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-4)
+    parameters = list(model.parameters())
+    expected, gradients = (torch.autograd.grad(x, parameters) for x in (total, found))
+    scale = torch.stack([g.norm() for g in expected]).norm()
+    for one, other in zip(gradients, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale
+
+
+class Named(Own):
+    """It returns its logits in what a test wants."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Any:
+        return self.wrap(super().forward(input_ids, position_ids, cu_seqlens))
+
+
+def test_logits_are_found_in_a_dict_and_asked_for_elsewhere() -> None:
+    given = batch([5, 3])
+    plain, named = randomised(Own()), randomised(Named(lambda logits: {"logits": logits, "other": None}))
+    assert torch.equal(loss(capture(named), named, given), loss(capture(plain), plain, given))
+    for wrap in (lambda logits: (logits, None), lambda logits: {"scores": logits}, lambda logits: None):
+        with pytest.raises(Unsupported, match=r"the loss: the model returns a .* without logits; return .* loss="):
+            capture(Named(wrap))
+
+
+def test_a_loss_over_whole_sequences() -> None:
+    model = randomised(Own(outputs=5, causal=False))
+    program, given = capture(model, loss=classified), batch([5, 2, 3])
+    given["labels"] = torch.full((1, 10), -100)
+    given["labels"][0, [4, 9]] = torch.tensor([2, 0])
+    ids = given["input_ids"][0]
+    means = torch.stack([alone(model, ids[a:b]).mean(0) for a, b in ((0, 5), (7, 10))])
+    expected = F.cross_entropy(means, torch.tensor([2, 0]), reduction="sum")
+    torch.testing.assert_close(loss(program, model, given), expected, rtol=1e-5, atol=1e-5)
+
+
+class Mixing(nn.Module):
+    """A block that mixes tokens [1, T, 32] in a way of its own."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(32, 32), mix
+        self.convolution = nn.Conv1d(32, 32, 3, padding=1)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, T, 32] -> [1, T, 32]."""
+        return x + self.mix(self, self.linear(x))
+
+
+class Stacked(nn.Module):
+    """Blocks without sequence bounds."""
+
+    def __init__(self, block: nn.Module, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = embed, nn.ModuleList([block]), nn.Linear(32, 101)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits [1, T, 101]."""
+        return self.head(self.blocks[0](self.embed(input_ids)))
+
+
+def stacked(block: nn.Module) -> nn.Module:
+    return Stacked(block, nn.Embedding(101, 32))
+
+
+def by_hand(block: nn.Module, x: Tensor) -> Tensor:
+    return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [
+        (lambda b, x: F.scaled_dot_product_attention(x, x, x), r"layer.0: attention by aten.scaled_dot"),
+        (lambda b, x: b.attention(x, x, x)[0], r"layer.0: a"),
+        (by_hand, r"aten.matmul.default mixes the tokens"),
+        (lambda b, x: b.convolution(x.transpose(1, 2)).transpose(1, 2), r"aten.conv1d\S* mixes the tokens"),
+        (lambda b, x: x.cumsum(1), r"aten.cumsum.default mixes"),
+        (lambda b, x: x - x.mean(1, keepdim=True), r"aten.mean.dim mixes"),
+        (lambda b, x: x.softmax(-2), r"aten.softmax.int mixes"),
+        (lambda b, x: x.roll(1, 1), r"aten.roll.default mixes"),
+        (lambda b, x: x.flip(1), r"aten.flip.default mixes"),
+        (lambda b, x: F.pad(x, (0, 0, 1, 0))[:, :-1], r"mixes"),
+        (lambda b, x: x - x.mean(), r"aten.mean.default mixes"),
+    ],
+)  # fmt: skip
+def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], message: str) -> None:
+    with pytest.raises(Unsupported, match=message + r".*; call hydragraph.varlen_attention"):
+        capture(stacked(Mixing(mix)))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda b, x: x / x.norm(),
+        lambda b, x: F.normalize(x, dim=1),
+        lambda b, x: x.sort(1)[0],
+        lambda b, x: x + x.topk(1, dim=1)[0],
+        lambda b, x: x + x[:, :1],
+        lambda b, x: x.cummax(1)[0],
+        lambda b, x: x + x.prod(1, keepdim=True),
+        lambda b, x: x + x.median(1, keepdim=True)[0],
+        lambda b, x: x + x.argmax(1, keepdim=True),
+        lambda b, x: x * (x > 0).sum(),
+        lambda b, x: x + F.adaptive_avg_pool1d(x.transpose(1, 2), 1).transpose(1, 2),
+        lambda b, x: F.layer_norm(x.transpose(1, 2), x.transpose(1, 2).shape[-1:]).transpose(1, 2),
+        lambda b, x: x + torch.einsum("bti,btj->bij", x, x).sum(-1)[:, None],
+        lambda b, x: x * (1 / x.shape[1]),
+        lambda b, x: x + torch.arange(x.shape[1], device=x.device)[None, :, None],
+        lambda b, x: x + torch.ones_like(x).cumsum(1),
+        lambda b, x: x + x.index_select(1, torch.zeros(1, dtype=torch.int64, device=x.device)),
+        lambda b, x: x + x.std(),
+        lambda b, x: x * x.max(),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with pytest.raises(Unsupported, match=r"layer.0: .*; call hydragraph.varlen_attention"):
+        capture(stacked(Mixing(mix)))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda b, x: x.softmax(-1) + x.cumsum(-1) + x.roll(1, -1) + x.mean(-1, keepdim=True),
+        lambda b, x: F.normalize(x, dim=-1) + x.amax(-1, keepdim=True) + x.sort(-1)[0],
+        lambda b, x: x.unflatten(-1, (4, 8)).softmax(-2).flatten(-2),
+        lambda b, x: (x.unflatten(-1, (4, 8)) @ x.unflatten(-1, (4, 8)).transpose(-1, -2)).flatten(-2).repeat(1, 1, 2),
+        lambda b, x: torch.cat(x.chunk(2, -1)[::-1], -1) + torch.zeros_like(x),
+        lambda b, x: F.rms_norm(x, (32,)) + F.layer_norm(x, (32,)) + x[..., :1] + x[..., 1:2],
+        lambda b, x: torch.where(x > 0, x, x.exp()) + F.glu(torch.cat([x, x], -1)),
+        lambda b, x: x @ b.linear.weight + x.gather(-1, x.argsort(-1)),
+        lambda b, x: F.pad(x, (0, 1))[..., 1:],
+    ],
+)  # fmt: skip
+def test_operators_along_other_dimensions_mix_nothing(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    capture(stacked(Mixing(mix)))
+
+
+class Counting(Own):
+    """Counts its positions through the row, as models for one sequence do."""
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        """Return logits [1, T, outputs]."""
+        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None], cu_seqlens)
+
+
+def test_positions_that_count_through_the_packed_row_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"Counting before its first block: aten.arange\S* counts .*position_ids"):
+        capture(Counting(), blocks="stack")
+
+
+class Attending(nn.Embedding):
+    """An embedding whose tokens see each other."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[1, T] -> [1, T, H]."""
+        x = super().forward(ids)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_before_the_blocks_is_refused_too() -> None:
+    model = Stacked(Mixing(lambda b, x: x), Attending(101, 32))
+    with pytest.raises(Unsupported, match="Stacked before its first block: attention by"):
+        capture(model)
+
+
+class Deciding(Layer):
+    """A block that looks at a value."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return x if x.sum() > 0 else -x
+
+
+def test_what_cannot_be_traced_is_refused_with_its_cause() -> None:
+    model = Own(layers=1)
+    model.stack = nn.ModuleList([Deciding(32, 4, 2, True)])
+    with pytest.raises(Unsupported, match=r"Own: torch.export cannot trace it .*; make the forward free of") as caught:
+        capture(model)
+    assert caught.value.__cause__ is not None

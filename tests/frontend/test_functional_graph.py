@@ -1,0 +1,228 @@
+"""Functional graphs: what writes in place is rewritten, what has no gradient has none; hidden writes are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.functional_graph import functional_graph
+from tests.own_models import Layer, Own
+
+
+class Doing(Layer):
+    """A block that also does what a test wants."""
+
+    def __init__(self, does: Callable[[Doing, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(32, 4, 2, True)
+        self.does = does
+        self.register_buffer("seen", torch.ones(32))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.does(self, super().forward(x, cu_seqlens), x)
+
+
+KEPT: list[Tensor] = []
+
+
+def kept_from_another_block(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+    KEPT.append(x)
+    return y + KEPT[0]
+
+
+def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
+    return y / torch.tensor([float(i) for i in range(1, int(x.shape[0]) + 1)], device=x.device)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (lambda block, y, x: x.add_(y), "writes in place into what it is given, or into a parameter, at .*x.add_"),
+        (lambda block, y, x: F.silu(x, inplace=True) + y, "writes in place into what it is given.*; write into a copy"),
+        (lambda block, y, x: block.up.bias.mul_(2).sum() + y, "writes in place into .*, or into a parameter, at "),
+        (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace has no part in.*read through"),
+        (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace has no part in"),
+        (kept_from_another_block, "one number of tokens or sequences only.*kept from another call or block"),
+        (counted, "one number of tokens or sequences only.*; compute with tensors as they come"),
+        (
+            lambda block, y, x: block.nothing(y),
+            r"no attribute 'nothing'\), at test_functional_graph.py:\d+, .*block.nothing",
+        ),
+    ],
+)
+def test_what_a_trace_cannot_hold_of_a_block_is_refused_in_a_sentence_with_its_line(
+    does: Callable[[Doing, Tensor, Tensor], Tensor], message: str
+) -> None:
+    KEPT.clear()
+    model = Own(layers=2)
+    model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
+    with pytest.raises(Unsupported, match=message):
+        capture(model)
+
+
+def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
+    def shifted(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(logits[0, :-1], given["labels"][0, 1:], reduction="sum")
+
+    with pytest.raises(
+        Unsupported, match=r"Own: it does something else for few tokens .*; .* labels stand already where"
+    ):
+        capture(Own(), loss=shifted)
+
+
+class Scaled(nn.Module):
+    """A model of one weight and one function."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(self.weight, x)
+
+
+def plain(weight: Tensor, x: Tensor) -> Tensor:
+    return (weight * x).reshape(-1)
+
+
+def partly_without_gradient(weight: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (weight * x).exp().sum()
+    return weight * x * scale
+
+
+def in_place(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    y.add_(1).mul_(weight)
+    return y * y
+
+
+def in_place_beside_a_region(weight: Tensor, x: Tensor) -> Tensor:
+    return partly_without_gradient(weight, x).add_(1)
+
+
+def in_place_inside_a_region(weight: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (weight * x).exp()
+        scale.add_(1)
+    return weight * scale
+
+
+def through_detach(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    y.detach()[:2].mul_(2)
+    return y * weight
+
+
+def without_gradient_from_outside(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    with torch.no_grad():
+        y.view(-1).clamp_(-1, 1)
+    return y * weight
+
+
+def in_place_of_a_detached_copy(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    return y * y.detach().clone().mul_(2)
+
+
+IN_PLACE_AND_WITHOUT_GRADIENT = [in_place_beside_a_region, in_place_inside_a_region, in_place_of_a_detached_copy]
+
+
+def functional(function: Callable[[Tensor, Tensor], Tensor]) -> fx.GraphModule:
+    exported = torch.export.export(Scaled(function), (torch.ones(3),), strict=False)
+    return functional_graph(exported, "Scaled")[0]
+
+
+@pytest.mark.parametrize("function", [plain, partly_without_gradient, in_place, *IN_PLACE_AND_WITHOUT_GRADIENT])
+def test_values_and_gradients_are_the_models(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    graph, model, x = functional(function), Scaled(function), torch.tensor([1.0, 2.0, -0.5])
+    expected, found = model(x), graph(model.weight, x)[0]
+    torch.testing.assert_close(found, expected)
+    (gradient,), (given,) = (torch.autograd.grad(y.sum(), model.weight) for y in (expected, found))
+    torch.testing.assert_close(given, gradient)
+
+
+def test_a_graph_that_writes_nothing_keeps_its_operators() -> None:
+    assert torch.ops.aten.reshape.default in [node.target for node in functional(plain).graph.nodes]
+
+
+def test_no_operator_writes() -> None:
+    targets = [node.target for node in functional(in_place).graph.nodes if node.op == "call_function"]
+    assert not any(target._schema.is_mutable for target in targets)
+
+
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [
+        (through_detach, "through .detach"),
+        (without_gradient_from_outside, r"under torch.no_grad\(\) into a value from"),
+    ],
+)
+def test_writing_where_a_gradient_does_not_know_of_it_is_refused(
+    function: Callable[[Tensor, Tensor], Tensor], how: str
+) -> None:
+    with pytest.raises(Unsupported, match=rf"^Scaled: it writes in place {how}.*; write into a copy"):
+        functional(function)
+
+
+@pytest.mark.parametrize(
+    ("held", "named"), [(torch.ones(32), " (table)"), ([nn.Linear(32, 32)], " (table)"), (None, "")]
+)
+def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_attribute(
+    held: object, named: str
+) -> None:
+    model, beside = Own(layers=2), torch.ones(32)
+    block = model.stack[1]
+    block.table = held  # type: ignore[assignment]
+    old = block.forward
+
+    def forward(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        table = block.table[0].bias if isinstance(held, list) else beside if held is None else block.table
+        return old(x, cu_seqlens) * table
+
+    block.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match=rf"no parameter or buffer{re.escape(named)}, on the CPU alone; register it"):
+        capture(model, blocks="stack")
+
+
+class Kept(nn.Module):
+    """Writes into a buffer of its own by out=, as spectral norm does, under no_grad."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            seen = torch.div(x, 2, out=self.seen)
+        return x * seen.clone()
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.clamp_(max=1)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Kept(), "changes 'seen', and what it writes would be lost"),
+        (Clamped(), "writes in place into what it is given, 'x'"),
+    ],
+)
+def test_what_is_written_outside_of_the_graph_is_refused_however_it_is_given(module: nn.Module, said: str) -> None:
+    exported = torch.export.export(module, (torch.ones(3),), strict=False)
+    with pytest.raises(Unsupported, match=said):
+        functional_graph(exported, "test")

@@ -1,0 +1,74 @@
+"""What is said to keep tokens apart does so by numbers, and what mixes them is found; see also test_token_order.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.frontend.test_token_order import WIDTH, found
+
+Along = Callable[[Tensor, int], Tensor]
+
+
+def numbers(x: Tensor) -> Tensor:
+    """Return other numbers for every feature, [8]."""
+    return torch.linspace(0.5, 2.0, WIDTH, device=x.device)
+
+
+def matrix(x: Tensor) -> Tensor:
+    return numbers(x).outer(numbers(x)).triu()
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "second names": lambda x: torch.divide(torch.multiply(torch.absolute(x), 3), torch.subtract(numbers(x), 9)),
+    "second names of comparisons": lambda x: x * torch.greater(x, 0) + torch.less_equal(x, numbers(x)) * x,
+    "where": lambda x: torch.where(x > 0, 0.5, x) + torch.where(x > 0, x, 0.5) + torch.where(x > 0, 1.0, 2.0),
+    "activations": lambda x: F.logsigmoid(x) + F.hardswish(x) + F.prelu(x, numbers(x)[:1]) + torch.special.expit(x),
+    "compared": lambda x: x * torch.isclose(x, torch.zeros_like(x)) + torch.rsub(x, numbers(x)),
+    "expanded like the tokens": lambda x: torch.lerp(x, numbers(x).expand_as(x), 0.3),
+    "complex": lambda x: (torch.complex(x, x) * torch.complex(x, -x)).real,
+    "written where": lambda x: x.clone().index_put((x > 1,), x.new_tensor(0.5)),
+    "einsum": lambda x: torch.einsum("...i,ij->...j", x, matrix(x)),
+    "inner": lambda x: torch.inner(x, matrix(x)) * torch.mv(x[0], numbers(x))[None, :, None],
+    "tokens as rows": lambda x: F.group_norm(x[0], 2)[None] + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],
+}
+ALONG: dict[str, Along] = {
+    "var_mean": lambda x, dim: x - torch.var_mean(x, dim=dim, keepdim=True)[0],
+    "aminmax": lambda x, dim: x - torch.aminmax(x, dim=dim, keepdim=True).max,
+    "kthvalue": lambda x, dim: x - x.kthvalue(2, dim, keepdim=True).values,
+    "quantile": lambda x, dim: x - x.quantile(0.5, dim, keepdim=True),
+    "mode": lambda x, dim: x - (x * 2).round().mode(dim, keepdim=True).values,
+    "nanmean": lambda x, dim: x - x.nanmean(dim, keepdim=True) + x.nansum(dim, keepdim=True),
+    "logcumsumexp": lambda x, dim: x.logcumsumexp(dim),
+    "linalg_norm": lambda x, dim: x / torch.linalg.norm(x, dim=dim, keepdim=True),
+    "cosine_similarity": lambda x, dim: x * F.cosine_similarity(x, numbers(x)[None, None], dim).unsqueeze(dim),
+    "written in one place": lambda x, dim: x.select_scatter(x.select(dim, 1) * 2, dim, 0),
+    "scatter_reduce": lambda x, dim: x.scatter_reduce(dim, torch.zeros_like(x, dtype=torch.long), x, "sum"),
+    "einsum": lambda x, dim: x * torch.einsum("...ij->...j" if dim == 1 else "...ij->...i", x).unsqueeze(dim),
+}
+
+
+def keeps(compute: Callable[[Tensor], Tensor]) -> bool:
+    """Say whether two sequences in one row get what each gets alone, within rounding."""
+    first, second = torch.randn(2, 1, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    together = compute(torch.cat([first, second], 1))
+    return torch.allclose(together, torch.cat([compute(first), compute(second)], 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_computes_each_token_from_itself_is_known(name: str) -> None:
+    compute = ELEMENTWISE[name]
+    assert keeps(compute)
+    assert found(lambda _, x: compute(x)) is None
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_an_operator_along_a_dimension_mixes_tokens_where_they_stand_along_it(name: str) -> None:
+    for dim in (-1, 1):
+        mixes = found(lambda _, x, dim=dim: ALONG[name](x, dim)) is not None  # type: ignore[misc]
+        assert mixes == (not keeps(lambda x, dim=dim: ALONG[name](x, dim)))  # type: ignore[misc]
+        assert mixes == (dim == 1)

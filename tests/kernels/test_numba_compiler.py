@@ -1,0 +1,103 @@
+"""numba's cache, damaged and unwritable: results are the same, a line says so, and nothing fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.thorough import first
+
+MODULE = """
+import logging
+from hydragraph.kernels.numba_compiler import compiled
+logging.basicConfig(format="%(message)s")
+
+@compiled
+def added(a, b):
+    return a + b
+
+@compiled
+def twice(a, b):
+    return 2 * added(a, b)
+
+print(twice(3, 4), *(next(iter(f.stats.cache_hits.values()), 0) for f in (twice,)))
+"""
+COLD, WARM = "14 0", "14 1"
+WAIT = "compiling the planner's search, once: up to a minute of one core; it is kept in "
+
+
+def call(folder: Path, **environment: str) -> tuple[str, list[str]]:
+    """Run the module in a new process; return what it printed, and its lines on stderr."""
+    file = folder / "module.py"
+    if not file.exists():
+        file.write_text(MODULE)
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(folder / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip(), ran.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose cache is filled."""
+    folder = tmp_path_factory.mktemp("warm")
+    printed, lines = call(folder)
+    assert printed == COLD
+    assert [line.startswith(f"{WAIT}{folder / 'cache'}") for line in lines] == [True]
+    assert call(folder) == (WARM, [])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "suffix"),
+    first([("truncated", "nbi"), ("a bit", "nbc")], product(["empty", "truncated", "a bit"], ["nbi", "nbc"])),
+)
+def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm: Path) -> None:
+    files = [*(warm / "cache").rglob(f"*.{suffix}")]
+    assert len(files) == 2
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 if suffix == "nbc" else 1] ^= 255
+        file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])  # type: ignore[arg-type]
+    printed, lines = call(warm)
+    assert printed == COLD
+    assert [line.split(" in ")[0] for line in lines] == ["numba's cache"]
+    assert lines[0].endswith("compiling again")
+    assert call(warm) == (WARM, [])
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+    gone = "import os, shutil\nshutil.rmtree(os.environ['NUMBA_CACHE_DIR'])\nopen(os.environ['NUMBA_CACHE_DIR'], 'w')\n"
+    (tmp_path / "module.py").write_text(MODULE.replace("print(", gone + "print("))
+    printed, lines = call(tmp_path)
+    assert printed == COLD
+    assert len(lines) == 1
+    assert lines[0].endswith("compiling again")
+
+
+def test_the_planner_starts_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    script = "from hydragraph.cost.one_f_one_b import equal_stages"
+    nowhere = "numba.core.caching.UserProvidedCacheLocator"  # which asks for NUMBA_CACHE_DIR, and there is none
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, "NUMBA_CACHE_LOCATOR_CLASSES": nowhere},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert "set NUMBA_CACHE_DIR" in ran.stderr

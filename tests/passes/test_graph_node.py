@@ -1,0 +1,37 @@
+"""A product is taken apart alike, however it was written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from hydragraph.passes.graph_node import known_product, operands, product
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("target", "order", "bias", "inner"),
+    [
+        (aten.linear.default, ("x", "weight"), False, 1),
+        (aten.linear.default, ("x", "weight", "bias"), True, 1),
+        (aten.addmm.default, ("bias", "x", "weight"), True, 0),
+        (aten.mm.default, ("x", "weight"), False, 0),
+    ],
+)
+def test_a_product_is_taken_apart(target: object, order: tuple[str, ...], bias: bool, inner: int) -> None:
+    graph = fx.Graph()
+    named = {name: graph.placeholder(name) for name in ("x", "weight", "bias")}
+    node = graph.call_function(target, tuple(named[name] for name in order))  # type: ignore[arg-type]
+    parts = known_product(node)
+    assert parts == (named["x"], named["weight"], named["bias"] if bias else None, inner)
+    assert set(operands(node)) == {named[name] for name in order}
+
+
+def test_what_is_no_product_is_none() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(aten.neg.default, (graph.placeholder("x"),))
+    assert product(node) is None
+    with pytest.raises(AssertionError):
+        known_product(node)

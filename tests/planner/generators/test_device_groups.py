@@ -1,0 +1,79 @@
+import math
+from collections import Counter
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.planner.generators.device_groups import NodeDevices, groupings, nodes_of, power, regular, splits
+from hydragraph.planner.generators.group_prices import Prices, site_of
+from hydragraph.spec.health import Health
+from tests.cost import priced
+
+SECONDS = {1: 1.0, 2: 0.52, 4: 0.28}
+
+
+def node(*rates: float) -> NodeDevices:
+    ordered = tuple(sorted(rates, reverse=True))
+    site = site_of(priced.costs(4, priced.cluster(4)), 0)
+    return NodeDevices(tuple(range(len(rates))), ordered, site)
+
+
+@given(st.lists(st.sampled_from([1.0, 1.5, 2.57, 5.42, 12.53]), min_size=1, max_size=5))
+def test_slow_ones_in_the_small_groups_is_the_best_of_all_groupings(rates: list[float]) -> None:
+    """Malleus, theorems 1 and 2: against every order of the devices and every sequence of sizes."""
+    best = 0.0
+    for order in set(permutations(rates)):
+        for shape in _compositions(len(rates)):
+            first = 0
+            total = 0.0
+            for size in shape:
+                total += 1 / (max(order[first : first + size]) * SECONDS[size])
+                first += size
+            best = max(best, total)
+    here = node(*rates)
+    assert max(power(here, shape, SECONDS) for shape in splits(len(rates), (1, 2, 4))) == pytest.approx(best)
+
+
+def _compositions(count: int) -> list[tuple[int, ...]]:
+    if count == 0:
+        return [()]
+    return [(size, *rest) for size in SECONDS if size <= count for rest in _compositions(count - size)]
+
+
+def test_the_example_of_the_module() -> None:
+    here = node(5.4, *[1.0] * 7)
+    assert power(here, (4, 4), SECONDS) == pytest.approx(4.2, abs=0.05)
+    assert power(here, (1, 1, 2, 4), SECONDS) == pytest.approx(6.7, abs=0.05)
+
+
+def test_splits_use_all_devices_and_grow() -> None:
+    found = list(splits(8, (1, 2, 4)))
+    assert all(sum(shape) == 8 and list(shape) == sorted(shape) for shape in found)
+    assert len(found) == len(set(found)) == 9
+    assert regular(7, 4, (1, 2, 4)) == (1, 2, 4)
+    assert regular(6, 2, (1, 2, 4)) == (2, 2, 2)
+
+
+def test_every_grouping_has_every_running_device_once_and_stays_in_its_node() -> None:
+    health = Health({1: 2.57, 6: math.inf})
+    costs = priced.costs(4, priced.cluster(12, per_node=6), health)
+    prices = Prices(costs, [100])
+    nodes = nodes_of(costs)
+    found = groupings(costs, prices, nodes)
+    assert len(found) > 3
+    for groups in found:
+        devices = Counter(device for group in groups for device in group.devices)
+        assert devices == Counter(rank for rank in range(12) if rank != 6)
+        assert all(len({costs.cluster.node_of(d) for d in group.devices}) == 1 for group in groups)
+        assert all(group.rate == max(health.rate(d) for d in group.devices) for group in groups)
+
+
+def test_symmetric_groupings_have_one_degree() -> None:
+    costs = priced.costs(4, priced.mixed())
+    prices = Prices(costs, [100])
+    both = groupings(costs, prices, nodes_of(costs))
+    symmetric = groupings(costs, prices, nodes_of(costs), symmetric=True)
+    assert {tuple(sorted({g.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
+    assert {tuple(sorted({g.tp for g in groups})) for groups in symmetric} == {(1,), (2,)}

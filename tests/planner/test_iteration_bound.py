@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.planner.iteration_bound import bound
+from hydragraph.planner.price_candidate import share_out
+from hydragraph.spec.health import Health
+from hydragraph.spec.strategy import Strategy
+from tests.cost import priced
+
+STRATEGIES = (
+    "4*<tp1,pp1>",
+    "2*<tp2,pp1>",
+    "2*<tp1,pp2>",
+    "<tp2,pp1> + <tp1,pp2>",
+    "<[0]x1,[2]x3> + <[1]x2,[3]x2>",
+    "<[0]x4> + <[1]x4>",
+)
+
+
+@given(st.sampled_from(STRATEGIES), st.lists(st.floats(1.0, 13.0), min_size=4, max_size=4), st.integers(1, 12))
+def test_no_strategy_beats_it(text: str, rates: list[float], sequences: int) -> None:
+    costs = priced.costs(4, priced.mixed(), Health(dict(enumerate(rates))))
+    lengths = [700] * sequences
+    strategy = Strategy.parse(text, layers=4)
+    assignment, last = share_out(costs, strategy, lengths, 1)
+    assert bound(costs, [lengths]) <= last * (1 + 1e-9)
+    assert last == pytest.approx(costs.pipelines_end(strategy, assignment))
+
+
+def test_stragglers_raise_it_as_malleus_says() -> None:
+    """T_opt of Malleus: N / ((N - n) + sum 1 / x), where devices and blocks are alike and the work is large."""
+    lengths = [1000] * 4000
+    healthy = bound(priced.costs(4, priced.cluster(8)), [lengths])
+    slow = bound(priced.costs(4, priced.cluster(8), Health({0: 2.57, 5: 12.53})), [lengths])
+    assert slow / healthy == pytest.approx(8 / (6 + 1 / 2.57 + 1 / 12.53))
+
+
+def test_a_sequence_has_to_go_through_all_layers() -> None:
+    costs = priced.costs(4, priced.cluster(8))
+    alone = bound(costs, [[5000]])
+    strategy = Strategy.parse("<tp4,pp1>", layers=4)
+    _, last = share_out(costs, strategy, [5000], 1)
+    assert alone == pytest.approx(last, rel=0.01)

@@ -1,0 +1,269 @@
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.planner import plan as planning
+from hydragraph.planner.plan import moved_bytes
+from hydragraph.planner.price_candidate import Shortage, owners, share_out
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from tests.cost import priced
+from tests.planner.exhaustive import best_seconds
+from tests.planner.promises import LENGTH, METHODS, keeps_every_promise, profile_of, situations
+
+
+@settings(max_examples=8)
+@given(situations(), st.sampled_from(METHODS))
+def test_a_plan_keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str) -> None:
+    keeps_every_promise(situation, method)
+
+
+@pytest.mark.parametrize("ranks", [24, 64])
+@settings(max_examples=2)
+@given(data=st.data())
+def test_a_plan_of_many_devices_keeps_every_promise(ranks: int, data: st.DataObject) -> None:
+    keeps_every_promise(data.draw(situations(ranks)), data.draw(st.sampled_from(METHODS)), alone=True)
+
+
+@pytest.mark.parametrize(("devices", "layers", "sequences"), [(6, 1, 2), (8, 2, 1), (5, 3, 1)])
+def test_devices_that_there_is_no_work_for_are_idle(devices: int, layers: int, sequences: int) -> None:
+    costs = priced.costs(layers, priced.cluster(devices, 1))
+    for method in ("auto", "mixed", "straggler"):
+        plan = hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH), method)  # type: ignore[arg-type]
+        assert len(plan.strategy.devices) <= layers * sequences
+        assert plan.seconds <= hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH)).seconds * 1.01
+
+
+@pytest.mark.parametrize(("memory_bytes", "fits"), [(180_000_000, False), (210_000_000, True), (400_000_000, True)])
+def test_stages_of_all_layers_hold_no_messages_when_activations_are_most(memory_bytes: int, fits: bool) -> None:
+    nodes = (Node("fast", 4, priced.FAST, priced.SLOW, cards=4),)
+    costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, memory_bytes, 1e12)}, nodes), elements=1_000_000)
+    strategy = hg.Strategy.parse("4*<tp1,pp1>", 6)
+    assignment, _ = share_out(costs, strategy, [LENGTH] * 16, 1)
+    found = owners(costs, strategy, assignment)
+    assert isinstance(found, Shortage) is not fits
+    if not isinstance(found, Shortage):
+        held = [each.total for each in costs.changed(home=found[0]).memory(strategy, assignment)]
+        assert max(held) <= memory_bytes
+        assert found[1][0] == pytest.approx(held[0], rel=0.01)
+
+
+def test_devices_too_small_for_a_layer_are_idle() -> None:
+    nodes = tuple(Node(name, 2, priced.FAST, priced.SLOW, cards=2) for name in ("fast", "slow"))
+    types = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 500_000, 1e12)}
+    plan = hg.plan(priced.costs(6, Cluster.of(types, nodes)), hg.Workload(sequences=8, length=LENGTH))
+    assert set(plan.strategy.devices) == {0, 1}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_plan_however_late_it_is(method: str) -> None:
+    costs = priced.costs(24, priced.cluster(16, 4), hg.Health({3: 2.57}))
+    hurried = hg.plan(costs, hg.Workload(sequences=64, length=LENGTH), method, deadline_s=0.0)  # type: ignore[arg-type]
+    hurried.strategy.check(24, 16)
+    assert "was not looked at exactly" in hurried.explain() or len(hurried.rivals) == 0 or not hurried.simulated
+
+
+def strategies(costs: Costs) -> Iterator[hg.Strategy]:
+    """Yield every strategy on all devices or fewer: groups in nodes, any pipelines, any order, any layers."""
+    for pipelines in _pipelines(costs, tuple(range(costs.ranks))):
+        if not pipelines:
+            continue
+        choices = [list(_layered(order, costs.outline.layers)) for order in pipelines]
+        for each in itertools.product(*choices):
+            yield hg.Strategy(each)
+
+
+def _pipelines(costs: Costs, ranks: tuple[int, ...]) -> Iterator[tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Yield sets of pipelines on some of these ranks; each is a tuple of groups in order."""
+    if not ranks:
+        yield ()
+        return
+    yield from _pipelines(costs, ranks[1:])  # the first rank idles
+    first, rest = ranks[0], ranks[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            members = (first, *others)
+            left = tuple(r for r in rest if r not in others)
+            for groups in _groups(costs, members):
+                for order in itertools.permutations(groups):
+                    for following in _pipelines(costs, left):
+                        yield (order, *following)
+
+
+def _groups(costs: Costs, ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not ranks:
+        yield ()
+        return
+    for size in (1, 2):
+        for others in itertools.combinations(ranks[1:], size - 1):
+            group = (ranks[0], *others)
+            if len({costs.cluster.node_of(r) for r in group}) == 1:
+                for rest in _groups(costs, tuple(r for r in ranks if r not in group)):
+                    yield (group, *rest)
+
+
+def _layered(order: Sequence[tuple[int, ...]], layers: int) -> Iterator[hg.Pipeline]:
+    for cuts in itertools.combinations(range(1, layers), len(order) - 1):
+        counts = [b - a for a, b in itertools.pairwise((0, *cuts, layers))]
+        yield hg.Pipeline(tuple(hg.Stage(group, n) for group, n in zip(order, counts, strict=True)))
+
+
+@pytest.mark.parametrize(("rates", "sequences"), [({}, 5), ({0: 2.57, 3: math.inf}, 4)])
+def test_the_best_of_all_pipelines_is_the_best_of_all_strategies(rates: dict[int, float], sequences: int) -> None:
+    costs = priced.costs(3, priced.mixed(), hg.Health(rates))
+    every = (each for each in strategies(costs) if not set(costs.health.lost) & set(each.devices))
+    best = min(share_out(costs, strategy, [LENGTH] * sequences, 1)[1] for strategy in every)
+    assert best_seconds(costs, sequences) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("rates", "sequences"),
+    [({}, 8), ({0: 2.57}, 8), ({2: 12.53}, 5), ({1: math.inf}, 9), ({0: 5.42, 2: 2.57}, 12), ({}, 1)],
+)
+def test_plans_are_near_the_best_of_all_strategies(rates: dict[int, float], sequences: int) -> None:
+    costs = priced.costs(4, priced.mixed(), hg.Health(rates))
+    plan = hg.plan(costs, hg.Workload(sequences=sequences, length=LENGTH))
+    found = costs.pipelines_end(plan.strategy, plan.assignment)
+    assert found <= 1.02 * best_seconds(costs, sequences)
+
+
+def test_what_runs_goes_on_where_plans_are_nearly_equal() -> None:
+    costs = priced.costs(4, priced.cluster(4), hg.Health({1: 1.5}))
+    workload = hg.Workload(sequences=16, length=LENGTH)
+    before = hg.plan(priced.costs(4, priced.cluster(4)), workload)
+    after = hg.plan(costs, workload, "straggler", running=before)
+    free = hg.plan(costs, workload, "straggler")
+    assert after.moved_bytes <= moved_bytes(costs, before.home, free.home)
+    assert after.seconds <= free.seconds * 1.021
+
+
+def test_varying_lengths_get_candidates_that_take_the_longest() -> None:
+    costs = priced.costs(6, priced.mixed(), hg.Health({3: 2.0}))
+    workload = hg.Workload(lengths=[[3000, *[200] * 12], [400] * 20])
+    plan = hg.plan(costs, workload)
+    assert plan.strategy == plan.strategies[0]
+    limits = [costs.changed(home=plan.home).pipeline(p).max_len for p in plan.strategy.pipelines]
+    assert max(limits) >= 3000
+    assert sorted(i for p in plan.assignment.micro_batches for m in p for i in m) == list(range(13))
+    assert plan.bound <= plan.seconds
+
+
+def test_a_plan_explains_itself() -> None:
+    costs = priced.costs(4, priced.mixed(), hg.Health({3: math.inf}))
+    text = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH)).explain()
+    for words in ("8 sequences of 700 tokens on 4 devices", "above the bound", "idle: 3 (1 lost)", "memory:", "state:"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: priced.costs(4, priced.cluster(2), hg.Health({0: math.inf, 1: math.inf})), "all devices are lost"),
+        (lambda: priced.costs(4, priced.cluster(2), elements=10**9), "nothing fits"),
+        (
+            lambda: priced.costs(4, priced.mixed(), hg.Health({2: math.inf, 3: math.inf})).changed(
+                home=hg.Home(copies=2)
+            ),
+            "2 copies of the state on different nodes: only node 0 still runs",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
+    with pytest.raises(hg.Unsupported, match=words):
+        hg.plan(make(), hg.Workload(sequences=4, length=LENGTH))  # type: ignore[operator]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    with pytest.raises(ValueError, match="use 'auto', 'mixed', 'search', 'straggler'"):
+        hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+
+
+def test_types_may_be_measured_with_different_kinds_of_stages() -> None:
+    profiles = [profile_of(5, "fast", (1,), False, 1.0), profile_of(5, "slow", (1, 2), True, 1.0)]
+    costs = Costs(hg.Profile.merge(profiles), priced.mixed())
+    for workload in (hg.Workload(sequences=8, length=LENGTH), hg.Workload(lengths=[[3000, *[LENGTH] * 8]])):
+        plan = hg.plan(costs, workload)
+        assert all(stage.tp == 1 for p in plan.strategy.pipelines for stage in p.stages if 0 in stage.devices)
+
+
+def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
+    costs = priced.costs(4, priced.cluster(2))
+    workload = hg.Workload(sequences=4, length=LENGTH)
+    for deadline in (-1.0, math.nan, "1"):
+        with pytest.raises(ValueError, match="give seconds from 0"):
+            hg.plan(costs, workload, deadline_s=deadline)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown rank"):
+        hg.plan(costs, workload, running="3*<tp1,pp1>")
+    with pytest.raises(ValueError, match="give a plan, a strategy or its text"):
+        hg.plan(costs, workload, running=7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy text:"):
+        hg.plan(costs, workload, running="abc")
+    running = "2*<tp1,pp1>"
+    assert (
+        hg.plan(costs, workload, running=running).strategy
+        == hg.plan(costs, workload, running=hg.Strategy.parse(running, 4)).strategy
+    )
+
+
+def test_the_published_grouping_plans_too_and_ours_is_no_worse() -> None:
+    pytest.importorskip("cvxpy")
+    pytest.importorskip("pyscipopt")
+    costs = priced.costs(4, priced.mixed())
+    workload = hg.Workload(sequences=8, length=LENGTH)
+    published = hg.plan(costs, workload, "mixed", solver="scip")
+    assert {published.origin, *(rival.origin for rival in published.rivals)} == {"scip"}
+    assert hg.plan(costs, workload, "mixed").seconds <= published.seconds * 1.003
+
+
+def test_a_solver_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    costs = priced.costs(4, priced.mixed())
+    with pytest.raises(hg.Unsupported, match=r"(?s)cvxpy with SCIP, which is not installed.*hydragraph\[exact\]"):
+        hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "mixed", solver="scip")
+
+
+def test_a_solver_is_for_mixed_types() -> None:
+    costs = priced.costs(4, priced.mixed())
+    with pytest.raises(ValueError, match="use it with method=\"mixed\", not 'auto'"):
+        hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), solver="scip")
+
+
+def test_no_simple_plan_is_better() -> None:
+    costs = priced.costs(6, priced.mixed(), elements=300_000)
+    plan = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "mixed")
+    for text in ("<[0]x6> + <[1]x6> + <[2]x6> + <[3]x6>", "<[0,1]x6> + <[2,3]x6>", "<[0]x3,[2]x3> + <[1]x3,[3]x3>"):
+        strategy = hg.Strategy.parse(text, 6)
+        for together in (1, 2, 4):
+            assignment, _ = share_out(costs, strategy, [LENGTH] * 8, together)
+            assert plan.seconds <= costs.simulate(strategy, assignment).seconds * 1.003
+
+
+def test_a_search_without_time_has_a_plan_like_a_simple_one() -> None:
+    costs = priced.costs(6, priced.mixed())
+    workload = hg.Workload(sequences=8, length=LENGTH)
+    hurried = hg.plan(costs, workload, deadline_s=0.0)
+    simulated = costs.changed(home=hurried.home).simulate(hurried.strategy, hurried.assignment).seconds
+    assert hurried.seconds == pytest.approx(simulated, rel=0.05)
+    _, last = share_out(costs, hg.Strategy.parse("<[0]x6> + <[1]x6> + <[2]x6> + <[3]x6>", 6), [LENGTH] * 8, 1)
+    assert costs.pipelines_end(hurried.strategy, hurried.assignment) <= last * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("rates", "memory"), [({0: 5.42}, 96_548_938), ({0: 5.42, 4: 5.42}, 141_261_725)])
+def test_plans_that_fit_only_where_first_stages_own_less_are_found(
+    rates: dict[int, float], memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = priced.cluster(8, 4)
+    small = replace(cluster, devices=tuple(replace(device, memory_bytes=memory) for device in cluster.devices))
+    costs = priced.costs(12, small, hg.Health(rates), elements=1_000_000)
+    work = hg.Workload(sequences=8, length=2000)
+    found = hg.plan(costs, work, method="straggler").seconds
+    monkeypatch.setattr(planning, "TIGHT", math.inf)
+    assert found < 0.95 * hg.plan(costs, work, method="straggler").seconds

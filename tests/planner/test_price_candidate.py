@@ -1,0 +1,47 @@
+"""What stages need is told by few micro-batches, and pipelines end when their costs say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydragraph.cost.costs import micro_batches_of
+from hydragraph.cost.rank_memory import batch_bytes
+from hydragraph.planner.price_candidate import Ends, needs
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+from tests.cost import priced
+
+STRATEGIES = (
+    *("<[0]x6>", "<[0]x2,[1]x4>", "<[0]x1,[1]x2,[2]x3>", "<[0]x1,[1]x2,[2]x2,[3]x1>", "<[0,1]x3,[2]x3>"),
+    "<[0]x1,[1]x1,[2]x2,[3]x1,[4]x1>",
+)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(STRATEGIES), st.sampled_from(("1f1b", "gpipe")), st.integers(1, 12))
+def test_few_micro_batches_tell_what_a_stage_holds(text: str, schedule: str, count: int) -> None:
+    costs = priced.costs(6, priced.cluster(5, 1))
+    strategy = Strategy(Strategy.parse(text, 6).pipelines, schedule)
+    (pipeline,) = strategy.pipelines
+    assignment = Assignment((tuple((i,) for i in range(count)),), (700,) * count)
+    found = needs(costs, strategy, assignment)
+    # A run must be able to fill the pipeline with such micro-batches.
+    full = count if schedule == "gpipe" else max(count, len(pipeline.stages) + 2)
+    filled = Assignment((tuple((i,) for i in range(full)),), (700,) * full)
+    for stage in pipeline.stages[:-1]:  # the made-up losses, which stay, are as large as hidden states
+        # The first rank of a stage sends at least as much as the others.
+        walk = costs.walk(strategy, micro_batches_of(strategy, filled), stage.devices[0], messages=False)
+        alone = walk.peak().total - walk.at_home.state - walk.at_home.shard
+        ids = batch_bytes(700 * full, 700 * full) - batch_bytes(700 * count, 700 * count)
+        assert {found[rank] for rank in stage.devices} == {alone - ids}
+
+
+@given(st.sampled_from(STRATEGIES), st.integers(1, 9))
+def test_pipelines_end_as_their_costs_say(text: str, count: int) -> None:
+    costs = priced.costs(6, priced.cluster(5, 1))
+    strategy = Strategy.parse(text, 6)
+    assignment = Assignment((tuple((i,) for i in range(count)),), (700,) * count)
+    end = costs.pipelines_end(strategy, assignment)
+    assert Ends(costs, strategy, [700]).end(0, count) == pytest.approx(end, rel=1e-12)

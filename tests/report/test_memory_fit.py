@@ -1,0 +1,101 @@
+"""What fits, on made-up models: advice that is followed works, and nothing fits where it says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing
+from hydragraph.spec.assignment import Assignment
+from tests.cost.priced import cluster, costs
+
+
+def with_memory(priced: Costs, size: int) -> Costs:
+    devices = tuple(replace(device, memory_bytes=size) for device in priced.cluster.devices)
+    return priced.changed(cluster=replace(priced.cluster, devices=devices))
+
+
+def number(words: str) -> int:
+    return int(next(word for word in words.replace(",", "").split() if word.isdecimal()))
+
+
+@given(
+    text=st.sampled_from(["2*<tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>", "<[0,1]x1,[2]x3> + <[3]x4>"]),
+    lengths=st.lists(st.integers(2, 1500), min_size=4, max_size=12),
+    part=st.floats(0.05, 1.2),
+    elements=st.sampled_from([100, 10_000]),
+)
+@settings(max_examples=max(15, settings.default.max_examples // 2))
+def test_advice_that_is_followed_works(text: str, lengths: list[int], part: float, elements: int) -> None:
+    strategy = hg.Strategy.parse(text, layers=4)
+    count = len(strategy.pipelines)
+    assignment = Assignment(
+        tuple((tuple(range(p, len(lengths), count)),) for p in range(count)), tuple(lengths)
+    )  # all of a pipeline's sequences in one micro-batch
+    rich = costs(4, cluster(4), elements=elements)
+    most = max(memory.total for memory in fit(rich, strategy, assignment).memory)
+    poor = with_memory(rich, int(most * part))
+    found = fit(poor, strategy, assignment)
+    words = advice(poor, found, assignment)
+    again = recomputing(strategy)
+    assert found.fits == (int(most * part) >= most) == (not words)
+    if words.startswith("recompute: "):
+        assert words == f"recompute: {again.name} fits"
+        assert fit_only(poor, again, assignment)
+    elif words.startswith("micro-batches"):
+        chosen = again if "recomputation" in words else strategy
+        assert fit_only(poor, chosen, packed_in(assignment, number(words)))
+    elif words.startswith("sequences"):
+        cut = replace(assignment, lengths=tuple(min(n, number(words)) for n in lengths))
+        assert fit_only(poor, again, packed_in(cut, number(words)))
+    elif words:
+        assert not fit_only(poor, again, packed_in(assignment, max(lengths)))
+        assert "more ranks, at least" in words or "higher tensor-parallel degree" in words
+
+
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=20), tokens=st.integers(1, 2000))
+def test_packed_in_keeps_every_sequence_and_the_bound(lengths: list[int], tokens: int) -> None:
+    everyone = Assignment((tuple((i,) for i in range(len(lengths))), ()), tuple(lengths))
+    found = packed_in(everyone, tokens)
+    assert [i for micro_batch in found.micro_batches[0] for i in micro_batch] == list(range(len(lengths)))
+    assert found.micro_batches[1] == ()
+    assert all(sum(m) <= tokens or len(m) == 1 for m in found.tokens[0])
+
+
+def test_a_home_alone_that_is_too_much_asks_for_ranks_that_are_enough() -> None:
+    strategy = hg.Strategy.parse("2*<tp1,pp1>", layers=4)
+    priced = with_memory(costs(4, cluster(2), elements=10**6), 90 * 10**6)
+    assignment = Assignment.even([1, 1], 64)
+    found = fit(priced, strategy, assignment)
+    assert found.memory[0].state + found.memory[0].shard == 12 * 10**6 * 16 / 2
+    words = advice(priced, found, assignment)
+    assert "at least" in words or "higher tensor-parallel degree" in words
+
+
+def test_a_fit_is_told_rank_by_rank() -> None:
+    strategy = hg.Strategy.parse("<tp1,pp2>", layers=4)
+    priced = costs(4, cluster(2))
+    found = fit(priced, strategy, Assignment.even([4], 700))
+    record = json.loads(json.dumps(found.as_dict()))
+    assert record["fits"] is True
+    assert record["seconds"] == pytest.approx(priced.simulate(strategy, Assignment.even([4], 700)).seconds)
+    for rank, row in enumerate(record["ranks"]):
+        assert row["rank"] == rank
+        parts = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
+        assert row["peak_bytes"] == sum(row[part] for part in parts)
+
+
+def test_an_optimizer_that_keeps_less_takes_less() -> None:
+    strategy = hg.Strategy.parse("2*<tp1,pp1>", layers=4)
+    where = cluster(2)
+    usual = costs(4, where, elements=1000)
+    plain = Costs(usual.profile, where, state_bytes=4)
+    one, two = (each.memory(strategy, Assignment.even([1, 1], 64))[0] for each in (usual, plain))
+    assert one.state == 3 * two.state
+    assert one.total - two.total == one.state - two.state

@@ -1,0 +1,161 @@
+"""Measuring a tiny model on two local ranks; nothing here depends on how fast they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import join, launch
+from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.rank_memory import rank_memory
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.passes.variants import Variants
+from hydragraph.runtime.profile_measurement import (
+    CHAIN,
+    MESSAGES,
+    MeasuredModel,
+    MeasureSettings,
+    _Bench,
+    least_share,
+    measure,
+)
+from hydragraph.spec.stage_kind import StageKind
+from tests.models import captured, llama
+
+LAYERS, RANKS = 2, 2
+SETTINGS = MeasureSettings(
+    ((1, 1), (2, 1), (1, 2)), (StageKind(2, True), StageKind(1, False, True)), longest=128, repeats=2
+)
+
+
+def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
+    """Return the profile and what was told meanwhile."""
+    model = llama(layers=LAYERS)
+    program = capture(model)
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    told: list[str] = []
+    subject = MeasuredModel(program, initial_buffers(model), 101, 256)
+    profile = measure(subject, settings, groups, lambda done, total, what: told.append(f"{done}/{total} {what}"))
+    groups.close()
+    return profile, told
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[Profile, list[str]]]:
+    return launch(measured_rank, RANKS, SETTINGS, timeout=timedelta(minutes=15))
+
+
+def test_every_rank_gets_the_same_profile(ranks: list[tuple[Profile, list[str]]], tmp_path: Path) -> None:
+    profile = ranks[0][0]
+    assert profile == ranks[1][0]
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, list[str]]]) -> None:
+    profile, told = ranks[0]
+    assert {*profile.schemes, *profile.failed} == set(SETTINGS.schemes)
+    assert not set(profile.schemes) & set(profile.failed)
+    assert {*profile.pieces, *profile.unfit} == {
+        StageKind(1),
+        StageKind(2),
+        StageKind(2, True),
+        StageKind(1, False, True),
+    }
+    assert set(profile.util) == {1, 2}
+    assert [size for size, _ in profile.messages] == list(MESSAGES)
+    assert all(seconds > 0 for _, seconds in profile.messages)
+    assert profile.commit_s > 0 or profile.norm_s > 0
+    assert len(profile.blocks) == LAYERS + 2
+    for pieces in profile.pieces.values():
+        assert set(pieces) == {*profile.blocks, AUX}
+    assert told[0].startswith("0/18 tp1 embed")
+    assert told[-2:] == ["17/18 update", "18/18 "]
+
+
+def test_only_layers_have_a_quadratic_part(ranks: list[tuple[Profile, list[str]]]) -> None:
+    profile = ranks[0][0]
+    for pieces in profile.pieces.values():
+        assert pieces[profile.blocks[1]].seconds.a >= 0  # noise may hide it: test_fitting has the exact cases
+        assert all(pieces[t].seconds.a == 0 for t in (profile.blocks[0], profile.blocks[-1], AUX))
+
+
+def test_halves_cut_weights_and_most_of_what_is_kept(ranks: list[tuple[Profile, list[str]]]) -> None:
+    profile = ranks[0][0]
+    if not {StageKind(1), StageKind(2)} <= set(profile.pieces):
+        pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
+    layer = profile.blocks[1]
+    one, two = (profile.pieces[StageKind(tp)][layer] for tp in (1, 2))
+    assert two.parameters == pytest.approx(one.parameters / 2, rel=0.02)  # norms are whole on both
+    assert one.kept / 2 < two.kept < one.kept
+
+
+@pytest.mark.parametrize("text", ["<tp1,pp1>", "<[0]x1r,[1]x1r>", "<tp1,pp2>", "<tp2,pp1>"])
+def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[str]]], text: str) -> None:
+    profile = ranks[0][0]
+    program, _ = captured("llama")
+    strategy = hg.Strategy.parse(text, layers=LAYERS)
+    kinds = {StageKind(s.tp, s.sequence_parallel, s.recompute) for s in strategy.pipelines[0].stages}
+    if not kinds <= set(profile.pieces):
+        pytest.skip(f"this machine is too busy to measure: {profile.unfit}")
+    assert profile.device is not None
+    small = replace(profile, device=replace(profile.device, memory=2e8))
+    count = len(strategy.devices)
+    tokens = Costs(small, small.cluster(count)).pipeline(strategy.pipelines[0]).max_len
+    get, batches = Variants(program).get, [[MicroBatch(tokens, 1)] * 4]
+    most = max(rank_memory(program, strategy, batches, r, count, get, messages=False).total for r in range(count))
+    assert 0.75 * 2e8 < most <= 1.05 * 2e8
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (MeasureSettings(((4, 1),)), "scheme tp4pp1 needs 4 ranks for one stage, but there are 2: add ranks"),
+        (MeasureSettings(((1, 3),)), "scheme tp1pp3 has 3 stages for 2 layers"),
+        (MeasureSettings(((1, 1),), (StageKind(4, True),)), "tensor-parallel degree 4 on 2 ranks"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(settings: MeasureSettings, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        settings.check(captured("llama")[0], 2)
+
+
+def test_micro_batches_divide_for_sequence_parallelism() -> None:
+    rows = MeasureSettings(((1, 1), (2, 1), (3, 1)), longest=1000).micro_batches
+    assert all(sum(row) % 6 == 0 for row in rows)
+    assert {len(row) for row in rows} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        ([("a", 80, 0)], 80),
+        ([("a", 80, 0), ("b", 60, 0)], 60),
+        ([("a", 70, 4), ("a", 68, 6)], 39),  # one device of 80: 2 + 2 elsewhere, 10 held, 68 left
+        ([("a", 70, 4), ("a", 68, 6), ("b", 30, 5)], 35),
+    ],
+)
+def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
+    assert least_share(found) == share
+
+
+def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
+    program, _ = captured("llama")
+    groups = Groups(join("cpu"), timedelta(minutes=2))
+    bench = _Bench(MeasuredModel(program, {}, 101, 256), StageKind(1), groups)
+    layer = program.blocks[1]
+    assert len(bench._chain(layer)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
+    assert len(bench._chain(program.blocks[0])) == 1
+    piece = Piece(Constants(0.0, 0.0, 0.0), parameters=100, kept=50.0, working=10.0, fixed=1000.0)
+    device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 1000, 4)
+    assert bench._links(piece, [(100,), (50, 50), (400,)], device) == [3, 3, 1]
+    groups.close()

@@ -1,0 +1,36 @@
+"""Seconds that a thread ran: they grow with its work, and each thread has its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+from hydragraph.runtime.thread_times import Scheduled, unknown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says it on Linux only")
+def test_a_thread_is_told_its_own_time() -> None:
+    scheduled = Scheduled()
+    before = scheduled()
+    began = time.thread_time()
+    sum(i for i in range(300_000))
+    took = time.thread_time() - began
+    assert scheduled()[0] - before[0] == pytest.approx(took, rel=0.5, abs=0.005)
+    asleep: list[float] = []
+
+    def sleep() -> None:
+        first = scheduled()[0]
+        time.sleep(0.05)
+        asleep.append(scheduled()[0] - first)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    thread.join()
+    assert asleep[0] < 0.04
+
+
+def test_nothing_is_known_of_a_gpus_work() -> None:
+    assert unknown() == (0.0, 0.0)

@@ -1,0 +1,125 @@
+"""Rates from what ranks report at the commit: lengths count; waits and shared cores are told from slow devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.errors import Unsupported
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.default_cluster import default_cluster
+from hydragraph.spec.health import Health
+from hydragraph.train.stragglers.monitor import Monitor, predict
+from tests.models import llama
+
+LAYERS = 2
+STRATEGY = hg.Strategy.parse("<[0]x1,[1]x1> + <[2]x2>", layers=LAYERS)
+PROGRAM = hg.capture(llama(layers=LAYERS))
+
+
+def costs(ranks: int = 4) -> Costs:
+    cluster = default_cluster(ranks)
+    return Costs(datasheet(PROGRAM, cluster), cluster)
+
+
+def assignment(step: int) -> Assignment:
+    """Return sequences of other lengths in every step, and far longer ones now and then."""
+    lengths = (40 + step % 7, 300 if step % 5 == 0 else 30, 80, 64 - step % 3)
+    return Assignment((((0,), (1,)), ((2, 3),)), lengths)
+
+
+def times(step: int, slow: dict[int, float], crowd: dict[int, float] | None = None) -> list[RankTimes]:
+    """Return what ranks would report: rank 3 is idle and probes, cores may be crowded."""
+    predicted = predict(costs(), STRATEGY, assignment(step))
+    templates = tuple(dict.fromkeys(PROGRAM.kinds))
+    found = []
+    for rank in range(4):
+        kinds = {kind.template: seconds for kind, seconds in predicted.get(rank, {}).items()}
+        wrong = {template: 3.0 + i for i, template in enumerate(templates)}
+        ran = sum(wrong[t] * s for t, s in kinds.items()) or 0.1
+        crowded = (crowd or {}).get(rank, 1.0)
+        rate = slow.get(rank, 1.0)
+        own = tuple(rate * crowded * wrong[t] * kinds.get(t, 0.0) for t in templates)
+        probe = 1000.0 / rate if rank == 3 or step == 0 else 0.0
+        found.append(RankTimes(sum(own), Exposed(), own, ran, ran * (crowded - 1), probe))
+    return found
+
+
+def observed(
+    monitor: Monitor, steps: range, slow: dict[int, float], crowd: dict[int, float] | None = None
+) -> list[int]:
+    named = []
+    for step in steps:
+        reported = times(step, slow, crowd)
+        if step == 0:
+            monitor.baseline(reported)
+        named += [change.rank for change in monitor.observe(STRATEGY, assignment(step), reported)]
+    return named
+
+
+def test_a_long_sequence_is_no_straggler_and_a_stopped_device_is_one() -> None:
+    monitor = Monitor(costs())
+    assert observed(monitor, range(20), {}) == []
+    assert observed(monitor, range(20, 23), {1: 2.57}) == [1]
+    assert monitor.health.rates == {1: pytest.approx(2.57, rel=1e-6)}
+    assert observed(monitor, range(23, 27), {}) == [1]
+    assert monitor.health.rates == {}
+
+
+def test_a_crowded_core_is_found_too_and_rates_multiply() -> None:
+    monitor = Monitor(costs())
+    observed(monitor, range(20), {})
+    assert set(observed(monitor, range(20, 24), {0: 2.0}, {0: 1.5})) == {0}
+    assert monitor.health.rates == {0: pytest.approx(3.0, rel=1e-6)}
+
+
+def test_an_idle_rank_is_known_by_its_probes() -> None:
+    monitor = Monitor(costs())
+    assert observed(monitor, range(12), {}) == []
+    assert observed(monitor, range(12, 15), {3: 5.42}) == [3]
+    assert monitor.health.rates == {3: pytest.approx(5.42, rel=1e-6)}
+    assert observed(monitor, range(15, 19), {}) == [3]
+
+
+def test_the_core_of_an_idle_rank_is_known_by_its_probes_too() -> None:
+    """Else a rank that was left with nothing to do would keep the rate that its core had when it computed."""
+    monitor = Monitor(costs())
+    observed(monitor, range(20), {})
+    assert set(observed(monitor, range(20, 24), {3: 5.0}, {3: 2.0})) == {3}
+    assert monitor.health.rates == {3: pytest.approx(10.0, rel=1e-6)}
+    assert set(observed(monitor, range(24, 28), {3: 5.0})) == {3}
+    assert monitor.health.rates == {3: pytest.approx(5.0, rel=1e-6)}
+
+
+def test_of_ranks_that_stay_rates_and_probes_are_known() -> None:
+    before = Monitor(costs())
+    observed(before, range(20), {})
+    observed(before, range(20, 23), {1: 2.57})
+    after = before.among(costs(), {0: 1, 1: 0, 3: 3})
+    assert after.health.rates == {0: pytest.approx(2.57, rel=1e-6)}
+    assert before.health.rates == {1: pytest.approx(2.57, rel=1e-6)}
+    assert observed(after, range(23, 28), {0: 2.57, 3: 5.42}) == [3], "an idle rank, by the probe of its first step"
+
+
+def test_costs_of_another_model_are_refused() -> None:
+    other = hg.capture(torch.nn.ModuleDict({"m": llama(layers=3)})["m"])
+    cluster = default_cluster(4)
+    monitor = Monitor(Costs(datasheet(other, cluster), cluster))
+    short = [RankTimes(1.0, Exposed(), (1.0,)) for _ in range(4)]
+    with pytest.raises(Unsupported, match="measure this model"):
+        monitor.observe(STRATEGY, assignment(0), short)
+
+
+def test_what_another_knew_of_slow_ranks_is_no_news() -> None:
+    before = Monitor(costs())
+    observed(before, range(20), {})
+    observed(before, range(20, 23), {1: 2.57}, {2: 2.0})
+    after = Monitor(costs(), slow=before.slow)
+    assert after.health == before.health != Health()
+    assert observed(after, range(12), {1: 2.57}, {2: 2.0}) == []
+    assert observed(after, range(12, 16), {}) == [1, 2], "they have recovered"
+    assert after.slow == {}

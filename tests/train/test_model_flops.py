@@ -1,0 +1,37 @@
+"""Operations of a step against sums by hand, and peaks by the names that GPUs have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hydragraph.train.model_flops import peak_flops_per_s, step_flops
+from tests.cost.test_datasheet import HEAD, LAYER, llama
+
+
+def test_a_steps_operations_are_those_of_its_products_and_of_causal_attention() -> None:
+    """Layers are 64 wide: 6 P T for the products; 2 L^2 H D for causal attention forward, and twice that backward."""
+    program = llama()
+    layers = program.layers
+    lengths = [3, 10]
+    products = 6 * (layers * LAYER + HEAD) * sum(lengths)
+    attention = 3 * 2 * layers * 64 * sum(n * n for n in lengths)
+    assert step_flops(program, lengths) == pytest.approx(products + attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", None),
+        ("", None),
+    ],
+)
+def test_peaks_go_by_the_words_of_a_name(name: str, peak: float | None) -> None:
+    assert peak_flops_per_s(name, torch.bfloat16) == peak
+    assert peak_flops_per_s(name, torch.float32) is None

@@ -1,0 +1,153 @@
+"""Run folders: how runs begin in them, and which checkpoints count."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hydragraph.spec.record import from_record
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.run_folder import RunFolder
+from tests.train.plain import settings
+
+
+def config(folder: Path, steps: int = 9) -> TrainConfig:
+    return from_record(TrainConfig, {**settings(folder), "steps": steps})
+
+
+def save(folder: RunFolder, step: int) -> None:
+    folder.place(step).mkdir(parents=True)
+    (folder.place(step) / "complete.json").write_text("{}")  # what `runtime.checkpoint` knows a checkpoint by
+
+
+def test_resumes_from_the_latest_checkpoint_that_is_complete(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.begin(config(tmp_path), "new") is None
+    save(folder, 4)
+    save(folder, 2)
+    folder.place(6).mkdir()
+    last = folder.begin(config(tmp_path), "resume")
+    assert last is not None
+    assert (last.step, last.path) == (4, folder.place(4))
+
+
+def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    save(folder, 4)
+    with pytest.raises(ValueError, match="already holds a run: continue it with --resume, or use --overwrite"):
+        folder.begin(config(tmp_path), "new")
+    assert folder.last() is not None
+
+
+def test_overwriting_keeps_data_and_strangers(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    save(folder, 4)
+    for path in (folder.path / "data" / "x", folder.path / "notes.txt", folder.model / "weights"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    folder.begin(config(tmp_path), "overwrite")
+    assert sorted(p.name for p in folder.path.iterdir()) == ["config.yaml", "data", "notes.txt", "owner.json"]
+    assert folder.last() is None
+
+
+@pytest.mark.parametrize(("saved", "sentence"), [(None, "no complete checkpoint"), (12, "past the last step")])
+def test_refuses_to_resume_from_nothing_or_beyond_the_end(tmp_path: Path, saved: int | None, sentence: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    if saved is not None:
+        save(folder, saved)
+    with pytest.raises(ValueError, match=sentence):
+        folder.begin(config(tmp_path), "resume")
+
+
+def test_writes_the_resolved_config(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").begin(config(tmp_path), "new")
+    assert TrainConfig.load(tmp_path / "run" / "config.yaml") == config(tmp_path)
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.owned(), pytest.raises(ValueError, match=r"under way \(starting\)"), folder.owned():
+        pass
+    with folder.owned():
+        folder.begin(config(tmp_path), "new")
+        said = rf"belongs to a run that is under way \(process {os.getpid()} on {socket.gethostname()}\): stop that one"
+        with pytest.raises(ValueError, match=said), folder.owned():
+            pass
+        with pytest.raises(ValueError, match="under way"):
+            folder.refuse_shared()
+    folder.refuse_shared()
+    with folder.owned():
+        pass
+
+
+def test_a_folder_is_taken_over_from_a_lost_rank_that_does_not_let_go_of_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with ExitStack() as lost, ExitStack() as ours:
+        lost.enter_context(folder.owned())
+        folder.begin(config(tmp_path), "new")
+        ours.enter_context(folder.taken_over(0.0, folder.began))
+        ours.enter_context(folder.taken_over(0.0, None))
+        with pytest.raises(ValueError, match="another run has begun there"), folder.taken_over(60.0, folder.began - 1):
+            pass
+        lost.close()
+        while _free(folder):  # it is this run's as soon as the lost rank has ended
+            time.sleep(0.01)
+    folder.refuse_shared()
+    folder.refuse_shared()
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_folder_that_was_removed_during_the_run_is_not_taken_over(tmp_path: Path, emptied: bool, known: bool) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(config(tmp_path), "new")
+    began = folder.began if known else None
+    shutil.rmtree(folder.path)
+    if emptied:
+        folder.checkpoints.mkdir(parents=True)  # a checkpoint under way makes it again
+    with pytest.raises(OSError, match=r"was removed or emptied .* start the run again"), folder.taken_over(0.0, began):
+        pass
+    assert folder.path.exists() == emptied, "it is not made again"
+
+
+def _free(folder: RunFolder) -> bool:
+    try:
+        folder.refuse_shared()
+    except ValueError:
+        return False
+    return True
+
+
+def test_looking_for_another_run_makes_no_folder(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").refuse_shared()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("jump_s", [0.0, -86400.0, 86400.0])
+def test_only_what_this_call_has_begun_goes_on_by_itself(
+    tmp_path: Path, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    before = folder.began
+    assert folder.again("new", before) == ("new", None)  # it failed before it had begun
+    now = time.time() + jump_s  # the clock may be set between the call and the start of training
+    monkeypatch.setattr(time, "time", lambda: now)
+    folder.begin(config(tmp_path), "new")
+    assert folder.again("new", before) == ("overwrite", None)
+    save(folder, 4)
+    assert folder.again("new", before) == ("resume", None)
+    assert folder.again("new", before, 4) == ("resume", None)
+    later = folder.began
+    assert folder.again("new", later) == ("new", None)  # that is another call's run
+    assert folder.again("overwrite", later, 4) == ("overwrite", 4)
+    folder.owner.write_text("{")
+    assert folder.again("new", before) == ("new", None)

@@ -1,0 +1,176 @@
+"""A run goes on without ranks that were lost: who leads, what is told of it, what is known of those that stay."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hydragraph.cluster.rendezvous.store_registers import Peer
+from hydragraph.engine.recovery import Survived
+from hydragraph.spec.health import Health
+from hydragraph.spec.home import Home
+from hydragraph.spec.record import from_record
+from hydragraph.train import run_recovery
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.run_recovery import _known_rates, _write_down, changes_of, lead, paused, ranks_before, resumed
+from hydragraph.train.run_saving import forget_unsaved
+from hydragraph.train.straggler_file import write_slow
+from hydragraph.train.straggler_setup import controller_of
+from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.train_state import Course, Run
+from tests.cost import priced
+from tests.train.plain import Watched, settings
+
+
+def config(folder: Path, **changes: object) -> TrainConfig:
+    return from_record(TrainConfig, {**settings(folder), **changes})
+
+
+def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
+    """Another rank may be lost while this one takes the run's folder over from a lost leader."""
+    folder = RunFolder(tmp_path / "run")
+    nothing: Any = None
+    run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        assert lead(run, course, survived, owned, None).log is not None
+        again = lead(run, course, survived, owned, None)  # what the first call returned is lost with the failure
+        assert again.log is not None
+        with pytest.raises(ValueError, match="belongs to a run that is under way"):
+            folder.refuse_shared()
+    folder.refuse_shared()
+
+
+class Began:
+    """A callback that must begin before it is told of a step."""
+
+    seen: list[str] = []  # noqa: RUF012 - of all instances
+
+    def on_start(self, config: TrainConfig) -> None:
+        self.seen.append(f"start {config.steps}")
+
+    def on_end(self) -> None:
+        self.seen.append("end")
+
+
+def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path: Path) -> None:
+    Began.seen.clear()
+    nothing: Any = None
+    given = config(tmp_path, callbacks=[f"{__name__}:Began"])
+    run = Run(given, nothing, RunFolder(tmp_path / "run"), nothing, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        first = lead(run, course, survived, owned, None)
+        again = lead(run, course, survived, owned, None)  # the first was broken off
+        assert again.callbacks is first.callbacks
+        assert Began.seen == [f"start {given.steps}"]
+    assert Began.seen == [f"start {given.steps}", "end"]
+
+
+def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
+    """Else callbacks are told of a folder that is not there, once something is saved again."""
+    nothing: Any = None
+    folder = RunFolder(tmp_path / "run")
+    run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
+    for step in (2, 4):
+        folder.place(step).mkdir(parents=True)
+        run.saving.append((step, folder.place(step)))
+    (folder.place(2) / "complete.json").write_text("{}")
+    forget_unsaved(run)
+    assert run.saving == [(2, folder.place(2))], "it is whole: callbacks are yet to be told"
+
+
+def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
+    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # type: ignore[arg-type]
+    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
+    told = [(first, ranks_before([], 3))]
+    told.append((second, ranks_before(told, 3)))
+    assert [before for _, before in told] == [3, 2], "three when the first was lost, two when the second was"
+    assert [(e.event, e.ranks) for e in changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
+    assert [paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
+    on = resumed(told, 2, None, 10**6, 0.75)
+    assert (on.seconds, on.moved_bytes, on.ranks) == (0.75, 10**6, (0, 1))
+    back = resumed([(replace(second, restored=1), 2)], 2, 3, 0, 0.0)
+    assert back.lost_steps == 2
+    assert "all went back to the checkpoint after step 1, 2 steps before" in back.why
+
+
+def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
+    given = config(tmp_path, elastic={"monitor": True})
+    executor: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()), owners=Home())
+    world: Any = SimpleNamespace(ranks=4)
+    watching = controller_of(given, world, executor)
+    watching.monitor._device._held = {1: 2.57, 3: 5.42}
+    left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
+    nothing: Any = None
+    run = Run(given, SimpleNamespace(ranks=3), RunFolder(tmp_path / "run"), left, (), {}, None, None, watching)  # type: ignore[arg-type]
+    run = replace(run, watched=(0, 1, 5, 7))
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
+    survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
+    with ExitStack() as owned:
+        now = lead(run, course, survived, owned, watching)
+        assert now.controller is not None
+        assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
+        assert now.watched == (7, 0, 9)
+    assert watching.monitor.health.rates == {1: 2.57, 3: 5.42}, "the ranks may have to meet once more"
+
+
+def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> None:
+    given = config(tmp_path, elastic={"replan": True}, plan={"choose": True, "profile": "measured.json"})
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(given, "new")
+    slow = {5: Slow(device=2.57), 7: Slow(device=5.42, core=1.5, learned=(8.13, 16.0)), 9: Slow(core=2.0)}
+    write_slow(folder, slow)
+    left: Any = SimpleNamespace(
+        profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()),
+        owners=Home(),
+        program=SimpleNamespace(buckets=()),
+        strategies=(),
+        request=None,
+        planning=SimpleNamespace(lengths=()),
+    )
+    nothing: Any = None
+    world: Any = SimpleNamespace(ranks=3, rank=0)
+    run = Run(given, world, folder, left, (), {}, None, None, None)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    course.began = folder.began
+    assert _known_rates(run, course) == {5: 2.57, 7: 16.0, 9: 2.0}, "others were seen to wait for member 7"
+    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (11, 0), (9, 1)))
+    survived = Survived(2, 3, (0,), (), (1,), peers, (), None, 0, 0.5, "rank 0 is lost")
+    with ExitStack() as owned:
+        now = lead(run, course, survived, owned, None)
+        assert now.controller is not None
+        assert now.controller.slow == {0: slow[7], 2: slow[9]}, "members 7 and 9 are ranks 0 and 2 now"
+        assert now.controller.health == Health({0: 16.0, 2: 2.0})
+    course.began = folder.began - 1.0
+    assert _known_rates(run, course) == {}, "another run's"
+
+
+def test_a_step_that_a_lost_leader_did_not_write_down_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was of the ranks there were, which had other numbers."""
+    nothing: Any = None
+    world: Any = SimpleNamespace(gather=lambda mine: [mine])
+    log: Any = SimpleNamespace(history=[])
+    knowing: Any = object()
+    run = Run(config(tmp_path), world, RunFolder(tmp_path / "run"), nothing, (), {}, None, log, knowing)
+    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    report: Any = object()
+    course.last = (3, report)
+    written: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run_recovery, "log_step", lambda *given: written.append(given))
+    _write_down(run, course)
+    ((by, step, what),) = written
+    assert (step, what) == (3, report)
+    assert by.controller is None
+    assert by.log is log

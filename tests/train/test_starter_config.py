@@ -1,0 +1,90 @@
+"""First configs fit what they are written for: they load, keep to the schema, and pass all checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hydragraph.data import tokenizer
+from hydragraph.spec.record import parse_yaml
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_checks import check_settings
+from hydragraph.train.config_schema import SCHEMA, json_schema
+from hydragraph.train.data import check_data
+from hydragraph.train.starter_config import look, starter
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+RECORDS = {
+    "text": {"text": "some text"},
+    "content": {"content": "some text"},
+    "messages": {"messages": TURNS},
+    "conversations": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    "completion": {"prompt": "what", "completion": "it"},
+    "instruction": {"instruction": "what", "input": "", "output": "it"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, vocab_size=300, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(tokenizer.train_bpe(["some text"], 300), folder)
+    return folder
+
+
+def written(paths: list[Path], devices: int = 1) -> TrainConfig:
+    text = starter(look(paths), devices, False, "runs/first")
+    assert text.splitlines()[0] == f"# yaml-language-server: $schema={SCHEMA}"
+    assert all(len(line) <= 160 for line in text.splitlines()[1:])
+    file = paths[0].parent / "written.yaml" if paths else Path("/tmp/written.yaml")
+    jsonschema.validate(parse_yaml(text), json_schema())
+    file.write_text(text)
+    config = TrainConfig.load(file)
+    file.unlink()
+    return config
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, model: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text((json.dumps(RECORDS[kind]) + "\n") * 30)
+    config = written([data, model] if with_model else [data])
+    check_settings(config, 1)
+    check_data(config)
+    assert (config.model.path == str(model)) is with_model
+    assert (config.data.max_length, config.epochs) == (
+        64 if with_model else 256,
+        1 if "text" in RECORDS[kind] or kind == "content" else 3,
+    )
+
+
+def test_folders_models_alone_and_nothing_are_taken(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("words " * 4000)
+    config = written([tmp_path / "texts"], devices=2)
+    check_settings(config, 2)
+    assert config.data.tokens_per_step < 6000 / 20 + 1
+    assert written([model]).data.paths == ("your-data.jsonl",)
+    assert written([]).data.paths == ("python-stdlib",)
+
+
+def test_what_cannot_be_started_from_is_told(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere does not exist: name a file or folder of data"):
+        look([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match="are models: name one"):
+        look([model, model])
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS["messages"]))
+    with pytest.raises(ValueError, match="the data hold chat and text: name those of one kind"):
+        look([tmp_path / "a.txt", tmp_path / "b.jsonl"])
+    (tmp_path / "c.jsonl").write_text('{"ids": [1]}')
+    with pytest.raises(ValueError, match=r"c.jsonl:1: 'ids' is a list, not text"):
+        look([tmp_path / "c.jsonl"])

@@ -1,0 +1,26 @@
+"""What watches a run's ranks is made by the costs of the devices that they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hydragraph.spec.home import Home
+from hydragraph.spec.record import from_record
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.straggler_setup import controller_of
+from tests.cost import priced
+from tests.train.plain import settings
+
+
+def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_path: Path) -> None:
+    whole = priced.costs(4, priced.mixed())
+    left = whole.of_ranks([0, 2, 3], Home())
+    executor: Any = SimpleNamespace(profile=left, owners=Home(copies=2))
+    world: Any = SimpleNamespace(ranks=3)
+    given = from_record(TrainConfig, {**settings(tmp_path), "elastic": {"monitor": True}})
+    controller = controller_of(given, world, executor)
+    costs = controller.monitor._costs
+    assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
+    assert costs.home.copies == 2
