@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 
 import pytest
 
+from hydragraph.cluster import interface
 from hydragraph.cluster.interface import interface_for
 from hydragraph.cluster.rendezvous import member
-from hydragraph.runtime import interface
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo chooses")
 NAMES = {"own": ["127.0.1.1"], "first": ["10.0.0.1"]}
@@ -19,7 +21,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Set up a host called `own`; return the addresses that it sends from, by target."""
     routes = {"10.0.0.1": "10.0.0.2", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.3"}
     interfaces = {"10.0.0.2": "eth1", "10.0.0.3": "eth0"}
-    monkeypatch.setattr(interface.socket, "gethostname", lambda: "own")
+    monkeypatch.setattr(socket, "gethostname", lambda: "own")
     monkeypatch.setattr(interface, "resolved", lambda name: NAMES.get(name, [name]))
     monkeypatch.setattr(interface, "_source", routes.get)
     monkeypatch.setattr(interface, "_name", interfaces.get)
@@ -61,6 +63,6 @@ def test_ranks_of_several_machines_tell_gloo(
     environment = {"MASTER_ADDR": "first", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": ranks_here}
     if chosen is not None:
         environment["GLOO_SOCKET_IFNAME"] = chosen
-    monkeypatch.setattr(member.os, "environ", environment)
+    monkeypatch.setattr(os, "environ", environment)
     member._choose_interface()
     assert environment.get("GLOO_SOCKET_IFNAME") == used

@@ -467,11 +467,12 @@ def _counting(state: Any, step: Callable[[], object]) -> Callable[[Any, dict[str
 def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
     numbers, counter = {"calls": 0}, itertools.count()
     mine, numpys = random.Random(0), np.random.default_rng(0)
-    state, step = {
+    cases: dict[str, tuple[Any, Any]] = {
         "dict": (numbers, lambda: numbers.update(calls=numbers["calls"] + 1)),
         "count": (counter, lambda: next(counter)),
         "random": (mine, mine.random),
         "numpy": (numpys, numpys.random),
-    }[kind]
+    }
+    state, step = cases[kind]
     with pytest.raises(Unsupported, match=r"does something else|forward or loss changes .*state"):
         capture(Own(layers=1), loss=_counting(state, step))
