@@ -17,7 +17,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface that gloo is to use on this host; None if the host's own name will do, or none is found.
+    """Return the interface that gloo is to use on this host; None to leave the choice to gloo.
 
     Args:
         address: the name or address of the first machine.
@@ -34,7 +34,7 @@ def interface_for(address: str) -> str | None:
 
 
 def _source(target: str) -> str | None:
-    """Return the address that this host sends from to a target; nothing is sent."""
+    """Return the source address of packets to a target, without sending one."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

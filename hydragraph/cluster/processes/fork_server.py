@@ -60,7 +60,7 @@ def outlive_signals() -> None:
 
 
 def outlive_failed_forks() -> None:
-    """Make this process, which is a server, go on when a fork fails; whoever asked for it reads EOF instead of a pid.
+    """Make this server process continue when a fork fails; its client then reads EOF instead of a pid.
 
     multiprocessing's loop continues after ECONNABORTED only, and leaves the descriptors of a failed request open.
     """

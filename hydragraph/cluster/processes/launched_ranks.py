@@ -106,10 +106,10 @@ class NotStarted:
         return False
 
     def terminate(self) -> None:
-        """Do nothing: there is no process."""
+        """Do nothing: no process was started."""
 
     def kill(self) -> None:
-        """Do nothing: there is no process."""
+        """Do nothing: no process was started."""
 
     def join(self, timeout: float | None = None) -> None:
         """Return at once."""

@@ -15,7 +15,7 @@ def hosted(address: str, port: int) -> Any:
     """Return a store that this process keeps, on a socket of `listening`; TCPStore by itself listens on all addresses.
 
     Args:
-        address: a name or address of this host, at which the others find it.
+        address: a name or address of this host, as others know it.
         port: where to listen; 0: at any port that is free.
     """
     listener = listening(address, port)
@@ -62,7 +62,7 @@ def resolved(address: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address leads to this host itself; a name is no address."""
+    """Say whether an IP address (not a name) leads to this host itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

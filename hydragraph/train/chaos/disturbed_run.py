@@ -80,7 +80,7 @@ class Disturbed:
     def ending(self) -> str:
         """How it ended, in words, with the last lines that it printed."""
         how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
-        last = f"; its last lines are:\n{self.said}" if self.said else "; it printed nothing"
+        last = f"; its last lines are:\n{self.said}" if self.said else "; its output is empty"
         return (self.hung or how) + last
 
     def until(self, step: int) -> Disturbed:

@@ -145,7 +145,7 @@ def test_a_sentinel_is_idle_once_no_rank_is_watched_for_three_seconds() -> None:
 def test_a_sentinel_whose_store_does_not_answer_ends_with_the_rank_that_started_it() -> None:
     rank = subprocess.Popen(["sleep", "600"])
     board = Board.make(2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts and never answers, as behind a cut link
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts without answering, as when the link is cut
         post = Post("127.0.0.1", silent.getsockname()[1], "ns", "here", board.address, 2)
         arguments = [json.dumps(asdict(post)), json.dumps(asdict(WatchedProcess.of(rank.pid)))]
         sentinel = subprocess.Popen([sys.executable, "-m", "hydragraph.cluster.failure.node_sentinel", *arguments])

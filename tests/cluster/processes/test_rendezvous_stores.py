@@ -25,7 +25,7 @@ def names(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
 
 
 def reached(listener: socket.socket) -> set[str]:
-    """Return the addresses of this host at which a socket is reached."""
+    """Return the addresses of this host that connect to a socket."""
     found = set()
     for address in (V4, V6, SELF):
         try:

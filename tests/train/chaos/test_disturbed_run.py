@@ -130,10 +130,10 @@ def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
             Disturbed(2, (), said="output is read-only"),
             "it exited with code 2; its last lines are:\noutput is read-only",
         ),
-        (Disturbed(-9, ()), "it was killed by signal 9; it printed nothing"),
+        (Disturbed(-9, ()), "it was killed by signal 9; its output is empty"),
         (
             Disturbed(-14, (), hung="it made no step, and was ended"),
-            "it made no step, and was ended; it printed nothing",
+            "it made no step, and was ended; its output is empty",
         ),
     ],
 )
