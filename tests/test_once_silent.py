@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[str, Place]] = {
     "ids and labels outside the tables": (
         "refused",
         (
-            "tests/frontend/test_mini_batch.py",
+            "frontend/test_mini_batch.py",
             "test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut",
             "-1 at",
         ),
@@ -161,7 +161,7 @@ WAYS: dict[str, tuple[str, Place]] = {
     "ids that are not contiguous, and of 32 bits": (
         "right",
         (
-            "tests/frontend/test_mini_batch.py",
+            "frontend/test_mini_batch.py",
             "test_values_outside_are_refused_at_every_degree_and_padded_batches_are_cut",
             "plain[1].int()",
         ),
