@@ -1,4 +1,4 @@
-"""The public functions: the only module that puts capture, passes, planner and runtime together."""
+"""Public functions; the only module that combines capture, passes, planner and runtime."""
 
 from __future__ import annotations
 
@@ -65,14 +65,15 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders, and check the result by numbers.
 
     Args:
-        model, dtype, example, loss, blocks: see `hydragraph.frontend.capture.capture`.
-        check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone, loss and
-            every gradient: each structurally distinct block once; "full": every block; "off": nothing.
-        compiled: a folder of `hydragraph compile`: the program is read from there, and nothing is traced.
+        model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
+        check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone (loss and
+            every gradient), for each structurally distinct block once; "full" checks every block; "off" skips the
+            check.
+        compiled: a folder written by `hydragraph compile`; the program is read from it instead of being traced.
 
     Raises:
-        Unsupported: what cannot be captured, or what differs from the model.
-        Refused: the folder is damaged, stale, or of another model (a ValueError).
+        Unsupported: the model cannot be captured, or the captured graphs differ from it.
+        Refused: the folder is damaged, stale, or belongs to another model (a ValueError).
     """
     subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
     if compiled is not None:
@@ -113,63 +114,65 @@ def compile(
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
+    Joins the process group described by the launcher's environment, uses an existing one, or runs as a single process.
+
     Args:
-        model: an unmodified Hugging Face model, or a module of your own, with weights on the CPU, the same on every
-            rank. Built on the meta device it takes no memory: weights come from `load`, or, at the first step, from
-            its own initialiser, block by block and seeded by `torch.manual_seed`.
-        strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); or several, of
-            which every step runs the one that is expected to finish first; or "auto", which proposes them for the data
-            (it needs a profile and lengths).
-        optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order, the tensor
-            having 0 elements where this rank owns nothing; returns a torch.optim optimizer. Called again where
-            `Executable.move` brings state elsewhere, and, where it makes groups, with tensors of whole shapes, to see
-            that it makes the same. None: no training.
+        model: an unmodified Hugging Face model, or your own module, with weights on the CPU, the same on every rank. A
+            model on the meta device takes no memory: its weights come from `load`, or, at the first step, from its own
+            initialiser, block by block and seeded by `torch.manual_seed`.
+        strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list of them,
+            from which every step picks the one expected to finish first; or "auto", which proposes strategies for the
+            data (it needs a profile and lengths).
+        optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order; the tensor
+            has 0 elements if this rank owns no part of the parameter. Returns a torch.optim optimizer. It is called
+            again when `Executable.move` moves state, and, if it makes parameter groups, with tensors of whole shapes,
+            to check that it makes the same groups. None: no training.
         max_grad_norm: clip gradients to this global norm.
-        dtype: what the model computes in; master weights and optimizer state are fp32.
-        device: "cpu" or "cuda"; default: a GPU where there is one.
-        loss: takes the model's outputs and the packed batch, returns the loss summed over targets (the positions
-            whose label is not -100); a step divides it by the targets of the global mini-batch.
-        example, blocks: for modules and fields of your own; see `hydragraph.capture`.
-        profile: what `hydragraph profile` measured here; or the costs that a plan was made with (`plan`), where devices
-            differ by type or by how fast they are today: pipelines then get sequences by their speed. Without either,
-            candidates are compared by rough costs.
-        lengths: sequence lengths of sample mini-batches: what "auto" proposes for, and by which it is decided whether
-            choosing every step is worth it (`Executable.decision`).
+        dtype: compute dtype; master weights and optimizer state are fp32.
+        device: "cpu" or "cuda"; default: a GPU if available.
+        loss: takes the model's outputs and the packed batch, and returns the loss summed over targets (positions whose
+            label is not -100); a step divides it by the number of targets of the global mini-batch.
+        example, blocks: for custom modules and fields; see `hydragraph.capture`.
+        profile: measurements of `hydragraph profile` on this hardware; or the costs that a plan was made with (`plan`),
+            if devices differ by type or by their current speed: pipelines then get sequences by their speed. Without
+            either, candidates are compared by rough costs.
+        lengths: sequence lengths of sample mini-batches. "auto" proposes strategies for them, and they decide whether
+            choosing a strategy every step is worthwhile (`Executable.decision`).
         policy: how iterations are planned.
         backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
             Inductor on CUDA, eager elsewhere.
-        program: what `capture` gave for this model, or for an equal one, before: it is not captured again. Then
-            `example` and `loss` were capture's, and so were `dtype` and the check against the model.
-        check: of what is captured, by one rank of each host for all its ranks; see `hydragraph.capture`. Unless "off",
-            what ranks run under a strategy (cut, split by tokens, recomputed) is compared with whole blocks before its
-            first step.
-        progress_s: after so many seconds in which no rank has moved on while some wait for others, all raise, and write
-            what they are doing to stderr; give more than any one instruction, or what you do between steps, takes.
-        home: which rank owns how much of the weights and the optimizer's state, and whether a second one owns it too;
-            itself or its text: "3,1 copies=2", "equal" shares of all ranks, "stages" for the ranks that compute a
-            block, or "auto" for those that exchange least within the ranks' memory. None: "auto".
-        compiled: a folder of `hydragraph compile`, in place of capturing: nothing is traced, and what was checked when
-            it was written is not checked again. What it lacks is compiled here, with a line that says so.
-        trust: also load Inductor's code from that folder, which is code: it can do anything that you may.
-        joining: of a process that is to join ranks that train already: it meets nobody now, has no weights, and
-            `Executable.move` brings it in. Give everything else as those ranks did, and the model on the meta device. A
-            process that a launch with `elastic=` starts later joins by itself, unless this is given.
-        deterministic: losses, gradients and weights have the same bits whatever pipelines, micro-batches, ranks and
-            homes there are: sequences are computed one by one, and their gradients added up exactly. Strategies then
-            have one tensor-parallel degree for all stages; see docs/deterministic.md.
-        window: the most bytes of fp32 gradients that a rank may have in flight at once, and for as many elements those
-            of weights; one bucket always passes. Default: two of the largest blocks.
-        push_dtype: what gradients travel to their owners in: `torch.bfloat16` halves the bytes. Each rank rounds its
-            sum over micro-batches once; owners add up, and keep, fp32. Not together with `deterministic`.
+        program: an earlier result of `capture` for this model or an equal one; skips the capture. `example`, `loss`,
+            `dtype` and the check against the model are then those of that capture.
+        check: check of the captured graphs, made by one rank of each host for all its ranks; see `hydragraph.capture`.
+            Unless "off", the graphs that ranks run under a strategy (cut, split by tokens, recomputed) are also
+            compared with whole blocks before its first step.
+        progress_s: after this many seconds in which no rank makes progress while some wait for others, all ranks raise
+            and write their stacks to stderr. Choose more than the longest instruction, or the longest pause between
+            steps, takes.
+        home: which rank owns how much of the weights and optimizer state, and whether a second rank owns it too; an
+            object or its text: "3,1 copies=2", "equal" shares of all ranks, "stages" for the ranks that compute a
+            block, or "auto" for the owners that exchange least within the ranks' memory. None: "auto".
+        compiled: a folder written by `hydragraph compile`, used instead of capturing; checks made when it was written
+            are not repeated. Missing graphs are compiled here and logged.
+        trust: also load Inductor's code from that folder. This is executable code: it can do anything that you may.
+        joining: for a process that will join ranks that already train: it communicates with no other rank yet, has no
+            weights, and joins through `Executable.move`. Pass all other arguments as those ranks did, and the model on
+            the meta device. A process that a launch with `elastic=` starts later joins automatically, unless this is
+            given.
+        deterministic: losses, gradients and weights have the same bits for all pipelines, micro-batches, ranks and
+            homes: sequences are computed one by one, and their gradients are summed exactly. Strategies then have one
+            tensor-parallel degree for all stages; see docs/deterministic.md.
+        window: maximum bytes of fp32 gradients that a rank may have in flight; also limits weights in flight to the
+            same number of elements. One bucket always passes. Default: two of the largest blocks.
+        push_dtype: dtype in which gradients travel to their owners; `torch.bfloat16` halves the bytes. Each rank rounds
+            its sum over micro-batches once; owners sum and store in fp32. Cannot be combined with `deterministic`.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: `program` is that of another model, or `home` does not fit the ranks or the model.
-        Refused: the folder is damaged, stale, or of another model (a ValueError).
-        Unsupported: what cannot be captured or trained.
+        TypeError: `model` is not a module.
+        ValueError: `program` belongs to another model, or `home` does not fit the ranks or the model.
+        Refused: the folder is damaged, stale, or belongs to another model (a ValueError).
+        Unsupported: the model cannot be captured or trained.
         RankFailure: another rank failed meanwhile.
-
-    Joins the process group from the launcher's environment, uses the one there is, or stays alone.
     """
     frontend.check_model(model, "compile")
     check_factory(optimizer)
@@ -212,7 +215,7 @@ def compile(
                 return made, _compiled_for_all(made, strategy, world, backend)
 
             key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
-            # Rank 0 plans, and captures only where it is alone on its machine.
+            # Rank 0 plans, so it captures only if it is alone on its machine.
             plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
             if joining or late:
                 program, variants = kept("capture", key, captured)
@@ -250,9 +253,10 @@ def compile(
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
-    """Return what the ranks of a machine run under the strategies that are known, where there are several to share it.
+    """Compile the graphs of the known strategies for all ranks of a machine.
 
-    None under Inductor, which keeps its own code on disk, and where a strategy does not fit: every rank says why.
+    Returns None for a single rank, under Inductor, which keeps its own code on disk, and if a strategy does not fit,
+    which every rank then reports.
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -268,7 +272,7 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
 
 
 def _key(model: nn.Module, *others: object) -> str:
-    """Return what ranks that may share a captured model agree on: its origin, and all that was asked for."""
+    """Return the key under which ranks share a captured model: a hash of its origin and all arguments."""
     said = [frontend.origin(model), *map(_said, others)]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
@@ -289,7 +293,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; where one is refused on some rank, all raise."""
+    """Call a function on every rank; if it raises ValueError on some rank, all ranks raise."""
     made: T | None = None
     error: ValueError | None = None
     try:
@@ -313,10 +317,9 @@ def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given:
 
 @own_modes("precompile")
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
-    """Compile a program's templates for strategies; without Inductor, which keeps its own code on disk.
+    """Compile a program's templates for strategies, without Inductor, which keeps its own code on disk.
 
-    While the result is kept, no executable of this process, or of ranks that are forked from it (`launch`), compiles
-    them again.
+    While the result is alive, executables of this process, and of ranks forked from it (`launch`), re-use its graphs.
     """
     variants = Variants(program, added=True)
     variants.compile(strategies)
@@ -325,7 +328,7 @@ def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
 
 @dataclass(frozen=True)
 class RankPrograms(Sequence[RankProgram]):
-    """The programs of all ranks for one iteration: print them, verify them, price them, run them."""
+    """Programs of all ranks for one iteration; they can be printed, verified, priced and run."""
 
     programs: SharedPrograms
     program: Program
@@ -342,7 +345,7 @@ class RankPrograms(Sequence[RankProgram]):
         return "\n\n".join(map(str, self.programs))
 
     def verify(self) -> None:
-        """Prove that no rank can hang, read what is not there, or miss a gradient; see `hydragraph.ir.verify`."""
+        """Prove that no rank can hang, read missing data, or miss a gradient; see `hydragraph.ir.verify`."""
         from hydragraph.ir.verify import verify
 
         verify(self.programs, self.program.outline, self.mode)
@@ -354,14 +357,15 @@ class RankPrograms(Sequence[RankProgram]):
         efficiency: float | None = None,
         home: Home | str | None = None,
     ) -> Timeline:
-        """Price the programs: an event simulation of every stream of every rank.
+        """Price the programs by an event simulation of every stream of every rank.
 
         Args:
             cluster: devices and links, priced from their datasheet; or costs.
-            tokens: of one micro-batch, one sequence, the same for all pipelines or one number for each.
-            efficiency: of the datasheet, the part of its FLOP/s that computation reaches; default:
+            tokens: length of the single sequence of each micro-batch, one number for all pipelines or one for each.
+            efficiency: fraction of the datasheet's FLOP/s that computation reaches; default:
                 `cost.datasheet.EFFICIENCY`.
-            home: of a cluster: who owns state; None: as `compile` chooses for the strategy. Costs have their own.
+            home: owners of state, for a cluster; None: as `compile` chooses for the strategy. Costs have their own
+                home.
         """
         from hydragraph.cost.datasheet import EFFICIENCY, datasheet
 
@@ -384,8 +388,8 @@ def lower(
     """Lower a program for a strategy.
 
     Args:
-        micro_batches: how many each pipeline runs.
-        ranks: the world size; default: as many as the strategy names.
+        micro_batches: number of micro-batches of each pipeline.
+        ranks: world size; default: the ranks that the strategy names.
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1
     check_strategy(program, strategy, world)
@@ -395,15 +399,15 @@ def lower(
 
 
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
-    """Simulate one iteration of a strategy: when every rank runs what, and holds how much.
+    """Simulate one iteration of a strategy: when every rank runs each instruction, and how much memory it holds.
 
     Args:
         costs: of the model on a cluster.
-        strategy: on ranks that the cluster has.
-        assignment: which pipeline computes which sequences in which micro-batch; with their lengths.
+        strategy: uses ranks of the cluster.
+        assignment: which pipeline computes which sequences in which micro-batch, with their lengths.
 
     Raises:
-        ValueError: these do not fit one another.
-        Unsupported: something was not measured, or a rank is lost.
+        ValueError: the arguments do not fit one another.
+        Unsupported: a needed measurement is missing, or a rank is lost.
     """
     return costs.simulate(strategy, assignment)

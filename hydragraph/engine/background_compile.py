@@ -1,11 +1,11 @@
-"""What strategies need that were never run, made beside training: their graphs, and the check of these.
+"""Preparation of strategies that never ran before, in the background of training: their graphs, and the graphs' check.
 
-    rank 0 tells which strategies are coming    one rank of each machine has a process make what they need, which gives
-                                                way to training; steps go on as before
-    it is there on every machine                all ranks read it, and choose from the new strategies in the next step
+    rank 0 announces new strategies             one rank of each machine starts a low-priority process that makes what
+                                                they need; steps continue as before
+    the result is ready on every machine        all ranks read it, and choose from the new strategies in the next step
 
-So the first step of a new strategy is as quick as its second. What is found to be wrong is not switched to. A process
-that dies, or takes longer than LIMIT_S, costs nothing but that: ranks make what they need when they run it, as ever.
+So the first step of a new strategy is as fast as its second. Strategies that fail the check are not used. If the
+process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy, as without it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What a process has made for the ranks of its machine.
+    """Result of a preparation, for all ranks of a machine.
 
     Attributes:
-        variants: the graphs of all their stages, and those that were there.
-        passed: what need not be checked again (`StageCheck.passed`).
-        refused: why the strategies cannot be run; "" where they can.
+        variants: graphs of all their stages, including the ones that already existed.
+        passed: checks that need not be repeated (`StageCheck.passed`).
+        refused: why the strategies cannot run; "" if they can.
     """
 
     variants: Variants | None
@@ -58,12 +58,12 @@ class _Asked:
 
 
 class Beforehand:
-    """A process that makes what some strategies need.
+    """Process that prepares some strategies.
 
     Args:
-        variants: of the model; what they have is not made again.
-        check: of what is made, where this run checks it.
-        strategies: that are coming.
+        variants: graphs of the model; existing ones are not compiled again.
+        check: check of new graphs, if this run checks them.
+        strategies: the strategies to prepare.
     """
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
@@ -77,16 +77,16 @@ class Beforehand:
 
     @property
     def settled(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has ended."""
         return not self._thread.is_alive()
 
     @property
     def offer(self) -> Offer | None:
-        """Where a `Made` lies, once it has ended; None: it could not make it."""
+        """Location of the `Made` once the process has ended; None: it failed."""
         return self._offer if self.settled else None
 
     def close(self) -> None:
-        """End it, and drop what it has made."""
+        """Stop the process and delete its result."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
@@ -118,12 +118,12 @@ class Beforehand:
 
 
 class Readying:
-    """How a rank gets ready for strategies that it has never run.
+    """Prepares a rank for strategies that it has never run.
 
     Args:
-        variants: that it runs.
-        check: of them; None: on another rank of its machine, or nowhere.
-        makes: whether it is this rank that has things made for its machine.
+        variants: this rank's graphs.
+        check: check of these graphs; None: done by another rank of this machine, or by none.
+        makes: whether this rank starts preparations for its machine.
     """
 
     def __init__(self, variants: Variants, check: StageCheck | None, makes: bool) -> None:
@@ -132,13 +132,13 @@ class Readying:
         self._makes = makes
 
     def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
-        """Begin to make what strategies need; None: there is nothing to make, or not here."""
+        """Start preparing strategies; None: they need no preparation, or another rank does it."""
         if not self._makes or not self._variants.portable or not self._variants.lacks(strategies):
             return None
         return Beforehand(self._variants, self._check, strategies)
 
     def take(self, offer: Offer) -> str:
-        """Take what was made; return why the strategies cannot be run, or ""."""
+        """Read the result of a preparation; return why the strategies cannot run, or ""."""
         try:
             found = offer.read()
         except (OSError, ValueError, RuntimeError) as error:
@@ -153,38 +153,38 @@ class Readying:
 
 
 def _started(folder: Path) -> subprocess.Popen[bytes]:
-    # The process must import this very package, installed or not; a model's own code is where the run found it.
+    # The process must import this same package, installed or not, and the model's code from where the run found it.
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "hydragraph.engine.background_compile", str(folder)],
-        stdin=subprocess.PIPE,  # closed when this process ends, however it does: then the other one ends, too
+        stdin=subprocess.PIPE,  # closed when this process ends for any reason, which ends the other process too
         stdout=subprocess.DEVNULL,
         env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
     )
 
 
 def made(asked: _Asked) -> Made:
-    """Make what was asked for."""
+    """Compile and check the requested strategies."""
     try:
         asked.variants.compile(asked.strategies)
         if asked.check is not None:
             for strategy in asked.strategies:
                 asked.check.check(strategy)
-    except ValueError as error:  # `Unsupported` too: what a rank would be refused in its step
+    except ValueError as error:  # including `Unsupported`: an error that a rank would raise in its step
         return Made(None, {}, str(error))
     return Made(asked.variants, {} if asked.check is None else asked.check.passed)
 
 
 def end_with_stdin() -> None:
-    """End this process when the one that has started it is gone: nobody waits for what it makes."""
+    """End this process when its parent has ended: its result is not needed any more."""
     os.read(0, 1)  # not `sys.stdin`, whose lock, held here, would end the interpreter with an error
     os._exit(1)
 
 
 def main(folder: Path) -> None:
-    """Make what the file "asked" of a folder says, and leave it there as "made"."""
+    """Process the file "asked" of a folder, and write the result as "made"."""
     with (folder / "asked").open("rb") as file:
         asked = SharedFile(file.fileno()).read()
     with (folder / "made").open("w+b") as file:
@@ -192,7 +192,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from hydragraph.engine import background_compile  # what it writes is of that module's classes, not of __main__'s
+    from hydragraph.engine import background_compile  # pickled classes must belong to that module, not to __main__
 
     os.nice(10)
     torch.set_num_threads(1)

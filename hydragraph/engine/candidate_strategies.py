@@ -1,4 +1,4 @@
-"""The strategies that a training chooses from, and what they are expected to cost."""
+"""Strategies that training chooses from, and their expected costs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from hydragraph.spec.default_cluster import cluster_on
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # a text is one of `Strategy.parse`
+Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
-AUTO_CANDIDATES = 8  # that "auto" keeps
-SAMPLE = 16  # mini-batches that they are improved and compared on
+AUTO_CANDIDATES = 8  # kept by "auto"
+SAMPLE = 16  # mini-batches used to improve and compare them
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What choosing strategies goes by.
+    """Inputs of the choice of strategies.
 
     Attributes:
-        profile: measured costs, of devices that are alike; or `Costs`, which know how they differ; None: rough ones.
+        profile: measured costs of identical devices; or `Costs`, which describe how devices differ; None: rough costs.
         lengths: sequence lengths of sample mini-batches.
         policy: how iterations are planned.
     """
@@ -56,12 +56,12 @@ class Planning:
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """What an iteration runs.
+    """Strategy and assignment of one iteration.
 
     Attributes:
-        strategy: of the iteration.
+        strategy: strategy of the iteration.
         assignment: which pipeline computes which sequence.
-        planned: how long choosing took, and what was expected of it.
+        planned: how long choosing took, and the expected time.
     """
 
     strategy: Strategy
@@ -71,7 +71,7 @@ class IterationChoice:
 
 @dataclass(frozen=True)
 class _Change:
-    """What rank 0 is to choose from, once all ranks are ready for it."""
+    """Candidates that rank 0 will choose from once all ranks are ready for them."""
 
     strategies: tuple[Strategy, ...]
     request: PlanRequest
@@ -81,11 +81,11 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Told:
-    """What rank 0 tells all others before each step, without waiting for them.
+    """Message from rank 0 to all others before each step; rank 0 does not wait for replies.
 
     Attributes:
-        plan: its plan, or why there is none.
-        coming: strategies to choose from, from the next step on or once `ready_first` has been seen to.
+        plan: the plan, or the reason why there is none.
+        coming: new candidates, used from the next step on, or, with `ready_first`, once all ranks are ready.
     """
 
     plan: IterationPlan | ValueError | None
@@ -95,12 +95,12 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Made:
-    """What a rank tells all others while they get ready for strategies that are coming.
+    """Message from each rank to all others while they prepare for new strategies.
 
     Attributes:
-        node: where this rank runs.
-        settled: whether nothing is being made here for them.
-        offer: what was made.
+        node: node of this rank.
+        settled: whether no preparation is running on this rank.
+        offer: result of the preparation.
     """
 
     node: str
@@ -109,17 +109,17 @@ class _Made:
 
 
 class Chooser:
-    """Chooses every iteration's strategy and assignment: rank 0 plans, and tells the others.
+    """Chooses every iteration's strategy and assignment: rank 0 plans and broadcasts the plan.
 
     Args:
-        strategies: to choose from.
-        groups: of this process; only rank 0 has a planner.
-        planner: rank 0's; None: the first strategy is taken, or what the caller asks for.
-        decision: on rank 0, in a sentence, whether one strategy stays; "" where nothing was decided.
-        refused: why the last change was not made; "" where it was, or is being made.
+        strategies: candidates.
+        groups: communicators of this process; only rank 0 has a planner.
+        planner: rank 0's planner; None: use the first strategy, or the one that the caller passes.
+        decision: on rank 0, a sentence on whether one strategy is kept; "" without a decision.
+        refused: why the last change was rejected; "" if it was accepted or is in progress.
         planned: whether rank 0 plans.
-        measured: whether it plans by measured costs, so that what it expects are seconds.
-        readying: how this rank gets ready for strategies that are coming.
+        measured: whether it plans with measured costs, so that its expectations are in seconds.
+        readying: prepares this rank for new strategies.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class Chooser:
         self._planned = planned
         self._measured = measured
         self._readying = readying
-        self._change: _Change | None = None  # rank 0's, until all ranks have made it
-        self._coming: tuple[Strategy, ...] = ()  # strategies that ranks get ready for, or are ready for
+        self._change: _Change | None = None  # on rank 0, until all ranks have applied it
+        self._coming: tuple[Strategy, ...] = ()  # strategies that ranks prepare for, or are ready for
         self._making: Beforehand | None = None
-        self._ready = False  # all ranks are
+        self._ready = False  # whether all ranks are ready
         self.refused = ""
 
     @staticmethod
@@ -154,14 +154,13 @@ class Chooser:
         readying: Readying,
         before: Chooser | None = None,
     ) -> Chooser:
-        """Return one for this rank, with a planner on rank 0 if there is anything to plan.
+        """Create this rank's chooser, with a planner on rank 0 if there is anything to plan.
 
         Args:
-            strategies, groups: as of a chooser.
-            planning: what choosing goes by.
+            strategies, groups, readying: see `Chooser`.
+            planning: inputs of the choice.
             home: where state lives.
-            readying: see `Chooser`.
-            before: what chose until now, and ends: its processes, which are slow to start, plan on if they can.
+            before: the previous chooser, which is closed; its planning processes, which are slow to start, are re-used.
         """
         measured = planning.profile is not None
         planned = measured or len(strategies) > 1
@@ -178,28 +177,28 @@ class Chooser:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """What is chosen from now."""
+        """Current candidates."""
         return self._strategies
 
     @property
     def plans(self) -> bool:
-        """Whether it is this rank that plans."""
+        """Whether this rank plans."""
         return self._planner is not None
 
     def announce(self, lengths: tuple[int, ...]) -> None:
-        """Plan a later mini-batch, of sequences of these lengths, while earlier ones run."""
+        """Plan a later mini-batch with sequences of these lengths while earlier ones run."""
         if self._planner is not None:
             self._planner.announce(lengths)
 
     def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
-        """Return what runs a mini-batch; all ranks call it.
+        """Choose the strategy and assignment of a mini-batch; all ranks call it.
 
         Args:
-            lengths: of its sequences, in tokens.
-            strategy: the one to run; None: the best.
+            lengths: sequence lengths in tokens.
+            strategy: the strategy to run; None: the best.
 
         Raises:
-            ValueError: agreed, on every rank: there is no plan.
+            ValueError: agreed on every rank: planning failed.
         """
         began = time.perf_counter()
         if strategy is not None or not self._planned:
@@ -216,16 +215,16 @@ class Chooser:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies; the rank that plans calls it, and tells the others with its next plan.
+        """Choose from other strategies. The planning rank calls it; its next plan informs the others.
 
         Args:
-            strategies: to choose from.
-            request: what they cost, in the same order.
-            static: the one to stay with; None: choose every time.
-            ready_first: not before all ranks have what they need for it, which is made beside training.
+            strategies: new candidates.
+            request: their costs, in the same order.
+            static: index of the candidate to keep; None: choose every time.
+            ready_first: wait until all ranks have the graphs they need, which are compiled in the background.
 
         Raises:
-            Unsupported: what was asked for before has just got ready.
+            Unsupported: the previous request has just become ready.
         """
         assert self._planner is not None, "the rank that plans changes what it chooses from"
         if self._ready:
@@ -239,17 +238,17 @@ class Chooser:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is not made yet; on the rank that plans."""
+        """On the planning rank: whether a change is pending."""
         return self._change is not None or self._ready
 
     def close(self) -> None:
-        """End the planner's worker, and what is being made."""
+        """Stop the planner's workers and any preparation."""
         if self._planner is not None:
             self._planner.close()
         self._drop()
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
-        """Return rank 0's plan, or why there is none, on every rank."""
+        """Return rank 0's plan, or the reason why there is none, on every rank."""
         if self._ready:
             self._strategies = self._coming
             self._replan()
@@ -275,15 +274,15 @@ class Chooser:
         return told.plan
 
     def _replan(self) -> None:
-        """Let who plans go by what was asked for, where that is on this rank."""
+        """Apply the pending change to the planner, if this rank has one."""
         if self._planner is not None and self._change is not None:
             self._planner.change(self._change.request, self._change.static)
         self._change = None
 
     def _follow(self, told: _Told) -> None:
-        """Get ready for what is coming, or see that all ranks are: all do the same, as all were told the same."""
+        """Prepare for new strategies, or check whether all ranks are ready; all ranks act on the same message."""
         coming = told.coming
-        if coming and not told.ready_first:  # this plan's candidate is one of them
+        if coming and not told.ready_first:  # this plan's candidate index refers to these
             self._drop()
             self._strategies = coming
         elif coming and coming != self._coming:
@@ -294,7 +293,7 @@ class Chooser:
             self._see()
 
     def _see(self) -> None:
-        """See whether all ranks are ready for what is coming."""
+        """Check whether all ranks are ready for the new strategies."""
         making, node = self._making, self._groups.world.node
         settled = making is None or making.settled
         every = self._groups.gather_objects(_Made(node, settled, None if making is None else making.offer))
@@ -308,7 +307,7 @@ class Chooser:
                 self._drop()
 
     def _drop(self) -> None:
-        """Forget what was coming, and what was made for it."""
+        """Discard the new strategies and their preparation."""
         if self._making is not None:
             self._making.close()
         self._coming = ()
@@ -325,18 +324,19 @@ def candidates_of(
     home: Home | None = None,
     passed: Collection[Strategy] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the strategies to choose from, each checked.
+    """Return the checked strategies to choose from.
 
     Args:
-        given: one, several, or "auto": proposed for the data, or planned for devices that differ. A text is read for
-            the model's layers.
-        batches: sequence lengths of sample mini-batches; "auto" needs them.
-        home: where state lives, by which "auto" judges what fits; None: in equal shares.
-        passed: strategies that another rank of this run has checked for the same program.
+        given: one strategy, several, or "auto": proposed for the data, or planned for devices that differ. Texts are
+            parsed for the model's number of layers.
+        batches: sequence lengths of sample mini-batches; required by "auto".
+        home: where state lives, so that "auto" can judge what fits in memory; None: equal shares.
+        passed: strategies that another rank of this run has already checked for the same program.
 
     Raises:
-        Unsupported: "auto" lacks a profile or sample, the costs are of other ranks, or what was given is no strategy.
-        ValueError: a text is no strategy's.
+        Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
+            strategy.
+        ValueError: a text cannot be parsed as a strategy.
     """
     if isinstance(profile, Costs) and profile.ranks != ranks:
         raise Unsupported(
@@ -372,10 +372,10 @@ def candidates_of(
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
-    """Return `candidates_of(given, *how)` on every rank of a world; what "auto" finds rank 0 searches for alone.
+    """Return `candidates_of(given, *how)` on every rank of a world; for "auto", only rank 0 searches.
 
     Raises:
-        ValueError: as `candidates_of`, on all ranks.
+        ValueError: as for `candidates_of`, on all ranks.
     """
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
@@ -400,14 +400,14 @@ def home_among(
     planning: Planning,
     weights: Sequence[float] | None = None,
 ) -> Home:
-    """Return, on all ranks of a world, a home whose owners are chosen for strategies; rank 0 chooses.
+    """Choose owners for the strategies; rank 0 chooses, and all ranks of the world return its home.
 
     Args:
-        world: of the ranks; all of them call it.
+        world: all its ranks call this function.
         program: the model.
-        home: with a rule; one without stays as it is.
-        strategies: that run.
-        planning: measured costs, if there are any: they know links, rates and memory.
+        home: a home with a rule; one without a rule is returned unchanged.
+        strategies: strategies that run.
+        planning: measured costs, if available, which describe links, rates and memory.
         weights: how often each strategy runs.
 
     Raises:
@@ -433,7 +433,7 @@ def home_among(
 def _question(
     program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning, nodes: Sequence[int]
 ) -> Question:
-    """Return what a choice goes by on ranks of these nodes."""
+    """Return the inputs for choosing a home on ranks of these nodes."""
     costs = planning.profile
     if isinstance(costs, Profile):
         known = costs.blocks and costs.device is not None and len(set(nodes)) == 1
@@ -448,9 +448,9 @@ def _question(
 
 
 def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Home:
-    """Return a home whose owners are chosen for strategies on ranks of these nodes, of which nothing is measured.
+    """Choose owners for the strategies on ranks of these nodes, without measurements.
 
-    Strategies that do not fit the ranks or the model take no part.
+    Strategies that do not fit the ranks or the model are ignored.
     """
     fitting = [strategy for strategy in strategies if _runs(program, strategy, len(nodes))]
     if home.rule is None or not fitting:
@@ -464,10 +464,10 @@ def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, no
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
-    """Return a strategy, read for the program's layers if it is a text.
+    """Return a strategy; a text is parsed for the program's layers.
 
     Raises:
-        ValueError: it is neither, or no text of a strategy.
+        ValueError: it is neither a Strategy nor the text of one.
     """
     if isinstance(given, Strategy):
         return given
@@ -479,9 +479,9 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best strategy for the sample, and those beside it that choosing every iteration gains most from.
+    """Return the best strategy for the sample, and those that add most when one is chosen every iteration.
 
-    They are improved from the proposals for the data's lengths and the homogeneous strategies.
+    The search starts from the proposals for the data's lengths and from the homogeneous strategies.
     """
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
@@ -498,10 +498,10 @@ def proposed(
 def planned_for(
     program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return what `hg.plan` finds for devices that differ and a sample, the best first; state stays in its home.
+    """Return the strategies that `hg.plan` finds for a sample on devices that differ, best first; the home is kept.
 
     Raises:
-        Unsupported: nothing fits these devices, nothing that does can run this model, or the costs are of another one.
+        Unsupported: no strategy fits both these devices and this model, or the costs are of another model.
     """
     from hydragraph.planner.plan import plan
     from hydragraph.spec.training_workload import Workload
@@ -522,7 +522,7 @@ def planned_for(
     found = plan(costs.changed(home=home), Workload(lengths=sample)).strategies
     able = tuple(strategy for strategy in found if _runs(program, strategy, costs.ranks))
     if not able:
-        check_strategy(program, found[0], costs.ranks)  # which says why not
+        check_strategy(program, found[0], costs.ranks)  # raises the reason
     return able
 
 
@@ -534,13 +534,14 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Return, on all ranks, a good strategy for devices that differ: they wait for it. None: find one with more care.
+    """Return a good strategy for devices that differ, on all ranks, which wait for the search; None: search more
+    carefully.
 
     Args:
-        world: whose rank 0 searches.
+        world: its rank 0 searches.
         batches: sequence lengths of sample mini-batches.
         home: where state lives.
-        running: what ran before, the best first; ranks that it names beyond the costs' are lost.
+        running: strategies that ran before, best first; their ranks beyond those of the costs are lost.
     """
     found = _at_once(program, costs, batches, home, running) if world.rank == 0 else None
     return world.gather(found)[0]
@@ -575,7 +576,7 @@ def _runs(program: Program, strategy: Strategy, ranks: int) -> bool:
 
 
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
-    """Return pipelines of these schemes on devices 0, 1, ..., layers split evenly."""
+    """Return a strategy with pipelines of these schemes on devices 0, 1, ..., with layers split evenly."""
     return Strategy.parse(" + ".join(f"<tp{tp},pp{pp}>" for tp, pp in schemes), layers=layers)
 
 
@@ -588,7 +589,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return what the planner needs of the candidates: measured costs, or rough ones without a profile."""
+    """Return the costs of the candidates that the planner needs: measured, or rough ones without a profile."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
@@ -619,7 +620,7 @@ def planner_of(
     batches: Sequence[Sequence[int]] | None,
     home: Home | None = None,
 ) -> tuple[IterationPlanner, str]:
-    """Return what plans every iteration, and a sentence about what was decided from the sample."""
+    """Return the planner of every iteration, and a sentence on the decision made from the sample."""
     request = request_of(strategies, profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not batches:
         return IterationPlanner(request, policy), ""

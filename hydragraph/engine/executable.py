@@ -1,4 +1,4 @@
-"""A compiled model on one rank: what a training script calls, and how ranks agree before each iteration."""
+"""Compiled model on one rank: the object that a training script calls, and how ranks agree before each iteration."""
 
 from __future__ import annotations
 
@@ -89,23 +89,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, equal on every rank but for `seconds`.
+    """Metrics of one step; identical on every rank except `seconds`.
 
     Attributes:
         step: counted from 1.
         loss: mean over the target tokens of the global mini-batch.
-        tokens: those target tokens.
-        grad_norm: of all gradients, before clipping; 0 for an evaluation.
-        strategy: in use.
-        chosen: the same as an object.
-        sequences, micro_batches: how many, and per pipeline.
+        tokens: number of target tokens.
+        grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
+        strategy: text of the strategy in use.
+        chosen: the strategy as an object.
+        sequences: number of sequences in the mini-batch.
+        micro_batches: number of micro-batches of each pipeline.
         seconds: wall time on this rank.
-        padding: tokens added to micro-batches, so that they divide for sequence parallelism.
-        planning_s: seconds this step waited for a choice of which pipeline computes what.
-        planning_hidden_s: seconds of planning that it did not wait for.
-        preparing_s: seconds of building what it runs: graphs that were never compiled, and programs.
-        expected_s: seconds that the plan expected, traffic and update included, by the profile; 0 without one.
-        ranks: by rank, how long it took, and waited for communication.
+        padding: tokens added to micro-batches to make them divisible for sequence parallelism.
+        planning_s: seconds that this step waited for a strategy and an assignment.
+        planning_hidden_s: seconds of planning that overlapped with training.
+        preparing_s: seconds spent compiling new graphs and building programs.
+        expected_s: step time predicted by the profile, including communication and the update; 0 without a profile.
+        ranks: by rank, its time and the time that it waited for communication.
         assignment: which pipeline computed which sequences in which micro-batch.
     """
 
@@ -133,9 +134,9 @@ class StepReport:
 
 
 def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
-    """Make a method a call that all ranks make: in no mode of the caller's, watched, and not after `close`.
+    """Make a method a collective call: watched, outside the caller's torch modes, and rejected after `close`.
 
-    What is wrong with how it is called is raised before it counts as begun: it is no failure of this rank.
+    Errors in the arguments are raised before the call begins, so they do not count as a failure of this rank.
     """
 
     def wrap(method: Callable[Concatenate[Executable, P], T]) -> Callable[Concatenate[Executable, P], T]:
@@ -165,16 +166,17 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
 
 
 class Executable:
-    """A model compiled for a strategy, ready to train; made by `compile`, on every rank alike.
+    """A model compiled for a strategy, ready to train. `compile` creates one on every rank.
 
     Attributes:
-        program, strategies: what it was made of, and what steps choose from now.
-        given, wanted_home, device: the strategies and the home that it was compiled with, and what it computes on.
-        spans: set it to a list and every following step adds the times of its instructions (`runtime.trace`).
-        past: what ran among ranks that there were (`survival`).
-        watched: set it on all ranks, and those that a step leaves idle probe their device now and then.
-        stopping: set it on any rank, to a number above 0, and the next `step` does nothing and raises `Stopped` on all.
-        listens: called whenever ranks agree on a step; a number above 0 asks as `stopping` does, also amid a step.
+        program, strategies: the captured program, and the strategies that steps choose from.
+        given, wanted_home, device: the strategies and the home passed to `compile`, and the device it computes on.
+        spans: set it to a list, and every following step appends the times of its instructions (`runtime.trace`).
+        past: strategies that ran on earlier sets of ranks (`survival`).
+        watched: set it on all ranks to let idle ranks probe their device now and then.
+        stopping: set it to a positive number on any rank, and the next `step` raises `Stopped` on all ranks without
+            training.
+        listens: called whenever ranks agree on a step; a positive result acts like `stopping`, even during a step.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class Executable:
             variants = Variants(
                 program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
             )
-        # Another process of this machine may have made them, for a GPU of its own.
+        # Another process of this machine may have compiled these for its own GPU.
         self._variants = variants.on(world.device) if variants.portable else variants
         self._optimizer = optimizer
         self._planning = plans
@@ -244,8 +246,8 @@ class Executable:
         self._closed = False
         self._choosing: Chooser | None = None
         self._communications = 0
-        self._next: Promise | None = None  # for behind the step that comes
-        self._promised: Promise | None = None  # by all ranks: the step that comes
+        self._next: Promise | None = None  # to follow the next step
+        self._promised: Promise | None = None  # agreed by all ranks for the next step
         self.stopping = 0
         self.listens: Callable[[], int] | None = None
         self.watched = False
@@ -275,51 +277,52 @@ class Executable:
             self._holding.held = self._begin_session(world, chosen, fill)
             self._choose()
 
-    # What a training script calls.
+    # The interface of a training script.
 
     @_call("step")
     def step(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
-        """Train on one global mini-batch, the same on every rank.
+        """Train on one global mini-batch, which must be identical on every rank.
 
         Args:
-            sequences: 1-D tensors, or lists, of integers; or mappings with input_ids, labels (-100 where a token does
-                not count; causal models shift them) or shift_labels (which already stand where they are predicted), and
-                [L, ...] for each field of your own that compile's example= named. A mapping may also be a batch [B, L]
-                that an attention_mask says to be padded on the right, as tokenizers make it.
-            strategy: for this step, or its text; default: the one given to `compile`, or the best of those. Another
-                one costs no re-tracing of what is compiled already, and moves no optimizer state.
+            sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels (-100 where a token does not
+                count; causal models shift them) or shift_labels (already aligned with the predictions), and [L, ...]
+                for each custom field named by compile's example=. A mapping may also be a batch [B, L] whose
+                attention_mask marks padding on the right, as tokenizers produce it.
+            strategy: strategy or its text for this step; default: the one given to `compile`, or the best of those.
+                Another one re-uses compiled graphs and moves no optimizer state.
 
         Raises:
             Unsupported: no optimizer was given, or the strategy cannot cut the model.
-            FloatingPointError: the loss or a gradient is not finite; nothing was updated.
-            RankFailure: another rank failed; nothing was updated.
+            FloatingPointError: the loss or a gradient is not finite; weights are unchanged.
+            RankFailure: another rank failed; weights are unchanged.
             Stopped: a rank has set `stopping`.
-            ValueError: the mini-batch is malformed, differs between ranks, or is not the one that was promised.
+            ValueError: the mini-batch is malformed, differs between ranks, or is not the promised one.
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
         return self._iterate(sequences, strategy, "train")
 
     def announce(self, sequences: Batches) -> None:
-        """Tell what a later step will bring, so that it is planned while earlier ones run; any rank may call it.
+        """Announce the mini-batch of a later step so that it is planned while earlier steps run; any rank may call it.
 
-        Nothing has to be announced; a mini-batch that was not is planned when its step begins.
+        Announcing is optional: a mini-batch that was not announced is planned when its step begins.
         """
         if self._chooser.plans:
             self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
     def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
-        """Promise that behind the next step comes another one, with this; all ranks promise alike.
+        """Promise the step that follows the next one; all ranks must make the same promise.
 
-        Ranks then agree on it while that step's gradients are on their way, and the one that is promised begins without
-        a meeting (`hydragraph.engine.step_agreement`). Nothing has to be promised, and a promise goes with the next
-        call of `step` alone, also where that is refused. Once all have agreed, any other call but `close`, `leave` and
-        `move` is refused until the step is trained, and a rank that asks to stop is heard a step later.
+        Ranks agree on the promised step while the gradients of the step before it are in flight, so it begins without a
+        separate synchronisation (`hydragraph.engine.step_agreement`). Promising is optional. A promise applies to the
+        next call of `step` only, even if that call is rejected. Once all ranks have agreed, every call except `close`,
+        `leave` and `move` is rejected until the promised step is trained, and a request to stop takes effect one step
+        later.
 
         Args:
-            sequences: the very object that `step` will be called with, which can be gone through twice; leave its
-                tensors as they are.
-            strategy: for that step.
+            sequences: the same object that `step` will receive; it must be iterable twice, and its tensors must not
+                change.
+            strategy: strategy of that step.
         """
         self._next = Promise(sequences, strategy) if self.world.ranks > 1 else None
 
@@ -330,20 +333,21 @@ class Executable:
         static: int | None = None,
         ready_first: bool = False,
     ) -> None:
-        """Choose from other strategies from the next step on; rank 0 calls it alone, and all ranks follow at once.
+        """Choose from other strategies from the next step on. Only rank 0 calls it; all ranks follow in the same step.
 
-        No state moves. What a strategy needs that was never run is compiled in the first step that runs it, or before.
+        No state moves. Graphs that a strategy needs are compiled in the first step that runs it, or earlier
+        (`ready_first`).
 
         Args:
-            strategies: to choose from.
-            request: what their pipelines cost, in the same order.
-            static: the one to stay with; None: the best of every step.
-            ready_first: go on as before until what they need has been compiled beside training, and checked where
-                compiled graphs are; see `changing` and `change_refused`. Not yet for what Inductor compiles.
+            strategies: the new candidates.
+            request: costs of their pipelines, in the same order.
+            static: index of the candidate to keep; None: choose the best for every step.
+            ready_first: keep the current strategies until the new ones are compiled in the background, and checked
+                where compiled graphs are checked; see `changing` and `change_refused`. Not yet supported with Inductor.
 
         Raises:
-            Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or what was asked for
-                before has just got ready.
+            Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or the previous
+                request has just become ready.
         """
         if not self._chooser.plans:
             raise Unsupported(
@@ -357,26 +361,27 @@ class Executable:
 
     @property
     def changing(self) -> bool:
-        """On rank 0: whether steps still choose from other strategies than `choose_from` has asked for."""
+        """On rank 0: whether steps do not yet choose from the strategies last passed to `choose_from`."""
         return self._chooser.changing
 
     @property
     def change_refused(self) -> str:
-        """On rank 0: why the strategies that `choose_from` has asked for cannot be run; "" where nothing says so."""
+        """On rank 0: why the strategies last passed to `choose_from` cannot run; "" if no reason is known."""
         return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
-        """Check that a strategy fits the model, so many ranks, and what was asked of sums; on every rank alike.
+        """Check that a strategy fits the model, the number of ranks and the deterministic mode; every rank calls it
+        alike.
 
         Raises:
-            ValueError: it does not; `Unsupported` (a ValueError) where it asks for what cannot be done.
+            ValueError: it does not fit; `Unsupported` (a ValueError) if it needs an unsupported feature.
         """
         check_strategy(self.program, strategy, ranks)
         self._check_sums([strategy])
 
     @property
     def request(self) -> PlanRequest:
-        """What the strategies cost that it was compiled with, by its profile."""
+        """Costs of the current strategies, by the profile that was given."""
         return request_of(
             self.strategies,
             self._planning.profile,
@@ -392,7 +397,7 @@ class Executable:
 
     @_call("gradients")
     def gradients(self, sequences: Batches, strategy: Strategy | str | None = None) -> dict[str, Tensor]:
-        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere), updating nothing.
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); weights do not change.
 
         A parameter that is frozen, or that the loss does not reach, has none.
         """
@@ -403,7 +408,7 @@ class Executable:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
 
-        Parameters are the fp32 master weights. Other ranks take part and get {}.
+        Parameters are the fp32 master weights. Other ranks must call it too and get {}.
         """
         self._holding.begin()
         return self._state(frozenset(self._model_tensors))
@@ -412,14 +417,14 @@ class Executable:
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
         """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
 
-        Of a peft model that is its adapters alone, in peft's format, for `peft.PeftModel.from_pretrained`.
+        For a peft model, write only its adapters, in the format of `peft.PeftModel.from_pretrained`.
 
         Args:
-            directory: made if missing; only rank 0 needs to see it.
-            merged: of a peft model, write the base model with its active adapters added to its weights instead.
+            directory: created if missing; only rank 0 needs access to it.
+            merged: for a peft model, write the base model with its active adapters merged into its weights instead.
 
         Raises:
-            Unsupported: the model is none of transformers', or has no adapters to merge.
+            Unsupported: the model is not a transformers model, or has no adapters to merge.
         """
         self._holding.begin()
         shell = check_shell(self._shell, merged)
@@ -437,11 +442,11 @@ class Executable:
         """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
 
         Args:
-            path: a directory that all ranks see.
-            extra: plain data of yours, which `load` returns.
-            asynchronous: return as soon as this rank's shards are copied to CPU memory, and write beside training.
-                The next `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; an error is
-                raised by the first of these or by the next step, on every rank.
+            path: a directory visible to all ranks.
+            extra: plain data of the caller, returned by `load`.
+            asynchronous: return once this rank's shards are copied to CPU memory, and write in the background. The next
+                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it. The first of these calls,
+                or the next step, raises its error on every rank.
         """
         self._holding.begin()
         self._session.saver.wait()
@@ -451,25 +456,25 @@ class Executable:
 
     @_call("keep")
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
-        """Keep a checkpoint in pieces, for `move` to go back to where ranks are lost; all ranks call it.
+        """Keep a checkpoint in pieces, which `move` can restore after ranks are lost; all ranks call it.
 
-        Training waits until pieces are in memory and on the node's disk; the store has them a little later.
+        Training waits until the pieces are in memory and on the node's disk; they reach the store a little later.
 
         Args:
-            pieces: where this rank keeps them; all ranks have the same places.
-            extra: plain data of yours, which `move` returns where it goes back.
+            pieces: where this rank keeps them; all ranks use the same places.
+            extra: plain data of the caller, returned by `move` after a restore.
         """
         self._holding.begin()
         keep(self._session, pieces, extra or {})
 
     @_call("wait_saved")
     def wait_saved(self) -> None:
-        """Return once what an asynchronous `save` is writing is in its place; raise its error, on every rank."""
+        """Wait until an asynchronous `save` has completed; raise its error on every rank."""
         self._session.saver.wait()
 
     @_call("load")
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint that `save` wrote; return what was saved as `extra`."""
+        """Read a checkpoint written by `save`; return its `extra`."""
         self._session.saver.wait()
         self._stop_handover()
         extra = save_and_load.load(Path(path), self.home, self.optimizer, self.groups)
@@ -481,7 +486,9 @@ class Executable:
 
     @_call("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights of a Hugging Face directory of safetensors, every rank only its own; not the optimizer.
+        """Read the weights of a Hugging Face directory of safetensors files; each rank reads only the parts it owns.
+
+        The optimizer state does not change.
 
         Raises:
             Unsupported: the model has adapters.
@@ -498,7 +505,7 @@ class Executable:
         self._holding.loaded()
 
     def close(self) -> None:
-        """Wait for what is being saved, and drop the communicators; all ranks call it, also after a failure."""
+        """Wait for running saves and close the communicators; all ranks call it, even after a failure."""
         self._closed = True
         if self._holding.held is None:
             return
@@ -511,13 +518,13 @@ class Executable:
             self._watch.rest(f"{CLOSED} after step {self._steps}")
             self.groups.close()
 
-    # When ranks come and go.
+    # Ranks that join and leave.
 
     def leave(self) -> None:
-        """Drop the communicators, which a failure may have broken, and keep the state: before ranks meet anew.
+        """Close the communicators, which a failure may have broken, and keep the state, before ranks meet again.
 
-        Alone: no other rank is waited for, unless a save is being written. `move` calls it, too; call it before the
-        process group is destroyed that these communicators belong to.
+        This is a local call: it waits for no other rank, unless a save is being written. `move` also calls it. Call it
+        before destroying the process group that these communicators belong to.
         """
         if self._holding.held is not None:
             try:
@@ -541,29 +548,29 @@ class Executable:
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
-        """Go on in another world, or under another home, with the state that ranks have; all ranks of it call it.
+        """Continue in another world or under another home with the state that ranks have; all ranks of the new world
+        call it.
 
-        After a failure, or between two steps: survivors with the executable that they have, newcomers with one that was
-        compiled with `joining=True`. Weights, the optimizer's state and hyperparameters come from survivors, wherever
-        they live now; a step that some ranks have finished is finished by all (`runtime.standing`). Until everything
-        has arrived on all ranks, every one keeps what it has: if the move fails, meet again and move again.
+        Call it after a failure or between two steps. Survivors use their executable, newcomers one compiled with
+        `joining=True`. Weights, optimizer state and hyperparameters come from survivors, wherever these parts live now.
+        If only some ranks have finished a step, all finish it (`runtime.standing`). Every rank keeps its old state
+        until the new state has arrived on all ranks: if the move fails, meet again and move again.
 
         Args:
-            world: this process's place from now on; its process group is there. The same as before: only the home is
-                another.
-            home: who owns the state from now on, itself or its text; with a rule ("auto"), owners are chosen for the
+            world: this process's new place, with an initialised process group. If it is the current world, only the
+                home changes.
+            home: new owners of the state, as an object or its text; with a rule ("auto"), owners are chosen for the
                 strategies. None: as in `compile`.
-            before: by rank of the new world, its rank in the old one; None: a newcomer, whatever it has. Old ranks that
-                are not named are lost.
-            restore: read where a part of the state is lost with them; then all ranks go back to it. A checkpoint of
-                `save`, or the pieces of `keep`, each of which is read where it is nearest; newcomers give some, too.
-            strategy: what steps choose from now on, as in `compile`; None: what they did, which then must fit the
-                ranks.
-            profile: what strategies cost now; None: as before.
+            before: for each rank of the new world, its rank in the old one; None for a newcomer, whose state is
+                ignored. Old ranks that are not named are lost.
+            restore: read if a part of the state is lost with them; all ranks then go back to it. Either a checkpoint of
+                `save`, or the pieces of `keep`, each read from the nearest place; newcomers pass theirs too.
+            strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
+            profile: new costs of strategies; None: unchanged.
 
         Raises:
             ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
-            RankFailure: another rank failed meanwhile; nothing has changed.
+            RankFailure: another rank failed meanwhile; the state is unchanged.
         """
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
@@ -598,7 +605,7 @@ class Executable:
             holding.expect(session)
             brought = bring(session, holding.held if counts else None, meeting, restore)
             holding.arrived(meeting.generation + 1)
-            session.groups.gather_objects(None)  # everybody has everything: from here on nobody needs anybody
+            session.groups.gather_objects(None)  # all ranks have their state: none needs another after this
             holding.take()
             self._choose(chosen)
         step = self._steps
@@ -609,18 +616,18 @@ class Executable:
 
     @_call("rehome")
     def rehome(self, home: Home | str) -> None:
-        """Let state go to where another home has it, beside the next step, which ends with it there; all ranks call it.
+        """Move state to the owners of another home during the next step; all ranks call it.
 
-        The step computes what it would have, and all that follows does so by the new home, to the bit as if `move` had
-        been called behind the step. Training waits for the gradients of what moves, as they are handed on to the new
-        owners. Before that step, `evaluate`, `save` and all else go by the home there is; if a rank is lost, or state
-        is loaded or moved otherwise, nothing has changed.
+        The step computes the same results, and everything after it uses the new home, bit for bit as if `move` had been
+        called after the step. Training waits only while gradients of the moving parts are sent to the new owners. Until
+        that step, `evaluate`, `save` and all other calls use the current home. If a rank is lost, or state is loaded or
+        moved otherwise, the handover is discarded.
 
         Args:
-            home: who owns the state from then on; with a rule ("auto"), owners are chosen for the strategies.
+            home: new owners; with a rule ("auto"), owners are chosen for the strategies.
 
         Raises:
-            ValueError: on all ranks: the home does not fit, or state is on its way to another already.
+            ValueError: on all ranks: the home does not fit, or another handover is in progress.
         """
         if self._holding.handover is not None:
             on_its_way = self._holding.handover.arriving.owners.home
@@ -638,52 +645,52 @@ class Executable:
         self._holding.stop_handover(self._watch.broken)
 
     def _update(self, norm: float) -> None:
-        """Update what this rank owns, which is what it owns from now on."""
+        """Update the parameters that this rank owns, after taking over new owners."""
         self._holding.go_over()
         self._session.update(norm, self._max_grad_norm)
 
     def _calling(self, what: str) -> AbstractContextManager[object]:
-        """Let ranks watch each other in a call, unless a failure has parted them."""
+        """Watch other ranks during a call, unless a failure has broken the world."""
         return nullcontext() if self._watch.broken else self._watch.calling(what)
 
     @property
     def strategy(self) -> Strategy:
-        """The one that `compile` was given, or the first of them."""
+        """The strategy given to `compile`, or the first of several."""
         return self.strategies[0]
 
     @property
     def recent(self) -> tuple[Strategy, ...]:
-        """The strategies that these ranks have trained with, the last one first."""
+        """Strategies that these ranks have trained with, most recent first."""
         return self._recent
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
     def ranks(self) -> int:
-        """How many processes there are."""
+        """World size."""
         return self.world.ranks
 
     @property
     def steps(self) -> int:
-        """How many steps the state has had."""
+        """Number of updates that the state has had."""
         return self._steps
 
     @property
     def given_profile(self) -> Profile | Costs | None:
-        """What strategies cost, of those that may run, as it was compiled with."""
+        """Costs given to `compile`, restricted to strategies that may run."""
         return self._alike(self._first_profile)
 
     @property
     def planning(self) -> Planning:
-        """What choosing strategies goes by."""
+        """Inputs of the choice of strategies."""
         return self._planning
 
     @property
     def profile(self) -> Profile | Costs | None:
-        """What strategies cost; None: nothing was measured."""
+        """Costs of strategies; None without measurements."""
         return self._planning.profile
 
     @property
@@ -703,20 +710,22 @@ class Executable:
 
     @property
     def owners(self) -> Home:
-        """Who owns the state now."""
+        """Home that currently owns the state."""
         return self._session.owners.home
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer over this rank's share; None: it was compiled without."""
+        """Optimizer of this rank's share; None if compiled without one."""
         return self._session.optimizer
 
     @property
     def decision(self) -> str:
-        """On rank 0: whether one strategy stays or one is chosen every step, in a sentence; "": nothing was decided."""
+        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step; "" if nothing was
+        decided.
+        """
         return self._chooser.decision
 
-    # How it is done.
+    # Implementation.
 
     @property
     def _chooser(self) -> Chooser:
@@ -730,7 +739,7 @@ class Executable:
 
     @property
     def _steps(self) -> int:
-        """Those that the state has had."""
+        """Number of updates that the state has had."""
         return self._session.log.progress.updates
 
     def _begin_session(
@@ -742,7 +751,7 @@ class Executable:
         ending: Session | None = None,
         agreed_before: bool = False,
     ) -> Session:
-        """Begin a session in a world, at first or in place of one that ends; arguments as of `Session.begin`."""
+        """Begin a session in a world, as the first one or in place of `ending`; arguments as for `Session.begin`."""
         alike = (
             {}
             if agreed_before
@@ -778,7 +787,7 @@ class Executable:
         return session
 
     def _choose(self, as_before: bool = False) -> None:
-        """Choose from the strategies there are, in the session there is, or by what chose before."""
+        """Create the chooser for the current strategies and session, or keep the existing one."""
         self._running = None
         self._recent = ()
         self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
@@ -791,12 +800,14 @@ class Executable:
             )
 
     def _check_sums(self, strategies: Sequence[Strategy]) -> None:
-        """Check that strategies add up alike, where that is asked for; the first that are seen say how."""
+        """Check that all strategies give the same sums in deterministic mode; the first ones set the reference."""
         if self._sums is not None:
             self._sums.check(strategies)
 
     def _alike(self, profile: Profile | Costs | None) -> Profile | Costs | None:
-        """Return the costs of strategies that add up alike, where that is asked for: nothing else is proposed."""
+        """Return costs restricted to strategies that give the same sums in deterministic mode, else the costs
+        unchanged.
+        """
         if self._sums is None or profile is None:
             return profile
         if isinstance(profile, Costs):
@@ -804,14 +815,14 @@ class Executable:
         return self._sums.alike(profile)
 
     def _iterate(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> StepReport:
-        """Run one iteration on every rank; what all ranks refuse together is an agreed error, and no rank's failure."""
+        """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
         self._holding.begin()
         log.at_step(self._steps + (mode == "train"))
         began = time.perf_counter()
         self._communications += 1
         trains = mode == "train"
         coming: Promise | None = None
-        if trains:  # also if this step is refused: it is promised by the next one anew, or not at all
+        if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             batch, strategy = self._meet(sequences, given, mode)
@@ -824,7 +835,7 @@ class Executable:
             spans = self.spans if trains else None
             says = functools.partial(self._says, coming)
             outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans, says)
-            self._holding.go_over()  # also where nothing was updated, since nothing is finite
+            self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
         if trains:
             self._lasted = time.perf_counter() - began
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
@@ -854,7 +865,7 @@ class Executable:
         )
 
     def _probes(self, mode: Mode) -> bool:
-        """Say whether this rank probes its device: in the first step to know what is usual, then where it is idle."""
+        """Return whether this rank probes its device: in the first step for a baseline, then regularly when idle."""
         if not self.watched or mode != "train":
             return False
         assert self._running is not None
@@ -864,9 +875,10 @@ class Executable:
         return first or (idle and self._steps % PROBED_EVERY == 0)
 
     def _meet(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> tuple[MiniBatch, Strategy | None]:
-        """Return the checked mini-batch and strategy, once all ranks are about to run them in the same way.
+        """Return the checked mini-batch and strategy once all ranks are about to run the same.
 
-        Raises, agreed: what is wrong with it, with a save in the background, or between the ranks; `Stopped`.
+        Raises an agreed error on all ranks if the call is invalid, a background save failed, or ranks differ; also
+        `Stopped`.
         """
         promised = self._promised
         if promised is not None:
@@ -901,7 +913,7 @@ class Executable:
         return call.batch, call.strategy
 
     def _checked(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> Call:
-        """Check what this rank is about to run; what is wrong with it is part of what ranks agree on."""
+        """Check what this rank is about to run; an error becomes part of what ranks compare."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
@@ -919,33 +931,35 @@ class Executable:
                 self._sums.check_count(len(batch.sequences))
             if mode == "train" and self.optimizer is not None:
                 check_hooks(self.optimizer)
-        except Exception as error:  # of the user's own iterable, too
+        except Exception as error:  # including errors of the user's iterable
             refused = error
-        # A refusal is compared like a mini-batch: ranks that all refuse the same go on alike.
+        # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
         text = repr(refused) if refused is not None else repr((str(strategy), mode, self._update_settings(mode)))
         return Call(batch, strategy, refused, digest(text, batch))
 
     def _update_settings(self, mode: Mode) -> str:
-        """Return the hyperparameters of this rank's optimizer, where the iteration updates."""
+        """Return the hyperparameters of this rank's optimizer if the iteration updates, else ""."""
         return settings_of(self.optimizer) if mode == "train" else ""
 
     def _says(self, coming: Promise | None) -> tuple[int, ...]:
-        """Return what this rank says of the next step at the end of one."""
+        """Return this rank's data about the next step, sent at the commit of the current one."""
         if coming is None:
             return self._session.saying(-1, 0)
         coming.call = self._checked(coming.sequences, coming.strategy, "train")
         return self._session.saying(coming.call.mark, self._asked())
 
     def _asked(self) -> int:
-        """Return by what this rank asks that the next step is not begun: to stop, or to meet other ranks first."""
+        """Return this rank's reason not to begin the next step (to stop, or to meet other ranks first); 0 if there is
+        none.
+        """
         member = here()
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
 
     def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
-        """Assign a mini-batch that all ranks have, and pack this rank's part of it."""
+        """Assign a mini-batch that all ranks have agreed on, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
-        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on the rank that plans
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
         world = self.world
         return packed(
             batch,
@@ -959,7 +973,9 @@ class Executable:
         )
 
     def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
-        """Build what this rank runs. If some rank cannot, all raise, agreed: nothing has been sent yet."""
+        """Build this rank's program. If a rank cannot, all raise an agreed error; at this point no message has been
+        sent.
+        """
         self._running = (work.strategy, work.assignment.counts, mode)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = self._running
@@ -975,7 +991,7 @@ class Executable:
             self._session.preparer.get(*self._running)
             if self._check is not None:
                 self._check.check(work.strategy)
-        except Exception as error:  # whatever a trace or a compiler raises
+        except Exception as error:  # any error of tracing or compilation
             own = error if isinstance(error, ValueError) else _failed(error, str(work.strategy))
         in_words = own if isinstance(own, Unsupported) or own is None else _failed(own, str(work.strategy))
         first = first_of(self.groups, in_words)
@@ -1000,11 +1016,11 @@ class Executable:
         return {name: b.detach().cpu().clone() for name, b in self._session.buffers.items() if name in stored}
 
     def _describe(self, rank: int, index: int, number: int) -> str:
-        """Return the text of an instruction; another rank may be one iteration behind, or ahead."""
+        """Return the text of an instruction; another rank may be one iteration earlier or later."""
         if self._running is None:
             return ""
         if number > self._communications:
-            return f"instruction {index} of the next step"  # which nobody has told this rank
+            return f"instruction {index} of the next step"  # which this rank does not know yet
         running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 
@@ -1012,11 +1028,11 @@ class Executable:
 def _of_least_cut(
     profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """Return strategies whose stages are all cut alike, by the least degree that fits: it fits any ranks that are left.
+    """Return strategies whose stages are all cut alike, by the least degree that fits, as it also fits fewer ranks.
 
     Args:
-        profile: of all cuts.
-        among: returns the best strategies by what was measured, or raises `Unsupported`.
+        profile: measurements of all cuts.
+        among: returns the best strategies for given measurements, or raises `Unsupported`.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
@@ -1030,7 +1046,7 @@ def _of_least_cut(
 
 
 def _failed(error: Exception, strategy: str) -> Unsupported:
-    """Say that a strategy cannot be prepared, in words that every rank can be told."""
+    """Return an error, with a message short enough to send to every rank, for a strategy that cannot be prepared."""
     sentence = (str(error).splitlines() or [""])[0]
     refusal = Unsupported(
         f"it cannot be compiled ({type(error).__name__}: {sentence})",
@@ -1042,7 +1058,7 @@ def _failed(error: Exception, strategy: str) -> Unsupported:
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Return every key of the model's state dict -> the canonical parameter or buffer that holds its value."""
+    """Map every key of the model's state dict to the canonical parameter or buffer that holds its value."""
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {key: names.get(key, key) for key in model.state_dict()}

@@ -1,15 +1,15 @@
-"""Let state move to other owners beside a step, which goes on with those that it has.
+"""Handover of state to new owners during a step, which continues with the current owners.
 
-A rank's state is constant from the end of one update to the next: only gradients come. So a part of it that is to live
-elsewhere gets a second owner while a step computes, and what is missing at the end of the step are its gradients:
+A rank's state is constant from the end of one update to the next; only gradients change. So a part of it that is to
+move gets a second owner while a step computes, and at the end of the step this owner only needs the gradients:
 
     step k    pull, forward, backward, push     | commit             | update           step k + 1
-    first     the only owner of the part        | hands gradients on | drops the part
-    second    weights and moments come, beside  | receives them      | updates          pulled from, pushed to
+    first     the only owner of the part        | sends gradients    | drops the part
+    second    receives weights and moments      | receives them      | updates          pulled from, pushed to
 
-The commit is that of the step, whose totals nobody has before all ranks have given theirs, and none gives them before
-it has everything: so all ranks go over to the new owners, or none does. Until then every rank works with what it had,
-and a failure at any moment before leaves the new owners' part behind (`runtime.standing`).
+The handover uses the commit of the step. No rank knows the step's totals before all ranks have contributed, and none
+contributes before it has received everything, so either all ranks switch to the new owners or none does. Until then
+every rank uses its old state, and a failure discards the new owners' part (`runtime.standing`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
 
-CHUNK = 16 << 20  # bytes of the whole state in a message of each rank: what an instruction may wait to be laid out
+CHUNK = 16 << 20  # bytes of the whole state per message of each rank: bounds how long an instruction waits for packing
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -34,10 +34,10 @@ _WHAT = "rehome"
 
 @dataclass(eq=False)
 class Handover:
-    """A part of the state on its way to other owners.
+    """A part of the state that is moving to other owners.
 
     Attributes:
-        ending, arriving: the sessions of this rank before and after, in one world; what lives where it did they share.
+        ending, arriving: this rank's sessions before and after, in one world; they share state that does not move.
         whole: whether the new owners have everything that an update needs.
     """
 
@@ -51,7 +51,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Begin to move what lives elsewhere in a new session, its weights not filled; all ranks call it."""
+        """Start moving state whose owners differ in a new session, with weights not filled; all ranks call it."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         told = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
@@ -71,12 +71,12 @@ class Handover:
         return Handover(ending, arriving, state, route, carrying, plains)
 
     def go_on(self) -> None:
-        """Bring on what can be without waiting; called between instructions."""
+        """Advance the transfer as far as possible without waiting; called between instructions."""
         with self.ending.executor.streams.beside():
             self._carrying.go_on()
 
     def settle(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for transfers in flight."""
         streams = self.ending.executor.streams
         with streams.beside():
             self._carrying.finish()
@@ -84,7 +84,7 @@ class Handover:
         streams.wait(landed)
 
     def end(self) -> None:
-        """Hand the gradients on: after it, whoever is to own a part can update it."""
+        """Send the gradients to the new owners, which can then update their parts."""
         self.settle()
         old, new = self.ending.home, self.arriving.home
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
@@ -92,7 +92,7 @@ class Handover:
         route = Route(learning, old.layouts, new.layouts, columns)
         Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Role.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # What is the same everywhere may have changed since it began, such as the learning rate: it is this rank's.
+            # Values shared by all ranks, such as the learning rate, may have changed since the start: use this rank's.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "it has an optimizer"
             plain = merged([Plain(**own), *self._plains])

@@ -1,6 +1,6 @@
-"""Plans made ahead of training by worker processes: training submits mini-batches that are to come, and takes choices.
+"""Planning ahead of training in worker processes: training submits coming mini-batches and takes the plans.
 
-A worker that dies is replaced, and its mini-batch given to the new one.
+A worker that dies is replaced, and its mini-batch is given to the new one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-# Workers that may die over one mini-batch: more than one, because memory may run out by chance.
+# Attempts per mini-batch before planning fails: more than one, because memory may run out by chance.
 ATTEMPTS = 3
-# What a pipe to a process that is gone raises, in the middle of an answer or before it.
+# Errors of a pipe to a dead process, in the middle of an answer or before it.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
-    """Worker processes, a bounded queue of mini-batches, and their choices.
+    """Worker processes, a bounded queue of mini-batches, and their plans.
 
-    A plan is found by the mini-batch's lengths, so it can never be used for another one.
+    A plan is looked up by the mini-batch's lengths, so it can never be used for another one.
 
     Args:
-        request: the candidates and what they cost.
-        workers: how many processes.
-        ahead: how many mini-batches may be queued, in work or waiting to be taken.
+        request: the candidates and their costs.
+        workers: number of processes.
+        ahead: maximum number of mini-batches that are queued, in work or waiting to be taken.
     """
 
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
@@ -48,11 +48,11 @@ class PlanService:
         self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
-        self._number = 0  # of the request; it grows when that changes
-        self._told = [0] * workers  # the number of the request that each process has
+        self._number = 0  # version of the request, incremented by every change
+        self._told = [0] * workers  # version of the request that each process has
         self._closed = False
         self.replaced = 0
-        self.answered = False  # once a process has: it has started
+        self.answered = False  # whether any process has answered, so has started
         self._threads = [
             threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
             for i in range(workers)
@@ -61,8 +61,8 @@ class PlanService:
             thread.start()
 
     def submit(self, lengths: Lengths) -> bool:
-        """Ask for a plan; return False where the queue is full, so that the plan has to be made when it is needed."""
-        # Bounded: plans that nobody takes, as when a run skips data, must not pile up.
+        """Request a plan; return False if the queue is full, so that the plan must be made when needed."""
+        # Bounded: plans that are never taken, as when a run skips data, must not pile up.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -73,20 +73,21 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return the plan of a mini-batch and forget it; None where it was not asked for, or is not there in time."""
+        """Return and remove the plan of a mini-batch; None if it was not requested, or is not ready in time."""
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # Forgotten either way: a step that has gone on with the quick plan never comes back for this one.
+            # Removed either way: a step that continued with the quick plan never asks for this one again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan by another request from now on, also what is queued, in work or waiting to be taken.
+        """Plan with another request from now on, including mini-batches that are queued, in work or waiting to be
+        taken.
 
         Args:
-            request: the candidates and what they cost.
-            forget: plan nothing of that, because other mini-batches come.
+            request: the candidates and their costs.
+            forget: discard those mini-batches instead, because others will follow.
         """
         with self._changed:
             self._request = request
@@ -97,7 +98,7 @@ class PlanService:
             self._jobs.put(lengths)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         with self._changed:
             self._closed = True
         # None wakes a thread that waits for a mini-batch; killing its process wakes one that waits for an answer.
@@ -111,11 +112,11 @@ class PlanService:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the workers that run."""
+        """Process ids of running workers."""
         return [p.pid for p in self._processes if p is not None and p.poll() is None]
 
     def _tend(self, index: int) -> None:
-        """Hand mini-batches to one worker, and start another one when it dies."""
+        """Hand mini-batches to one worker, and replace it when it dies."""
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
@@ -124,7 +125,7 @@ class PlanService:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Else its step has gone on without it, or it is planned again, by another request.
+                # Otherwise its step continued without it, or it is planned again with a newer request.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
@@ -136,7 +137,7 @@ class PlanService:
                 cast(IO[bytes], pipe).close()
 
     def _answered(self, index: int, lengths: Lengths) -> Answer:
-        # A process that died has not answered; the next one is asked the same.
+        # A process that died has not answered; its replacement gets the same mini-batch.
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
@@ -150,7 +151,7 @@ class PlanService:
                 if process is not None:
                     process.kill()
                     process.wait()
-            except Exception as raised:  # nothing may end this thread: a step would wait for it in vain
+            except Exception as raised:  # this thread must survive, or a step would wait in vain
                 return Answer(None, raised, 0.0)
         died = Unsupported(
             f"{ATTEMPTS} planning processes died over one mini-batch",
@@ -171,7 +172,7 @@ class PlanService:
         return answer
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        # The worker must import this very package, installed or not.
+        # The worker must import this same package, installed or not.
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
@@ -180,18 +181,18 @@ class PlanService:
                 "-P",
                 "-m",
                 "hydragraph.engine.planning_worker",
-            ],  # -P: nothing comes from the current directory
+            ],  # -P: the current directory is not on the import path
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        # The request, again only where it changes; then lengths go out, and answers come back.
+        # Protocol: the request, sent again when it changes; then lengths go out and answers come back.
         self._processes[index] = process
         self._tell(index, cast(IO[bytes], process.stdin))
         return process
 
     def _tell(self, index: int, stdin: IO[bytes]) -> None:
-        """Send a process the request."""
+        """Send the request to a process."""
         with self._changed:
             self._told[index] = self._number
             request = self._request

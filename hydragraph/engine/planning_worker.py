@@ -1,8 +1,8 @@
-"""A process that plans: `python -m hydragraph.engine.planning_worker` reads mini-batches from stdin, writes choices to
+"""Planning process: `python -m hydragraph.engine.planning_worker` reads mini-batches from stdin and writes choices to
 stdout.
 
-It is started by its module's name, so a training script is never imported again, guarded by `__main__` or not. It ends
-when its input does.
+It is started by its module name, so the training script is never imported again, guarded by `__main__` or not. It ends
+when its stdin closes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
             message = pickle.load(source)
         except EOFError:
             return
-        if isinstance(message, PlanRequest):  # it has changed
+        if isinstance(message, PlanRequest):  # the request has changed
             request = message
             continue
         lengths: tuple[int, ...] = message
@@ -32,11 +32,11 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # These are sent to the whole process group, and training may finish a step first; this one ends with stdin.
+    # These signals reach the whole process group, and training may first finish a step; this process ends with stdin.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout
-    # What a library prints must not come between the answers.
+    # Output of libraries must not mix with the answers.
     sys.stdout = sys.stderr
-    get_ready()  # else a change of the request may need what was never loaded, and a step would wait for that
+    get_ready()  # load lazy modules now: otherwise a changed request could load them while a step waits
     serve(sys.stdin.buffer, output.buffer)

@@ -1,4 +1,4 @@
-"""Going on with the ranks that are left, and with those that have come: what a training loop calls where a step raises.
+"""Recovery with surviving and new ranks: the call that a training loop makes when a step raises.
 
     while exe.steps < 100:
         try:
@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-The ranks meet again in the same processes (`runtime.meeting`), the state moves to where it lives among them
-(`Executable.move`), a strategy is chosen that fits them, and the step that was under way is repeated or finished.
+The ranks meet again in the same processes (`runtime.meeting`), the state moves to its new owners (`Executable.move`), a
+strategy that fits the new ranks is chosen, and the interrupted step is repeated or finished.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Survived:
-    """How ranks went on; equal on all but for `received` and `seconds`.
+    """Result of a recovery; identical on all ranks except `received` and `seconds`.
 
     Attributes:
-        generation: which set of ranks this is, counted from 1.
-        step: the last one that the state has had; training goes on with the next.
-        lost, left: ranks that failed, and that were asked to end, in their numbers before.
-        joined: ranks that came, in their numbers now.
+        generation: number of this set of ranks, counted from 1.
+        step: last step that the state includes; training continues with the next.
+        lost, left: previous rank numbers of the ranks that failed, and of those that were asked to end.
+        joined: current rank numbers of new ranks.
         peers: the processes, by rank.
-        strategies: what steps choose from now on.
-        restored: the step of the checkpoint that was read; None: no state was lost.
-        received: bytes of state that came from other ranks to this one.
-        seconds: from this rank's failure to the state's arrival.
-        why: what happened, in words.
-        ending: why these ranks are only to save and end; "": they go on.
+        strategies: strategies that steps choose from now on.
+        restored: step of the checkpoint that was read; None: no state was lost.
+        received: bytes of state that this rank received from others.
+        seconds: time from this rank's failure to the arrival of the state.
+        why: description of what happened.
+        ending: why these ranks may only save and end; "": they continue.
     """
 
     generation: int
@@ -68,18 +68,18 @@ class Survived:
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: str | Path | None = None) -> Survived:
-    """Meet the ranks that are left and those that have come, and bring the state to them; all of them call it.
+    """Meet the surviving and new ranks, and move the state to them; all of them call it.
 
-    After it `exe` is as it was before, on other ranks: `exe.world`, `exe.strategies`, `exe.steps` are theirs.
+    Afterwards `exe` can be used as before, on the new ranks: `exe.world`, `exe.strategies` and `exe.steps` are updated.
 
     Args:
-        exe: of this rank; of a newcomer, one that was compiled with `joining=True`.
-        failure: what a call of `exe` has raised: a `RankFailure`, or the `Stopped` that calls ranks together.
-        restore: a checkpoint that all go back to where a part of the state is lost.
+        exe: this rank's executable; on a newcomer, one compiled with `joining=True`.
+        failure: the exception that a call of `exe` raised: a `RankFailure`, or the `Stopped` that calls ranks together.
+        restore: checkpoint that all ranks go back to if a part of the state is lost.
 
     Raises:
-        TooFewRanks: on all ranks, which have the state and can save it: fewer are left than may go on.
-        RankFailure, Stopped: the failure itself, where ranks were not started to survive it.
+        TooFewRanks: on all ranks, which have the state and can save it: fewer ranks are left than may continue.
+        RankFailure, Stopped: `failure` itself, if ranks were not started to survive it.
         ValueError: a part of the state is lost, and `restore` is not given.
     """
     survived = meet_again(exe, failure, lambda: None if restore is None else Path(restore))
@@ -95,14 +95,14 @@ def meet_again(
     soon: bool = False,
     rates: Mapping[int, float] | None = None,
 ) -> Survived:
-    """Do what `survive` does, but return also where too few ranks are left.
+    """Recover as `survive` does, but also return if too few ranks are left.
 
     Args:
-        exe, failure: as of `survive`.
-        newest: returns the checkpoint to go back to where state is lost; the first rank's answer counts that has one.
-        soon: where a strategy is planned, take a good one that is found at once: a better one is looked for beside
-            training, by who calls this.
-        rates: of slow members, on the rank that watches them; a plan at once goes by them.
+        exe, failure: as for `survive`.
+        newest: returns the checkpoint to restore if state is lost; the answer of the first rank that has one is used.
+        soon: if a strategy is planned, use a good one that is found immediately; the caller looks for a better one in
+            the background.
+        rates: rates of slow members, on the rank that monitors them; used by the immediate plan.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -133,14 +133,14 @@ def meet_again(
             raise Dismissed("handed over its state, as it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
-        failure = None  # the others meet once more, without those that have handed over their state
+        failure = None  # the others meet again, without those that have handed over their state
     exe.stopping = 0
     exe.past = replace(past, seats=tuple(peer.seat for peer in survived.peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
-    if len(joined) == len(now) and generation.lost:  # nobody is here who could tell
+    if len(joined) == len(now) and generation.lost:  # no survivor can report them
         lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
     return replace(
         survived,
@@ -162,11 +162,11 @@ def _move(
     past: Past | None,
     rates: Mapping[int, float],
 ) -> Survived:
-    """Bring the state to a generation's ranks.
+    """Move the state to a generation's ranks.
 
     Args:
-        past: what ran before, by which a strategy is found at once; None: the best is looked for.
-        rates: of members, as far as this one knows them; they count where a strategy is found at once.
+        past: strategies that ran before, used to find a strategy immediately; None: search for the best.
+        rates: rates of members known to this one; used only by the immediate search.
     """
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -194,20 +194,20 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return what a world's ranks choose from: what was given, as far as it fits, else what is planned or is like it.
+    """Return the candidates of a world's ranks: the given strategies that fit, else planned or similar ones.
 
     Args:
-        exe: of this rank.
-        world, home: of the ranks there are now.
-        profile: by which these choose.
-        past, seats: what this rank knows of earlier ranks, and the seats of these: by them, what is planned is found
-            at once, where it is; None: the best is looked for.
+        exe: this rank's executable.
+        world, home: the current ranks and their home.
+        profile: costs to choose by.
+        past, seats: what this rank knows of earlier ranks, and the seats of the current ones; used to find a planned
+            strategy immediately. None: search for the best.
     """
     given, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:
-            eras = next((each for each in world.gather(past.eras) if each), ())  # a newcomer has seen nothing
+            eras = next((each for each in world.gather(past.eras) if each), ())  # a newcomer has no history
             ran = replace(past, eras=eras).among(seats)
             if (found := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
                 return (found,)
@@ -226,18 +226,18 @@ def strategies_for(
         return True
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, known)):
-        with suppress(Unsupported):  # by the costs nothing fits; what is like the first one may all the same
+        with suppress(Unsupported):  # no strategy fits by the costs; one similar to the first given may still fit
             known = [strategy for strategy in planned() if fits(strategy)] or known
     return refit(known, world.ranks, exe.program.layers, fits)
 
 
 def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
-    """Return what strategies cost among ranks that sit in these seats, each on its seat's device.
+    """Return the costs of strategies on ranks in these seats, each with its seat's device.
 
     Args:
-        given: for all seats.
-        seats: by rank; where one is none of the cluster's, devices are taken to be alike.
-        home: who owns the state among them.
+        given: costs for all seats.
+        seats: by rank; if one lies outside the cluster, devices are assumed to be identical.
+        home: owners of the state among these ranks.
     """
     if not isinstance(given, Costs):
         return given
@@ -247,12 +247,12 @@ def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Return who owns the state among ranks that sit in these seats, as a home for all seats says.
+    """Return the home of ranks in these seats, derived from the home for all seats.
 
     Args:
-        wanted: shares by seat; ranks in other seats get what the others have on average.
+        wanted: shares by seat; ranks in other seats get the average share.
         seats: by rank.
-        leaving: ranks that are to own nothing any more.
+        leaving: ranks to exclude from ownership.
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     if not leaving and wanted.shares is None and not wanted.buckets:

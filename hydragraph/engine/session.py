@@ -1,11 +1,11 @@
-"""What an executable has of its world: everything here is made for one set of ranks and one home, and ends with them.
+"""State of an executable that is specific to one set of ranks and one home, and ends with them.
 
 Executable                      knows the model, its names, its strategies; one for the whole training
   Variants                      compiled graphs; they depend on degrees, not on ranks
-  Session                       made anew when ranks come or go, or when state is to live elsewhere
+  Session                       recreated when ranks join or leave, or when state moves
     Groups, Saver               communicators
     HomeState, optimizer        this rank's share of the state
-    Preparer, Executor          programs of this rank, and what runs them
+    Preparer, Executor          programs of this rank, and the executor that runs them
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hydragraph.runtime.rounded_weights import rounded
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.spec.home import Home
 
-TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is noticed long before
+TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is detected long before
 
-CLIP_EPS = 1e-6  # that PyTorch adds to the norm it divides by
+CLIP_EPS = 1e-6  # added by PyTorch to the norm it divides by
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class Session:
         program: the model.
         buffers: its buffers by name, on this rank's device.
         world: this process's place.
-        groups, saver: communicators, and those of saves in the background.
+        groups, saver: communicators, and those of background saves.
         owners: where every bucket's state lives.
-        home, optimizer: this rank's share of it; no optimizer: nothing is trained.
-        preparer, executor: give this rank's programs, and run them.
-        log: how far the state is.
+        home, optimizer: this rank's share of the state; without an optimizer, no training.
+        preparer, executor: build and run this rank's programs.
+        log: progress of the state.
     """
 
     program: Program
@@ -87,22 +87,22 @@ class Session:
         ending: Session | None = None,
         deterministic: bool = False,
     ) -> Session:
-        """Connect the ranks of a world and give each its share of the state; all of them call it.
+        """Connect the ranks of a world and give each its share of the state; all ranks call it.
 
         Args:
             program, variants, buffers: the model, its compiled graphs, and its buffers on this rank's device.
             world: this process's place.
-            home: who owns the state.
-            optimizer: as `compile` takes it.
-            fill: gives the home state its weights, before the optimizer sees them.
-            alike: what must be the same on all ranks, as texts by name.
-            log: how far the state is that `fill` gives; None: it is new.
-            ending: of the same world, whose place it will take: communicators go on, and so does the state of buckets
-                that live where they did.
+            home: owners of the state.
+            optimizer: as for `compile`.
+            fill: fills the home state with weights, before the optimizer is created.
+            alike: texts by name that must be identical on all ranks.
+            log: progress of the state that `fill` provides; None: it is new.
+            ending: session of the same world to replace: its communicators are re-used, and so is the state of buckets
+                whose owners do not change.
             deterministic: sums over micro-batches and ranks are exact.
 
         Raises:
-            ValueError: on every rank: something differs between ranks, or the home does not fit them.
+            ValueError: on every rank: an input differs between ranks, or the home does not fit them.
             Unsupported: on every rank: the optimizer cannot work on some rank's shards.
         """
         world.watch.rest("")
@@ -131,7 +131,7 @@ class Session:
         return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 
     def agree(self, what: str, text: str) -> None:
-        """Check that a short text is the same on all ranks; all of them call it.
+        """Check that a short text is identical on all ranks; all ranks call it.
 
         Raises:
             ValueError: on every rank, naming the ranks that have each text.
@@ -142,8 +142,8 @@ class Session:
         """Compare what all ranks are about to do, in one small all-reduce.
 
         Args:
-            digest: of this rank's call and data.
-            stopping: a number above 0 if this rank is to stop.
+            digest: digest of this rank's call and data.
+            stopping: a positive number if this rank is to stop.
         """
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
@@ -152,10 +152,10 @@ class Session:
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:
-        """Return what `compare` would compare, as this rank says it at a commit (`RanksCompared.of` reads it).
+        """Return this rank's inputs of `compare`, to be sent at a commit and read by `RanksCompared.of`.
 
         Args:
-            digest: 62 bits over the call that comes next; -1: it is not known.
+            digest: 62-bit digest of the next call; -1 if unknown.
             stopping: as for `compare`.
         """
         high, low = divmod(digest, 1 << 31)
@@ -171,16 +171,16 @@ class Session:
         spans: list[Span] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
-        """Run one iteration that is prepared.
+        """Run one prepared iteration.
 
         Args:
             work: the mini-batch, assigned and packed.
             mode: what is run; only "train" updates.
             tokens: target tokens of the mini-batch.
-            update: called with the gradient norm where weights are updated.
-            step: its number, for the times of instructions.
-            spans: takes these times; None: they are not kept.
-            says: called once this rank has computed, for what it tells all others (`saying`).
+            update: called with the gradient norm to update the weights.
+            step: step number, for the times of instructions.
+            spans: receives these times; None: they are not recorded.
+            says: called once this rank has computed; returns its message to all others (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
         batches = {
@@ -196,7 +196,7 @@ class Session:
 
         Args:
             shards: by bucket, this rank's part: the weights or the gradients of `home`.
-            names: of the parameters that are wanted; None: all.
+            names: parameters to return; None: all.
         """
         whole_tensors: dict[str, Tensor] = {}
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -217,11 +217,11 @@ class Session:
         return whole_tensors
 
     def update(self, norm: float, most: float | None) -> None:
-        """Update this rank's share, with gradients clipped as by `torch.nn.utils.clip_grad_norm_`.
+        """Update this rank's share, clipping gradients as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            norm: of all gradients together.
-            most: the largest norm allowed; None: any.
+            norm: global norm of all gradients.
+            most: maximum norm; None: no clipping.
         """
         self.log.updating()
         factor = 1.0 if most is None else most / (norm + CLIP_EPS)
@@ -236,12 +236,12 @@ class Session:
 
 @dataclass(frozen=True)
 class RanksCompared:
-    """What ranks learn of one another before an iteration, equal on all.
+    """Comparison of what ranks are about to do, made before an iteration; identical on all ranks.
 
     Attributes:
-        same: all are about to do the same.
-        unsaved: a save in the background has failed on some rank.
-        stopping: the largest number by which a rank asks to stop; 0: none does.
+        same: whether all are about to do the same.
+        unsaved: whether a background save has failed on some rank.
+        stopping: largest stop request of any rank; 0: none.
     """
 
     same: bool
@@ -250,23 +250,23 @@ class RanksCompared:
 
     @staticmethod
     def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
-        """Return what ranks have learned of one another at a commit, by what each has said (`Session.saying`)."""
+        """Compare the messages that all ranks sent at a commit (`Session.saying`)."""
         high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
         same = high >= 0 and len({each[:2] for each in said}) == 1
         return RanksCompared(same, bool(unsaved), stopping)
 
 
 def _same(old: Layout, new: Layout) -> Layout:
-    """Return the old layout where the new one says the same."""
+    """Return the old layout if the new one is equal to it."""
     columns = ((old.rank, new.rank), (old.lo, new.lo), (old.hi, new.hi), (old.copy, new.copy))
     return old if all(np.array_equal(before, after) for before, after in columns) else new
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Make this rank's optimizer once all ranks can make theirs, and check that all have the same settings.
+    """Create this rank's optimizer once all ranks can create theirs, and check that all have the same settings.
 
     Raises:
-        Unsupported, ValueError: on every rank, so that none waits for one that has refused.
+        Unsupported, ValueError: on every rank, so that no rank waits for one that failed.
     """
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
@@ -289,12 +289,12 @@ def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Group
 
 
 def agree(groups: Groups, what: str, text: str) -> None:
-    """Check that a short text is the same on all ranks; a process that is alone agrees with itself."""
+    """Check that a short text is identical on all ranks; a single process always agrees."""
     if groups.world.ranks > 1:
         groups.same_everywhere(what, text)
 
 
 def first_of(groups: Groups, error: Exception | None) -> Exception | None:
-    """Return the error of the lowest rank that has one, on every rank alike; all of them call it."""
+    """Return the error of the lowest rank that has one, on every rank; all ranks call it."""
     errors: Sequence[Exception | None] = groups.gather_objects(error)
     return next((each for each in errors if each is not None), None)

@@ -1,7 +1,7 @@
-"""Strategies against one device: losses and gradients beside those of plain PyTorch on the unmodified model.
+"""Comparison of strategies with one device: losses and gradients against plain PyTorch on the unmodified model.
 
-The reference runs one sequence at a time through the model as transformers made it, with its own attention, and counts
-the loss itself; it shares no code with what it checks.
+The reference runs one sequence at a time through the transformers model, with its own attention, and computes the loss
+itself; it shares no code with the system under test.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
-GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient ...
-GLOBAL_TOLERANCE = 1e-7  # ... plus this much of all gradients together: some true gradients are 0 (key biases)
+GRADIENT_TOLERANCE = 1e-5  # relative to the parameter's own gradient ...
+GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some true gradients are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 
 
 class Comparable(Protocol):
-    """What is verified; `hydragraph.compile` returns one."""
+    """Object under verification; `hydragraph.compile` returns one."""
 
     def evaluate(self, sequences: Any, strategy: Strategy | None = None) -> Any:
         """Return a report with the loss."""
@@ -35,7 +35,7 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device says: the mean loss per target, and its gradient by parameter name."""
+    """Results of one device: mean loss per target, and gradients by parameter name."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -43,12 +43,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Row:
-    """How one strategy compares with the reference.
+    """Comparison of one strategy with the reference.
 
     Attributes:
-        strategy: which.
+        strategy: text of the strategy.
         loss, reference_loss: mean per target.
-        parameter: the one whose gradient is worst: nearest to its tolerance, or furthest beyond it.
+        parameter: parameter with the worst gradient, relative to its tolerance.
         error, norm: |error|_2 and |g|_2 of that parameter's gradient.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
@@ -63,20 +63,20 @@ class Row:
 
     @property
     def loss_error(self) -> float:
-        """The loss's relative error."""
+        """Relative error of the loss."""
         return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-30)
 
     @property
     def passed(self) -> bool:
-        """Whether loss and gradients are within their tolerances; what is not a number is not."""
+        """Whether loss and gradients are within their tolerances; False for NaN."""
         return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
 
 
 def reference(model: nn.Module, sequences: Sequences) -> Reference:
-    """Compute loss and gradients by plain autograd, one sequence at a time.
+    """Compute loss and gradients with plain autograd, one sequence at a time.
 
     Args:
-        model: a Hugging Face model with weights; its own `.grad` fields are left alone.
+        model: a Hugging Face model with weights; its `.grad` fields are not changed.
         sequences: 1-D token ids, or mappings with `input_ids` and `labels` (-100 does not count).
 
     Raises:
@@ -105,16 +105,16 @@ def reference(model: nn.Module, sequences: Sequences) -> Reference:
 
 
 def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> Row:
-    """Find the worst of one strategy's gradients.
+    """Return the row of a strategy's worst gradient.
 
     Args:
-        expected: of one device.
-        gradients: the strategy's, by the same names.
-        loss: the strategy's.
+        expected: results of one device.
+        gradients: the strategy's gradients, by the same names.
+        loss: the strategy's loss.
         strategy: its name.
 
     Raises:
-        ValueError: a parameter has a gradient, which is not 0, on one side only.
+        ValueError: a parameter has a nonzero gradient on one side only.
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # an expert without a token
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)
@@ -134,17 +134,17 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 def verify(
     model: nn.Module, executor: Comparable, strategies: Sequence[Strategy], sequences: Sequences, rank: int
 ) -> list[Row]:
-    """Compare every strategy with one device, on every rank of the executor.
+    """Compare every strategy with one device; every rank of the executor calls it.
 
     Args:
-        model: the one that was compiled, with its weights, on the CPU.
+        model: the compiled model, with its weights, on the CPU.
         executor: compiled from it.
-        strategies: to compare.
+        strategies: strategies to compare.
         sequences: one global mini-batch.
-        rank: this process's.
+        rank: rank of this process.
 
     Returns:
-        A row per strategy on rank 0; nothing elsewhere.
+        One row per strategy on rank 0; an empty list elsewhere.
     """
     expected = reference(model, sequences) if rank == 0 else None
     rows = []
@@ -157,7 +157,7 @@ def verify(
 
 
 def _targets(sequence: Tensor | Mapping[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """Return a sequence's ids and, for its first positions, what each should predict."""
+    """Return a sequence's ids and, for its first positions, the token that each should predict."""
     if isinstance(sequence, Tensor):
         ids = labels = sequence
     else:

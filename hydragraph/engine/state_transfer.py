@@ -1,4 +1,4 @@
-"""Bring the state of a model from the ranks that have it to where a new session wants it."""
+"""Transfer of a model's state from the ranks that have it to the owners of a new session."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hydragraph.runtime.state_movement import OwnedState, Route, agreed_columns,
 
 _WHAT = "move"
 
-Restore = str | Path | Pieces  # a checkpoint of `Executable.save`, or pieces of `Executable.keep`
+Restore = str | Path | Pieces  # checkpoint of `Executable.save`, or pieces of `Executable.keep`
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move has done.
+    """Result of a move.
 
     Attributes:
-        step: the last one that the state has had; equal on all ranks. Training goes on with the next.
-        finished: whether that step had raised on this rank, and was finished by the move: a learning-rate scheduler of
-            your own is to be stepped once more here.
-        restored: the step of the checkpoint that was read, because no rank that is left had everything; None: nothing
-            was read.
-        extra: what that checkpoint was saved with.
-        received: bytes that came from other ranks to this one.
-        seconds: that it took on this rank, with making communicators.
+        step: last step that the state includes, identical on all ranks; training continues with the next.
+        finished: whether that step had raised on this rank and was finished by the move: step your learning-rate
+            scheduler once more here.
+        restored: step of the checkpoint that was read because the remaining ranks did not have the whole state; None:
+            no checkpoint was read.
+        extra: the `extra` of that checkpoint.
+        received: bytes received from other ranks.
+        seconds: duration on this rank, including the creation of communicators.
     """
 
     step: int
@@ -50,12 +50,12 @@ class Moved:
 
 @dataclass(frozen=True)
 class Brought:
-    """What came.
+    """Result of filling a session.
 
     Attributes:
-        restored: whether it was read from a checkpoint.
-        received: bytes that came from other ranks.
-        extra: the caller's, that the checkpoint was saved with.
+        restored: whether a checkpoint was read.
+        received: bytes received from other ranks.
+        extra: the caller's data from that checkpoint.
     """
 
     restored: bool
@@ -81,16 +81,16 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any]) -> None:
 
 
 def bring(session: Session, old: Session | None, meeting: Meeting, restore: Restore | None) -> Brought:
-    """Fill a new session's state; all ranks call it. What they had before is not changed.
+    """Fill a new session's state; all ranks call it. The old state is not changed.
 
     Args:
-        session: new, its weights not filled.
-        old: what this rank has; None: nothing that counts.
-        meeting: who has what.
-        restore: what to read where a part of the state is lost; None: that is refused.
+        session: new session, with weights not filled.
+        old: this rank's old session; None: it holds no valid state.
+        meeting: which rank has which state.
+        restore: what to read if a part of the state is lost; None: raise instead.
 
     Raises:
-        ValueError: on all ranks: nobody has a part of the state, and there is no checkpoint.
+        ValueError: on all ranks: a part of the state is lost, and no checkpoint is given.
     """
     groups = session.groups
     rank = session.world.rank
@@ -126,12 +126,12 @@ def bring(session: Session, old: Session | None, meeting: Meeting, restore: Rest
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read everything: survivors are ahead of a checkpoint, and the parts of a state must be of one step.
+    """Read the whole state: survivors are ahead of a checkpoint, and all parts of a state must be of one step.
 
     Args:
-        session, restore: as of `bring`.
-        route: by which something is lost.
-        nobody: whether nobody has any of the state.
+        session, restore: as for `bring`.
+        route: transfers, with lost parts.
+        nobody: whether no rank has any of the state.
     """
     session.agree("what to restore from", "pieces" if isinstance(restore, Pieces) else str(restore))
     if restore is None and nobody:
@@ -169,7 +169,7 @@ def _recover(session: Session, pieces: Pieces) -> Brought:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return a session in which the optimizer is the object that this process had: schedulers hold on to it."""
+    """Return a session that keeps the process's existing optimizer object, because schedulers refer to it."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

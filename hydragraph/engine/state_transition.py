@@ -1,14 +1,14 @@
-"""What a rank has: the session that it works with, and one that its state is on its way to.
+"""Sessions of a rank: the current one, and the one that its state is moving to.
 
-    works with   on its way       what happens
+    current      arriving         meaning
     none         none             a rank that was compiled to join others
     A            none             steps
-    A            B, not whole     a move fills B, or a handover beside a step; a failure leaves B behind
-    A            B, whole         B has everything: this rank takes it, or, if the last meeting failed, may have to
+    A            B, not whole     a move or a handover during a step fills B; a failure discards B
+    A            B, whole         B is complete: this rank takes it, or, if the last meeting failed, may have to
     B            none             steps again, in the next generation
 
-Whether a whole B counts is agreed when ranks meet again (`runtime.standing`): they do not all learn of a failure at the
-same moment, so that some may have taken it already.
+Whether a complete B counts is agreed when ranks meet again (`runtime.standing`): ranks do not all learn of a failure at
+the same moment, so some may already have taken it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Holding:
-    """What a rank has, and what it will have.
+    """A rank's current session and the one that is arriving.
 
     Attributes:
-        held: the session that it works with; None: it has joined no ranks yet.
-        handover: what moves beside the next step.
-        generation: how many times it has gone over to another session.
+        held: current session; None: this rank has joined no ranks yet.
+        handover: state that moves during the next step.
+        generation: number of times that this rank has switched to another session.
     """
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Hold nothing yet.
+        """Create it without a session.
 
         Args:
-            start: makes the initial weights, for a model that has none; they are asked for late, as loading and joining
-                bring others.
+            start: returns the initial weights of a model without any; called late, because loading or joining may
+                provide others.
         """
         self.held: Session | None = None
         self.handover: Handover | None = None
@@ -49,15 +49,15 @@ class Holding:
         self._start = start
         self._arriving: Session | None = None
         self._whole = False
-        self._ahead = 0  # the generation of what arrives
-        self._called: tuple[int, ...] = ()  # this process's numbers in the meetings since then
+        self._ahead = 0  # generation of the arriving session
+        self._called: tuple[int, ...] = ()  # this process's ranks in the meetings since the last switch
 
     @property
     def session(self) -> Session:
-        """What this rank works with.
+        """Current session.
 
         Raises:
-            ValueError: nothing yet.
+            ValueError: there is none yet.
         """
         if self.held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
@@ -65,22 +65,22 @@ class Holding:
 
     @property
     def groups(self) -> list[Groups]:
-        """The communicators of all that there is."""
+        """Communicators of all sessions."""
         sessions = (self.held, self._arriving)
         return list({id(each.groups): each.groups for each in sessions if each is not None}.values())
 
     def begin(self) -> None:
-        """Give a model that was built on the meta device its initial weights, unless some were loaded."""
+        """Fill a model that was built on the meta device with its initial weights, unless others were loaded."""
         start, self._start = self._start, None
         for tensors in start() if start is not None else ():
             self.session.home.fill(tensors)
 
     def loaded(self) -> None:
-        """Note that weights were loaded: initial ones are not asked for any more."""
+        """Record that weights were loaded, so initial ones are not needed."""
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return what this rank has, where it meets others as `rank`; None: nothing."""
+        """Return the state that this rank has when it meets others as `rank`; None: none."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -89,7 +89,7 @@ class Holding:
         return Standing(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: Meeting, rank: int, max_grad_norm: float | None) -> bool:
-        """Come to the state that all have agreed on; say whether this rank has finished a step for that."""
+        """Switch to the state that all ranks have agreed on; return whether this rank finished a step to reach it."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving, self._whole = None, False
@@ -102,36 +102,36 @@ class Holding:
         return behind
 
     def expect(self, session: Session) -> None:
-        """Begin to fill a session."""
+        """Start filling a session."""
         self._arriving, self._whole, self._ahead = session, False, self.generation + 1
 
     def arrived(self, generation: int) -> None:
-        """Note that it is whole, and which generation it is."""
+        """Record that the arriving session is complete, and its generation."""
         self._whole, self._ahead = True, generation
 
     def take(self) -> None:
-        """Work with what has arrived from now on."""
+        """Switch to the arriving session."""
         assert self._arriving is not None, "it has arrived"
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
         self._arriving, self._whole, self._start, self._called = None, False, None, ()
 
     def hand_over(self, arriving: Session) -> None:
-        """Let state go to another session beside the next step; all ranks call it."""
+        """Start moving state to another session during the next step; all ranks call it."""
         self.handover = Handover.begin(self.session, arriving)
         self.expect(arriving)
 
     def go_over(self) -> None:
-        """Work with the new owners from now on, if a step has brought them all."""
+        """Switch to the new owners if a step has moved all their state."""
         if self.handover is not None and self.handover.whole:
             self.handover = None
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
-        """End what is on its way; of ranks that go on together, all have then sent and received the same.
+        """Stop a handover; among ranks that continue together, all have then sent and received the same.
 
         Args:
-            broken: ranks do not go on together.
+            broken: whether the ranks do not continue together.
         """
         handover, self.handover = self.handover, None
         if handover is None:

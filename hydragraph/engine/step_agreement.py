@@ -1,4 +1,4 @@
-"""What ranks do next, agreed on at the end of a step, so that the next one begins without a meeting.
+"""Agreement on the next step at the end of the current one, so that the next one begins without a separate meeting.
 
     nothing promised                         promised
     step 7 ... commit 7                      step 7 ... check and digest mini-batch 8, commit 7 (with the digests)
@@ -6,8 +6,8 @@
     compare digests: all ranks meet
     step 8
 
-The digests travel with the numbers that ranks add up at a commit anyway. A rank that is slow, or stopped for a part of
-the time, is so waited for once a step and not twice.
+The digests travel with the totals that ranks sum at a commit anyway. So ranks wait for a slow or briefly stopped rank
+once per step instead of twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What this rank is about to run, checked.
+    """Checked inputs of this rank's next iteration.
 
     Attributes:
-        batch, strategy: None where it is refused; a strategy also where none was given.
-        refused: why.
-        mark: a digest of all this: of a refusal, too, so that ranks which all refuse the same go on alike.
+        batch, strategy: None if rejected; strategy also None by default.
+        refused: the error.
+        mark: digest of all this, including an error, so that ranks that reject the call alike stay in step.
     """
 
     batch: MiniBatch | None
@@ -39,12 +39,12 @@ class Call:
 
 @dataclass(eq=False)
 class Promise:
-    """A step that comes behind the one that is under way.
+    """A promised step that follows the current one.
 
     Attributes:
-        sequences, strategy: that it will be called with.
-        call: these, checked, once gradients of the step before are on their way.
-        ranks: what ranks have learned of one another at its commit.
+        sequences, strategy: arguments of the coming call.
+        call: the checked arguments, once gradients of the step before are in flight.
+        ranks: what ranks learned about one another at its commit.
     """
 
     sequences: Batches
@@ -53,17 +53,17 @@ class Promise:
     ranks: RanksCompared | None = None
 
     def heard(self, said: Sequence[tuple[int, ...]]) -> bool:
-        """Take in what all ranks have said; return whether all have promised the same."""
+        """Take in the messages of all ranks; return whether all have promised the same."""
         self.ranks = RanksCompared.of(said)
         return self.ranks.same
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        """The call, and what ranks know of one another; once all have promised it."""
+        """The call, and what ranks know about one another, once all have promised it."""
         assert self.call is not None, "ranks compare what they have checked"
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None) -> bool:
-        """Say whether it is kept by a step that is called with this."""
+        """Return whether a step that is called with these arguments keeps the promise."""
         return sequences is self.sequences and strategy == self.strategy

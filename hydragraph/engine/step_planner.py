@@ -1,4 +1,4 @@
-"""The plan of one iteration: which candidate, and its assignment; made ahead, now, or quickly."""
+"""Plan of one iteration: the candidate and its assignment, made ahead of time, on demand, or by a quick heuristic."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """What one iteration runs.
+    """Candidate and assignment of one iteration.
 
     Attributes:
         candidate: index of the strategy.
-        assignment: of its sequences.
-        seconds: expected; 0 for the quick plan, which expects nothing.
-        hidden_s: seconds of planning that training did not wait for.
-        exposed_s: seconds that it did.
-        late: the plan was not there in time, so this is the quick one.
+        assignment: assignment of its sequences.
+        seconds: expected time; 0 for the quick plan, which has no estimate.
+        hidden_s: seconds of planning that overlapped with training.
+        exposed_s: seconds of planning that training waited for.
+        late: whether the plan was not ready in time, so this is the quick one.
     """
 
     candidate: int
@@ -38,12 +38,12 @@ class IterationPlan:
 
 
 class IterationPlanner:
-    """Plans the iterations of one training; on one rank.
+    """Plans the iterations of one training run, on one rank.
 
     Args:
-        request: the candidates and what they cost.
-        policy: how to plan: in which processes, how far ahead, and how long to wait.
-        static: the candidate to stay with, wherever it takes the longest sequence; None: choose every time.
+        request: the candidates and their costs.
+        policy: how to plan: number of processes, how far ahead, and how long to wait.
+        static: candidate to keep whenever it can run the longest sequence; None: choose every time.
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
@@ -56,8 +56,8 @@ class IterationPlanner:
         self._hurries = False
 
     def announce(self, lengths: Sequence[int]) -> None:
-        """Tell what an iteration to come will bring, so that it is planned meanwhile."""
-        # Processes are started by the first announcement: a run that never looks ahead needs none.
+        """Announce a coming iteration so that it is planned in the background."""
+        # The first announcement starts the processes: a run that never looks ahead needs none.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -71,10 +71,11 @@ class IterationPlanner:
         """
         began = time.perf_counter()
         key = tuple(lengths)
-        # A sequence too long for the static candidate is planned here, with all of them; workers know only that one.
+        # A sequence too long for the static candidate is planned here, with all candidates; workers know only the
+        # static one.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # announced before the request changed, perhaps
+                self._service.take(key, 0.0)  # perhaps announced before the request changed
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self._static)
@@ -83,7 +84,9 @@ class IterationPlanner:
         return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
-        """Go by other candidates or costs from now on, also for what was announced; arguments as at first."""
+        """Use other candidates or costs from now on, including for announced mini-batches; arguments as for the
+        constructor.
+        """
         self._request = request
         self._static = static
         self._chosen = request if static is None else request.only(static)
@@ -92,11 +95,11 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Go on where training is under way: no step waits for a process to start, but takes the quick plan.
+        """Continue a running training: while planning processes start, steps take the quick plan instead of waiting.
 
         Args:
-            before: what planned until now in this process; its processes are this one's from now on, and what they
-                were told is forgotten. None: another rank planned, whose processes are gone.
+            before: the previous planner of this process, whose planning processes are re-used and whose announcements
+                are discarded. None: another rank planned, and its processes are gone.
         """
         self._hurries = True
         if before is None:
@@ -106,12 +109,12 @@ class IterationPlanner:
             self._service.change(self._chosen, forget=True)
 
     def close(self) -> None:
-        """End the processes that plan."""
+        """Stop the planning processes."""
         if self._service is not None:
             self._service.close()
 
     def _static_takes(self, lengths: Sequence[int]) -> bool:
-        """Say whether the static candidate, if there is one, takes the longest sequence."""
+        """Return whether the static candidate, if any, can run the longest sequence."""
         return (
             self._static is None
             or self._request.guessed
@@ -119,13 +122,13 @@ class IterationPlanner:
         )
 
     def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
-        """Return the plan of an answer; `static` is the candidate where it was the only one to choose from."""
+        """Return the plan of an answer; `static` is the candidate if it was the only choice."""
         if planned.choice is None:
             raise planned.error or AssertionError("an answer is a choice or an error")
         choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
-        # What planning took beyond what the step waited for was hidden behind training.
+        # Planning time beyond the time that the step waited overlapped with training.
         waited = time.perf_counter() - began
         hidden = max(0.0, planned.seconds - waited)
         seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
@@ -133,8 +136,8 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Return the quick plan: the last candidate, or the one that takes the longest sequences."""
-        # The last candidate's groups and programs are there already, and a late step should not wait for new ones.
+        """Return the quick plan: the last candidate, or the one that can run the longest sequences."""
+        # The last candidate's groups and programs already exist, and a late step should not wait for new ones.
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

@@ -1,8 +1,8 @@
-"""What ran among ranks that there were: ranks are renumbered when some are lost or come, seats stay.
+"""Strategies that ran on earlier sets of ranks. Ranks are renumbered when some are lost or join; seats are stable.
 
 ranks 0 1 2 3 in seats 0 1 2 3   <tp1,pp2> on ranks 0, 1 + <tp1,pp2> on ranks 2, 3
 rank 1 is lost: ranks 0 1 2      in seats 0 2 3: <[0,?]..> + <tp1,pp2> on ranks 1, 2; the other pipeline is cut
-another takes its seat           in seats 0 2 3 1, perhaps: what ran there before is known, on ranks 0, 3 and 1, 2
+another takes its seat           in seats 0 2 3 1, perhaps: the earlier strategy is known, on ranks 0, 3 and 1, 2
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """Ranks that met, and trained.
+    """One set of ranks that met and trained.
 
     Attributes:
-        seats: in which they sat.
-        strategies: that they trained with, the last one first, on seats for ranks.
+        seats: their seats.
+        strategies: strategies they trained with, most recent first, with seats in place of ranks.
     """
 
     seats: frozenset[int]
@@ -30,22 +30,22 @@ class Era:
 
 @dataclass(frozen=True)
 class Past:
-    """What one process remembers.
+    """History known to one process.
 
     Attributes:
-        seats: of the ranks there are, by rank; None: every rank sits in the seat of its number.
-        eras: the newest first.
+        seats: seats of the current ranks, by rank; None: every rank's seat equals its number.
+        eras: past eras, newest first.
     """
 
     seats: tuple[int, ...] | None = None
     eras: tuple[Era, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> Past:
-        """Return what is remembered when ranks part.
+        """Return the history after these ranks part.
 
         Args:
-            strategies: that they have trained with, the last one first.
-            ranks: how many there were.
+            strategies: strategies they have trained with, most recent first.
+            ranks: number of ranks.
         """
         if not strategies:
             return self
@@ -57,9 +57,10 @@ class Past:
         return replace(self, eras=(Era(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return what ran, the most useful first, on ranks that sit in these seats; empty seats get numbers beyond.
+        """Return earlier strategies for ranks in these seats, most useful first; seats without a rank get higher
+        numbers.
 
-        What ran among the same seats comes first, then what ran last.
+        Strategies that ran on the same seats come first, then the most recent ones.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
         for era in self.eras:
