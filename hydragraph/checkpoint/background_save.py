@@ -1,11 +1,11 @@
-"""Checkpoints that are written in a thread beside training.
+"""Checkpoints written by a background thread during training.
 
-Training waits for a copy of this rank's shards in CPU memory (12 bytes for each of its parameters with Adam, held
-until they are written), not for the disk. The thread has communicators of its own: operations of two threads in one
-would meet in another order on another rank. The checkpoint appears at its path once all ranks have written, so a crash
-before that leaves what was there.
+Training waits for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam, held until they
+are written), not for the disk. The thread uses separate communicators: operations of two threads in one communicator
+could be ordered differently on other ranks. The checkpoint appears at its path once all ranks have written their parts,
+so a crash before that keeps what was at the path.
 
-The thread is no daemon: a process that ends by itself waits for it, one that is killed does not.
+The thread is not a daemon: a process that exits normally waits for it, a killed one does not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Saver:
-    """One rank's saves in the background, one at a time; all ranks call the same methods in the same order.
+    """One rank's background saves, one at a time; all ranks call the same methods in the same order.
 
     Args:
-        world: this process's place, from `join`; the saver makes communicators of its own.
-        timeout: after how long an operation of these communicators fails.
+        world: this process's place, from `join`; the saver creates its own communicators.
+        timeout: timeout of an operation of these communicators.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
@@ -47,7 +47,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed that nobody has waited for; another rank may learn of it a little later."""
+        """Whether a save has failed and its error was not raised yet; another rank may learn of it a little later."""
         return self._error is not None
 
     def start(
@@ -58,7 +58,7 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Copy the state and begin to write it; arguments and errors as of `store.save`.
+        """Copy the state and start writing it; arguments and errors as for `save_and_load.save`.
 
         Waits for an earlier save first.
         """
@@ -77,11 +77,11 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once the last save is in its place.
+        """Wait until the last save is complete.
 
         Raises:
-            ValueError, OSError, RankFailure: it failed; on every rank, and only once. What was at its path is still
-                there.
+            ValueError, OSError, RankFailure: it failed; raised on every rank, and only once. The previous content of
+                its path is kept.
         """
         if self._thread is not None:
             self._thread.join()
@@ -92,7 +92,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait, and drop the communicators; raises what `wait` does."""
+        """Wait for the last save and close the communicators; raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -101,17 +101,17 @@ class Saver:
                 self._groups = None
 
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
-        """Write in the thread; an error is kept in the words that every rank uses."""
+        """Write in the thread; store the error with the same text on every rank."""
         try:
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:
             self._error = error
-        except OSError as error:  # as of a save that training waits for: a full disk is no bug, and no rank's failure
-            _LOG.error("%s", error)  # in case that nobody asks any more
+        except OSError as error:  # as in a foreground save: a full disk is neither a bug nor a rank failure
+            _LOG.error("%s", error)  # in case the error is never retrieved
             self._error = error
         except Exception as error:
             failure = RankFailure(self._world.rank, prepared.what, f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-            _LOG.error("%s", failure)  # in case that nobody asks any more
+            _LOG.error("%s", failure)  # in case the error is never retrieved
             self._error = failure

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) is told of this rank's boxes: which items it writes and reads, and where."""
+"""Planners that describe this rank's boxes to torch.distributed.checkpoint (DCP): the items to write and read."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 class ShardedSave(DefaultSavePlanner):
-    """Writes the boxes of `OwnedBoxes` values, and bytes as they are."""
+    """Writes the boxes of `OwnedBoxes` values, and bytes unchanged."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """List what this rank writes."""
+        """List the items that this rank writes."""
         self.plan = SavePlan([item for name, value in self.state_dict.items() for item in _write_items(name, value)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return what an item writes."""
+        """Return the data of an item."""
         value: OwnedBoxes | bytes = self.state_dict[write_item.index.fqn]
         if isinstance(value, bytes):
             return io.BytesIO(value)
@@ -51,18 +51,18 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(LoadPlanner):
-    """Reads into the boxes of `OwnedBoxes` values whatever overlaps them, and bytes as they are."""
+    """Reads overlapping data into the boxes of `OwnedBoxes` values, and bytes unchanged."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take what to load, and what there is."""
+        """Store what to load, and the metadata of what is stored."""
         assert metadata is not None
         self._contents: dict[str, OwnedBoxes | bytes] = state_dict
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """List what this rank reads."""
+        """List the items that this rank reads."""
         items: list[ReadItem] = []
         for name, value in self._contents.items():
             if isinstance(value, bytes):
@@ -75,19 +75,19 @@ class ShardedLoad(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave every rank its own plan."""
+        """Return every rank's plan unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Leave this rank its own plan."""
+        """Return this rank's plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an entry that is no tensor."""
+        """Store an entry that is not a tensor."""
         self._contents[read_item.dest_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return where an item's elements go."""
+        """Return the destination of an item's elements."""
         value = self._contents[read_item.dest_index.fqn]
         offset = read_item.dest_index.offset
         assert isinstance(value, OwnedBoxes)
@@ -98,7 +98,7 @@ class ShardedLoad(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the elements are in place."""
+        """Do nothing: the elements are already in place."""
 
 
 def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:
@@ -116,5 +116,5 @@ def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:
 
 
 def _chunks(value: OwnedBoxes) -> list[ChunkStorageMetadata]:
-    """Return a tensor's boxes in DCP's words."""
+    """Return a tensor's boxes as DCP chunks."""
     return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in value.boxes.items()]

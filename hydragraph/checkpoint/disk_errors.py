@@ -1,4 +1,4 @@
-"""What a file system refuses, in its own words: libraries that write for us often say something else."""
+"""File system errors in their original words; libraries that write files often replace them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes: more than what a full disk may have left after it cut off a file
+_PROBE = 4 << 20  # bytes: more than a full disk may have left after truncating a file
 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Raise what goes wrong with files inside as an OSError that says what and where.
+    """Raise file errors inside the block as an OSError with cause and path.
 
-    PyTorch's writer, written in C++, raises RuntimeError("... inline_container.cc ... unexpected pos") on a full disk.
+    On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
 
     Args:
-        directory: where files are written; a probe there finds what the writer did not say.
-        shown: the path that the user gave, which errors name.
+        directory: where files are written; a probe there finds the cause that the writer did not report.
+        shown: path that the user gave, named in errors.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk's does not say where
+        if error.errno is not None and error.filename is None:  # on a full disk the error has no path
             error.filename = str(shown)
         raise
     except Exception as error:
@@ -36,7 +36,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
 
 
 def refusal(directory: Path) -> OSError | None:
-    """Return what writing to a directory raises now; None where it works."""
+    """Return the error that writing to a directory raises now, or None."""
     path = directory / f".probe.{os.getpid()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -44,7 +44,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # the write that meets the end of a disk is only a short one
+        while left:  # a write that reaches the end of the disk only returns a smaller count
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

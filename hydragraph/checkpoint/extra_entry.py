@@ -1,4 +1,4 @@
-"""The one entry of a checkpoint that is no tensor: the caller's `extra`, and what is not sharded of the optimizer."""
+"""The single non-tensor entry of a checkpoint: the caller's `extra`, and the unsharded state of the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.checkpoint.optimizer_state import Plain, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialise everything that is no tensor, `parts` being what the ranks know of the optimizer."""
+    """Serialise all non-tensor data; `parts` holds each rank's part of the optimizer's unsharded state."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
@@ -20,7 +20,7 @@ def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
 
 
 def encoded(what: str, value: object) -> bytes:
-    """Serialise plain data, and see that it can be read back without running any code from the file."""
+    """Serialise plain data, and check that it can be read back without running code from the file."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -34,5 +34,5 @@ def encoded(what: str, value: object) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """Read back what `encoded` returned; no code of the file is run."""
+    """Read back what `encoded` returned, without running code from the file."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

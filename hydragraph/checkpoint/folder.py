@@ -1,4 +1,4 @@
-"""The directories of checkpoints: how one appears whole or not at all, which is the latest, and dropping old ones."""
+"""Checkpoint directories: atomic creation, lookup of the latest, and deletion of old ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 
 def latest(directory: PathLike) -> Path | None:
-    """Return the complete checkpoint `step-N` of the highest N in a directory; None where there is none."""
+    """Return the complete checkpoint `step-N` with the highest N in a directory, or None."""
     checkpoints = complete(directory)
     return checkpoints[-1][1] if checkpoints else None
 
 
 def complete(directory: PathLike) -> list[tuple[int, Path]]:
-    """List the complete checkpoints `step-N` of a directory as (N, path), ascending; nothing is read of them."""
+    """List the complete checkpoints `step-N` of a directory as (N, path), ascending, without reading them."""
     folder = Path(directory)
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
@@ -36,12 +36,12 @@ def complete(directory: PathLike) -> list[tuple[int, Path]]:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint, so that it counts no more but nothing of it is lost; return its new path."""
+    """Rename a checkpoint so that it is ignored but kept; return its new path."""
     return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
 
 
 def prune(directory: PathLike, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and what crashed saves left.
+    """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and leftovers of crashed saves.
 
     Only one rank calls it, while no rank saves or loads there.
 
@@ -62,10 +62,10 @@ def prune(directory: PathLike, keep: int) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Make the directory to write into, beside where the checkpoint will be, so that renaming it is enough.
+    """Create the directory to write into, next to the checkpoint's path, so that it only needs to be renamed.
 
     Raises:
-        ValueError: something else is where the checkpoint would be.
+        ValueError: the checkpoint's path is taken by something else.
     """
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
@@ -77,13 +77,13 @@ def make_scratch(path: Path) -> Path:
 
 
 def written_files(scratch: Path, rank: int) -> dict[str, File]:
-    """Hash the files that this rank wrote; DCP begins their names with the rank."""
+    """Hash the files that this rank wrote, which DCP names by rank."""
     names = [*scratch.glob(f"__{rank}_*"), *([scratch / ".metadata"] if rank == 0 else ())]
     return {path.name: File.of(path) for path in names}
 
 
 def commit(path: Path, scratch: Path, manifest: Manifest) -> None:
-    """Complete the checkpoint that a scratch directory holds and put it in its place.
+    """Complete the checkpoint in a scratch directory and move it to its path.
 
     Raises:
         ValueError: files that other ranks wrote are not in the directory.
@@ -118,12 +118,12 @@ def _aside(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint; what a crash leaves of it is never taken for a whole one."""
+    """Delete a checkpoint; after a crash, its remains are never mistaken for a complete one."""
     shutil.rmtree(path.rename(_aside(path)))
 
 
 def _sync(directory: Path) -> None:
-    """Have the names in a directory survive a power failure."""
+    """Flush a directory, so that its entries survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,6 @@
-"""What makes a directory a checkpoint: `complete.json`, which names every file's SHA-256 and whose state it is."""
+"""Manifest that makes a directory a checkpoint: `complete.json`, with every file's SHA-256 and a description of the
+state.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +18,38 @@ from hydragraph.version import __version__
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # DCP's file, which says where in the others everything is
+METADATA = ".metadata"  # DCP's file, which locates all entries in the other files
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint is not what was written; another one may be."""
+    """A checkpoint differs from what was written; another one may be intact."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
     @staticmethod
     def of(path: Path) -> File:
-        """Read a file through."""
+        """Read a file and return its size and hash."""
         with path.open("rb") as file:
             return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `complete.json` says.
+    """Contents of `complete.json`.
 
     Attributes:
-        format: the version of the directory's format (`FORMAT`); readers refuse others.
+        format: version of the directory's format (`FORMAT`); other versions are rejected.
         versions: package -> version that saved it.
-        ranks: how many ranks saved it; any number of them may load it.
+        ranks: number of ranks that saved it; any number may load it.
         parameters: name -> natural shape.
-        optimizer: its class's name; None where weights alone were saved.
-        files: name -> what it must be.
+        optimizer: class name; None if only weights were saved.
+        files: name -> expected size and hash.
     """
 
     format: int
@@ -59,7 +61,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Return what saves a checkpoint now: package -> version."""
+    """Return the current package versions: package -> version."""
     return {"hydragraph": __version__, "torch": str(torch.__version__)}
 
 
@@ -68,7 +70,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         Damaged: it cannot be read.
-        ValueError: no whole checkpoint is there, or one that this version cannot read.
+        ValueError: the checkpoint is missing or incomplete, or its format is not supported.
     """
     if not (path / MARKER).is_file():
         aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
@@ -93,17 +95,17 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, each rank a share of them.
+    """Hash all files; each rank hashes a share of them.
 
     Args:
         path: the checkpoint's directory.
-        manifest: what it says of itself, as read before.
-        groups: the communicators of all ranks that train; each of them makes this call.
-        what: is being done ("load checkpoint ..."), for the errors of ranks that fail here.
-        sharing: the ranks that read the same copy of it as this one.
+        manifest: its manifest.
+        groups: communicators of all ranks that train; each of them calls this function.
+        what: description of the operation ("load checkpoint ..."), for errors on other ranks.
+        sharing: ranks that read the same copy as this one.
 
     Raises:
-        Damaged: on all ranks: naming every file that is missing or not what was written.
+        Damaged: on all ranks, naming every file that is missing or differs from what was written.
     """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
@@ -113,16 +115,16 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, shari
 
 
 def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None) -> None:
-    """See that a checkpoint is of this model, and of this optimizer unless weights alone are loaded.
+    """Check that a checkpoint belongs to this model, and to this optimizer unless only weights are loaded.
 
     Args:
         path: the checkpoint's directory.
-        manifest: what it says of itself, as read before.
+        manifest: its manifest.
         shapes: the model's parameters by name, in their natural shapes.
         optimizer: class name; None: only weights are loaded.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: naming the differences.
     """
     stored = manifest.parameters
     different = [
@@ -142,7 +144,7 @@ def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, 
 
 
 def _plain(name: str) -> str:
-    """Return a file's name, if it lies in the checkpoint itself."""
+    """Return a file name if the file lies directly in the checkpoint's directory."""
     if Path(name).name != name or name in (".", ".."):
         raise ValueError(f"it names {name!r}, which is no file of this checkpoint")
     return name

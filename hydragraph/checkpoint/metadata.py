@@ -1,7 +1,7 @@
-"""Read a checkpoint's metadata, which PyTorch pickles, without running anything that the file names.
+"""Safe reader of a checkpoint's metadata, which PyTorch pickles: it runs no code that the file names.
 
-A pickle calls whatever it names. `.metadata` names a dozen plain classes of torch.distributed.checkpoint, so only
-those are let in. Tensors are read by `torch.load(weights_only=True)`, which keeps a list of its own.
+A pickle calls whatever it names. `.metadata` names a dozen plain classes of torch.distributed.checkpoint, so only those
+are allowed. Tensors are read by `torch.load(weights_only=True)`, which has its own allow-list.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's directory; its metadata by `_Plain`.
+    """Reads a checkpoint's directory; unpickles its metadata with `_Plain`.
 
     Args:
         path: the checkpoint's directory.
-        files: the names of those whose content has been checked; no other is read.
+        files: names of the verified files; no others are read.
     """
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
@@ -38,10 +38,10 @@ class Reader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds.
+        """Return the checkpoint's metadata.
 
         Raises:
-            Damaged: the file is no metadata, or names what no checkpoint of PyTorch's names.
+            Damaged: the file is not a metadata file, or names an object that a PyTorch checkpoint never names.
         """
         file = Path(self.path) / ".metadata"
         try:
@@ -63,7 +63,7 @@ class Reader(FileSystemReader):
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a file names, if it is a plain class of a checkpoint's or a dtype."""
+        """Return a named object if it is a plain checkpoint class or a dtype."""
         if (module, name) in _NAMED or (module in _PATHS and name in ("PosixPath", "WindowsPath")):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint: what is sharded, what is not, and putting both back into an optimizer."""
+"""Optimizer state in a checkpoint: its sharded part, its unsharded part, and restoring both into an optimizer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PREFIX = "optimizer."
 
 @dataclass(frozen=True)
 class Plain:
-    """What is not sharded of an optimizer.
+    """Unsharded part of an optimizer's state.
 
     Attributes:
         groups: the names of each parameter group's parameters.
         hyperparameters: each parameter group's settings, such as lr, by name.
-        scalars: parameter -> state -> value; of a rank: only of parameters that it owns a part of, because an empty
-            part need not have been stepped.
+        scalars: parameter -> state -> value; on a single rank, only of parameters that it owns a part of, because an
+            empty part may never have been stepped.
     """
 
     groups: list[list[str]]
@@ -34,7 +34,7 @@ class Plain:
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the class name, by which a checkpoint knows its optimizer."""
+    """Return the optimizer's class name, which identifies it in a checkpoint."""
     return None if optimizer is None else type(optimizer).__name__
 
 
@@ -52,7 +52,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return what this rank writes of the states that have a value per element, by their names in the checkpoint.
+    """Return this rank's parts of the states with one value per element, by their names in the checkpoint.
 
     Raises:
         Unsupported: a state has another shape than its parameter.
@@ -65,7 +65,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
-    """Join what the ranks know: every parameter's scalars, which its owners have in common."""
+    """Merge the parts of all ranks; owners of the same parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
@@ -79,7 +79,7 @@ def merged(parts: Sequence[Plain]) -> Plain:
 
 
 def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
-    """Make room for this rank's part of the stored elementwise states: parameter -> state -> 1-D tensor."""
+    """Allocate this rank's part of the stored elementwise states: parameter -> state -> 1-D tensor."""
     states: dict[str, dict[str, Tensor]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         state, _, name = key.removeprefix(_PREFIX).partition(".")
@@ -96,13 +96,13 @@ def restore(
     plain: Plain,
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Put the state of a checkpoint, or of other ranks, into this rank's optimizer.
+    """Restore the state of a checkpoint, or of other ranks, into this rank's optimizer.
 
     Args:
-        what: has been read or received, for the error.
+        what: what was read or received, for the error.
         home, optimizer: this rank's; the optimizer is changed in place.
-        plain: what there is once for all ranks: groups, hyperparameters, scalars.
-        states: the others: parameter -> state -> this rank's part, 1-D.
+        plain: state shared by all ranks: groups, hyperparameters, scalars.
+        states: elementwise state: parameter -> state -> this rank's part, 1-D.
 
     Raises:
         ValueError: the optimizer has other parameter groups.
@@ -149,5 +149,5 @@ def _group_names(home: HomeState, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def _places(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return which group each parameter is in."""
+    """Return the group index of each parameter."""
     return {name: place for place, names in enumerate(groups) for name in names}

@@ -1,7 +1,7 @@
-"""Read a checkpoint in pieces from wherever its parts are, each from the nearest place, all places at the same time.
+"""Recovery from a checkpoint in pieces: each part is read from the nearest place, from all places in parallel.
 
-What a rank reads for itself alone is read by threads, a few per kind of place. Meanwhile all ranks exchange what some
-read for others, in windows of bounded size. A recovery takes as long as the slowest place, not as long as all together.
+Threads, a few per tier, read what a rank needs only for itself. Meanwhile all ranks exchange what some read for others,
+in windows of bounded size. So a recovery takes as long as the slowest tier, not as long as all together.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows that are read before they travel: not each has as much from every disk
-_READERS = 4  # threads per kind of place: while one puts in place what it has read, others read
+_AHEAD = 3  # windows read ahead of their exchange, because disks have different shares of each
+_READERS = 4  # threads per tier: while one copies what it has read, others read
 
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """What was read, on one rank.
+    """Result of a recovery, on one rank.
 
     Attributes:
-        step: the checkpoint's.
+        step: step of the checkpoint.
         state: what this rank owns, filled.
-        common: what all ranks have alike.
-        read: bytes that this rank has read, by kind of place.
-        received: bytes that came from other ranks.
+        common: data shared by all ranks.
+        read: bytes that this rank has read, by tier.
+        received: bytes received from other ranks.
     """
 
     step: int
@@ -55,17 +55,17 @@ class Recovered:
 def recover(
     pieces: Pieces, buckets: Sequence[Bucket], home: HomeState, groups: Groups, chunk: int = CHUNK
 ) -> Recovered:
-    """Read the newest checkpoint of which everything is left; all ranks call it.
+    """Read the newest checkpoint that is still complete; all ranks call it.
 
     Args:
-        pieces: where this rank keeps them; perhaps nothing yet.
+        pieces: where this rank keeps them; may be empty.
         buckets: of the model.
-        home: what this rank is to own; its weights are filled.
-        groups: of all ranks.
-        chunk: bytes, of all ranks, that are read and exchanged for others at a time.
+        home: what this rank will own; its weights are filled.
+        groups: communicators of all ranks.
+        chunk: bytes, over all ranks, that are read and exchanged for others at a time.
 
     Raises:
-        ValueError: on all ranks: there is none, or what the newest lacks.
+        ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
     """
     began = time.perf_counter()
     nodes, steps = _survey(pieces, groups)
@@ -99,7 +99,7 @@ def recover(
         begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
         for number, window in enumerate(windows):
             data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
-            if number + _AHEAD < len(windows):  # is read while this one travels
+            if number + _AHEAD < len(windows):  # read while this window is exchanged
                 begun.append(_begin(reading, windows[number + _AHEAD], rank, threads))
             received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
@@ -113,7 +113,7 @@ def recover(
 
 
 def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[int, dict[Place, list[Piece]]]]:
-    """Return the node of each rank and, by step, what every place that is left holds."""
+    """Return the node of each rank and, by step, the pieces in every remaining place."""
     rank = groups.world.rank
     hosts = groups.gather_objects((groups.world.node, {tier: str(tier) for tier in pieces.shelves}))
     names = [host for host, _ in hosts]
@@ -127,7 +127,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[int, dict[P
     def listed() -> dict[int, dict[Place, list[Piece]]]:
         found: dict[int, dict[Place, list[Piece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # one of those who see the same looks there
+            if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place lists it
                 for step, held in pieces.held(tier).items():
                     found.setdefault(step, {})[Place(tier, tuple(ranks))] = held
         return found
@@ -140,7 +140,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[int, dict[P
 
 
 def _common(pieces: Pieces, step: int, places: Mapping[Place, Sequence[Piece]], groups: Groups) -> Mapping[str, Any]:
-    """Return what is the same on all ranks, which one of them reads."""
+    """Return the data shared by all ranks, read by one of them."""
     place = min(places, key=lambda each: (each.tier, each.ranks))
     leader = place.ranks[0]
     data = together(groups, _WHAT, lambda: pieces.common(place.tier, step) if groups.world.rank == leader else b"")
@@ -152,9 +152,9 @@ class _Reading:
     """Reads of one rank.
 
     Args:
-        pieces, step: where from.
-        buckets, columns: what there is.
-        state: what this rank is to own.
+        pieces, step: what to read.
+        buckets, columns: description of the state.
+        state: destination.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class _Reading:
         self._state = state
 
     def keep(self, fetches: Sequence[Fetch]) -> None:
-        """Read what stays here."""
+        """Read parts that this rank needs itself."""
         for fetch in fetches:
             self.fill(fetch, self.read(fetch))
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
-        """Yield (parameter, lo, hi, column, dtype) of what is read, in the order in which it travels."""
+        """Yield (parameter, lo, hi, column, dtype) of the parts of a fetch, in the order in which they are sent."""
         start = 0
         for parameter in self._buckets[fetch.piece.bucket].parameters:
             low, high = max(fetch.lo, start), min(fetch.hi, start + parameter.size)
@@ -182,11 +182,11 @@ class _Reading:
             start += parameter.size
 
     def bytes_of(self, fetch: Fetch) -> int:
-        """Return how much is read."""
+        """Return the size of a fetch in bytes."""
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return what is read as bytes, 1-D, on the CPU."""
+        """Return the data of a fetch as bytes, 1-D, on the CPU."""
         piece = fetch.piece
         file: PieceFile = self._pieces.reader(
             fetch.tier, self._step, piece, (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
@@ -195,13 +195,13 @@ class _Reading:
         return torch.cat([part.view(torch.uint8) for part in parts])
 
     def fill(self, fetch: Fetch, data: Tensor) -> None:
-        """Put what was read where this rank has it."""
+        """Copy the data of a fetch to its place in this rank's state."""
         home = self._state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
         at = (
             int(rows.at[row]) + fetch.lo - int(rows.lo[row])
-        )  # of the first element in the shard; rows follow one another
+        )  # position of the first element in the shard; rows are contiguous
         offsets = self._buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):
@@ -212,7 +212,7 @@ class _Reading:
 
 
 def _windows(reading: _Reading, fetches: Sequence[Fetch], chunk: int) -> Iterator[list[Fetch]]:
-    """Cut reads for others into lists of about `chunk` bytes, the same on all ranks."""
+    """Split reads for others into lists of about `chunk` bytes, identical on all ranks."""
     window: list[Fetch] = []
     size = 0
     for fetch in fetches:
@@ -226,19 +226,19 @@ def _windows(reading: _Reading, fetches: Sequence[Fetch], chunk: int) -> Iterato
 
 
 def _results(jobs: Mapping[Fetch, Future[Tensor]]) -> dict[Fetch, Tensor]:
-    """Wait for what is being read."""
+    """Wait for pending reads."""
     return {fetch: job.result() for fetch, job in jobs.items()}
 
 
 def _begin(
     reading: _Reading, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
 ) -> dict[Fetch, Future[Tensor]]:
-    """Begin to read what one rank reads for others."""
+    """Start reading what this rank reads for others."""
     return {fetch: threads.submit(reading.read, fetch) for fetch in window if fetch.reader == rank}
 
 
 def _exchange(reading: _Reading, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
-    """Send what others need and receive what they have read; return the bytes that came."""
+    """Send what others need and receive what they have read; return the number of bytes received."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
 
     leaving = [

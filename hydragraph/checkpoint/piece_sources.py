@@ -1,17 +1,17 @@
-"""Which piece of a checkpoint comes from where: from memory, a node's disk, a peer, or the store, in this order.
+"""Choice of the source of each piece of a checkpoint: memory, a node's disk, a peer, or the store, in this order.
 
-A checkpoint in pieces has one piece per bucket and home interval of those who wrote it. Whatever the ranks are that
-read it, and however they cut what they need (tensor-parallel degrees up, down or the same, other homes), a need is an
-interval of a bucket, and a piece another: what both have in common is read.
+A checkpoint in pieces has one piece per bucket and interval owned by one of the ranks that wrote it. Reading ranks may
+cut the state differently (higher, lower or equal tensor-parallel degree, other homes). A need is an interval of a
+bucket, and so is a piece; their intersection is read.
 
-    the node that needs it   what is read, by whom                                        read once per
-    a rank has it in memory  its memory, by itself, for all of the node that need it      rank that has it and needs it
-    its disk has it          the disk, by one of those who need it, for all of the node   node
-    another node has it      memory before disk, by a rank there                          node that needs it
-    only the store has it    the store, by one of those who need it, for all of the node  node
+    the piece is             read from, by                                                read once per
+    in memory on the node    this memory, by its rank, for all of the node that need it   rank that has it and needs it
+    on the node's disk       the disk, by one rank that needs it, for all of the node     node
+    on another node          memory before disk, by a rank there                          node that needs it
+    only in the store        the store, by one rank that needs it, for all of the node    node
 
-What a rank has read it sends to all whom it serves, on its node and elsewhere. Among readers that are equally near, the
-one that has the least to read so far is taken.
+A reader sends what it has read to all ranks that it serves, on its node and elsewhere. Among equally near readers, the
+one with the least to read so far is chosen.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hydragraph.ir.layout import Bools, Layout
 
 
 class Tier(IntEnum):
-    """Where a piece lies; nearer ones first."""
+    """Kind of place that holds a piece; nearer ones first."""
 
-    MEMORY = 0  # of a rank's process
-    DISK = 1  # of a node
-    STORE = 2  # that all reach
+    MEMORY = 0  # memory of a rank's process
+    DISK = 1  # disk of a node
+    STORE = 2  # store that all nodes can access
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Elements [lo, hi) of a bucket, in everything that there is per element, as one owner wrote them."""
+    """Elements [lo, hi) of a bucket, with all per-element columns, as written by one owner."""
 
     bucket: str
     lo: int
@@ -45,11 +45,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Something that holds pieces.
+    """A place that holds pieces.
 
     Attributes:
-        tier: what it is.
-        ranks: who can read it, without asking another.
+        tier: kind of place.
+        ranks: ranks that can read it directly.
     """
 
     tier: Tier
@@ -58,11 +58,11 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Who holds what of one checkpoint.
+    """Pieces of one checkpoint and the places that hold them.
 
     Attributes:
-        places: of the ranks that are left; lost ones' memories and nodes' disks are not among them.
-        pieces: that there are.
+        places: places of the remaining ranks, without the memory and disks of lost ones.
+        pieces: all existing pieces.
         bitmap: [places, pieces]: whether a place holds a piece.
     """
 
@@ -72,7 +72,7 @@ class Holdings:
 
     @staticmethod
     def of(held: Mapping[Place, Sequence[Piece]]) -> Holdings:
-        """Make the bitmap of what each place says it holds."""
+        """Build the bitmap from the pieces of each place."""
         places = tuple(held)
         pieces = tuple(sorted({piece for those in held.values() for piece in those}))
         number = {piece: i for i, piece in enumerate(pieces)}
@@ -87,11 +87,11 @@ class Fetch:
     """Elements [lo, hi) of a bucket that one rank reads, for itself or for others.
 
     Attributes:
-        reader: who reads.
-        tier: where.
-        piece: what they are a part of.
+        reader: rank that reads.
+        tier: kind of place to read from.
+        piece: piece that contains them.
         lo, hi: the elements.
-        receivers: who needs them, ascending.
+        receivers: ranks that need them, ascending.
     """
 
     reader: int
@@ -103,30 +103,30 @@ class Fetch:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.hi - self.lo
 
 
 def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, Layout]) -> list[Fetch]:
-    """Say who reads what from where; a pure function, so that all ranks come to the same.
+    """Plan which rank reads what from where; a pure function, so that all ranks compute the same plan.
 
     Args:
-        holdings: who holds what.
-        nodes: by rank, the node it is on.
+        holdings: pieces and their places.
+        nodes: node of each rank.
         needed: by bucket, which rank needs which elements.
 
     Returns:
-        Reads in the order of buckets and elements; each rank receives whatever it needs exactly once.
+        Reads in the order of buckets and elements; each rank receives each element it needs exactly once.
 
     Raises:
-        ValueError: nobody holds something that is needed: which elements of which bucket.
+        ValueError: no place holds some needed elements, which the error names.
     """
     load = [0] * len(nodes)
     by_bucket: dict[str, list[int]] = {}
     for number, piece in enumerate(holdings.pieces):
         by_bucket.setdefault(piece.bucket, []).append(number)
     plan: list[Fetch] = []
-    open_at: dict[tuple[object, ...], int] = {}  # where a read is that may go on
+    open_at: dict[tuple[object, ...], int] = {}  # index of a read that may be extended
     for bucket, layout in needed.items():
         numbers = by_bucket.get(bucket, [])
         for lo, hi in _cells(layout, [holdings.pieces[number] for number in numbers]):
@@ -144,7 +144,7 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
 
 
 def _cells(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of a bucket within which needs and pieces are the same."""
+    """Yield the intervals of a bucket in which needs and pieces are constant."""
     marks = {edge for piece in pieces for edge in (piece.lo, piece.hi)}
     yield from pairwise(sorted(marks.union(layout.lo.tolist(), layout.hi.tolist())))
 
@@ -159,19 +159,19 @@ def _fetches(
     hi: int,
     needing: Sequence[int],
 ) -> Iterator[Fetch]:
-    """Yield the reads of one cell, node by node of those who need it."""
-    # By rank, the nearest place that it can read it from, and the piece there.
+    """Yield the reads of one cell, by node of the ranks that need it."""
+    # By rank, the nearest place that it can read from, and the piece there.
     reach: dict[int, tuple[Tier, int]] = {}
     for number in having:
         for row in np.flatnonzero(holdings.bitmap[:, number]).tolist():
             place = holdings.places[row]
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, number)), (place.tier, number))
-    reads: dict[int, list[int]] = {}  # reader -> who needs what it reads
+    reads: dict[int, list[int]] = {}  # reader -> ranks that need what it reads
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # A node that has it on its disk reads it in any case, and can send what it has read.
+    # A node with the piece on its disk reads it in any case, and can send it to others.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]
@@ -179,7 +179,7 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # Disks of the node and the store are read by who needs it.
+            # The node's disk and the store are read by a rank that needs the data.
             helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
             return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
@@ -196,5 +196,5 @@ def _fetches(
 
 
 def _on(node: int, reach: Mapping[int, tuple[Tier, int]], nodes: Sequence[int]) -> bool:
-    """Say whether a node has it on its disk, or in a memory of its own."""
+    """Return whether a node has the data on its disk or in its memory."""
     return any(nodes[rank] == node and tier is not Tier.STORE for rank, (tier, _) in reach.items())

@@ -1,11 +1,11 @@
-"""Checkpoints: the home state and the optimizer of all ranks, in a form that any number of ranks can load.
+"""Checkpoints of the home state and the optimizer of all ranks, in a format that any number of ranks can load.
 
-A checkpoint is a directory of torch.distributed.checkpoint (DCP): a tensor per parameter under its name, and one per
-elementwise optimizer state under `optimizer.{state}.{parameter}`, each with its full natural shape, so that DCP's own
-tools read it too. What is not sharded (hyperparameters, step counts, the caller's `extra`) is one entry beside them.
-`complete.json` holds the SHA-256 of every file; a directory without it is no checkpoint.
+A checkpoint is a directory of torch.distributed.checkpoint (DCP): one tensor per parameter under its name, and one per
+elementwise optimizer state under `optimizer.{state}.{parameter}`, each with its full natural shape, so DCP's own tools
+can read it too. Unsharded data (hyperparameters, step counts, the caller's `extra`) is one further entry.
+`complete.json` holds the SHA-256 of every file; a directory without it is not a checkpoint.
 
-All ranks call `save` and `load` together, and an error on one of them is an error on all.
+All ranks call `save` and `load` together, and an error on one of them is raised on all.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded, sharded_weights
 
 _LOG = logging.getLogger(__name__)
 
-_ENTRY = "hydragraph"  # the entry that is no tensor
-BUFFERS = "buffers"  # of `extra`: the model's persistent buffers by name
+_ENTRY = "hydragraph"  # the non-tensor entry
+BUFFERS = "buffers"  # key of `extra`: the model's persistent buffers by name
 
 
 def save(
@@ -61,18 +61,18 @@ def save(
     extra: Mapping[str, Any],
     groups: Groups,
 ) -> None:
-    """Save weights, optimizer and `extra`; until everything is written, what was at `path` stays as it is.
+    """Save weights, optimizer and `extra`; the previous content of `path` is kept until everything is written.
 
     Args:
-        path: a directory that all ranks see. A checkpoint there is replaced, anything else is refused.
-        home, optimizer: this rank's; no optimizer: only weights are saved.
-        extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them.
-            Rank 0's is kept.
-        groups: the communicators of all ranks that train; each of them makes this call.
+        path: a directory visible to all ranks. An existing checkpoint is replaced; anything else there is an error.
+        home, optimizer: this rank's; without an optimizer, only weights are saved.
+        extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them. Rank
+            0's value is saved.
+        groups: communicators of all ranks that train; each of them calls this function.
 
     Raises:
-        ValueError: on all ranks: `path` is something else, not all see it, or something cannot be stored.
-        OSError: this rank cannot write there, for want of room, say.
+        ValueError: on all ranks: `path` is something else, not visible to all, or a value cannot be stored.
+        OSError: this rank cannot write there, for example because the disk is full.
         RankFailure: another rank failed while writing; that rank raises its own error.
     """
     write(prepare(path, home, optimizer, extra, groups), groups)
@@ -80,14 +80,14 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """What one rank is about to write, and where.
+    """One rank's part of a checkpoint that is about to be written.
 
     Attributes:
-        path: the directory that the checkpoint will be.
-        scratch: the directory to write into, which becomes the checkpoint once it is complete.
+        path: directory of the checkpoint.
+        scratch: directory to write into, renamed to `path` once complete.
         contents: this rank's part of every entry.
         parameters: name -> natural shape.
-        optimizer: its class's name; None where weights alone are saved.
+        optimizer: class name; None if only weights are saved.
     """
 
     path: Path
@@ -97,17 +97,17 @@ class PendingCheckpoint:
     optimizer: str | None
 
     def snapshot(self) -> PendingCheckpoint:
-        """Return the same with copies in CPU memory, so that training can go on while they are written."""
+        """Return a version with copies in CPU memory, so that training can continue while they are written."""
         copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
 
     @property
     def what(self) -> str:
-        """What is being done, for errors."""
+        """Description of the operation, for errors."""
         return f"save checkpoint {self.path}"
 
     def discard(self) -> None:
-        """Remove what is written so far; rank 0 does it for all."""
+        """Remove what is written so far; only rank 0 calls it."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -118,10 +118,11 @@ def prepare(
     extra: Mapping[str, Any],
     groups: Groups,
 ) -> PendingCheckpoint:
-    """Check that a checkpoint can be saved and make room for it; all ranks call it, with the arguments of `save`.
+    """Check that a checkpoint can be saved and create its scratch directory; all ranks call it, with `save`'s
+    arguments.
 
     Returns:
-        What `write` writes; its tensors are the state's own.
+        The input of `write`; its tensors are those of the state, not copies.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -144,10 +145,10 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write what `prepare` returned and put it in its place; all ranks call it, in any thread that owns the groups.
+    """Write a prepared checkpoint and move it to its path; all ranks call it, in any thread that owns the groups.
 
     Raises:
-        ValueError, OSError, RankFailure: as for `save`; what was at the path stays as it was.
+        ValueError, OSError, RankFailure: as for `save`; the previous content of the path is kept.
     """
     what = prepared.what
     rank = groups.world.rank
@@ -176,19 +177,20 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
 def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
     """Load a checkpoint, saved by any number of ranks, into this rank's weights and optimizer.
 
-    Every file is checked before anything is changed. Hyperparameters (learning rates, ...) are restored too.
+    Every file is checked before any state changes. Hyperparameters (learning rates, ...) are restored too.
 
     Args:
-        path: the checkpoint's directory, which all ranks see, or of which every host has a copy.
-        home, optimizer: this rank's; no optimizer: only weights are loaded.
-        groups: the communicators of all ranks that train; each of them makes this call.
+        path: the checkpoint's directory, shared by all ranks, or copied to every host.
+        home, optimizer: this rank's; without an optimizer, only weights are loaded.
+        groups: communicators of all ranks that train; each of them calls this function.
 
     Returns:
-        The `extra` it was saved with, on every rank.
+        The saved `extra`, on every rank.
 
     Raises:
-        Damaged: on all ranks, or on some and a ValueError in the same words on others: it is not what was written.
-        ValueError: on all ranks: no whole checkpoint is there, or it is of another model or optimizer.
+        Damaged: on all ranks, or on some, with a ValueError of the same text on the others: it differs from what was
+            written.
+        ValueError: on all ranks: the checkpoint is missing or incomplete, or belongs to another model or optimizer.
     """
     what = f"load checkpoint {path}"
     path = Path(path)
@@ -212,7 +214,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 
 def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers that a checkpoint holds, read by one process on its own."""
+    """Return a checkpoint's persistent buffers, read by a single process."""
     contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
     _read(contents, Reader(path, manifest.files))
     buffers: dict[str, torch.Tensor] = decoded(cast(bytes, contents[_ENTRY]))["extra"].get(BUFFERS, {})
@@ -220,7 +222,7 @@ def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Do what DCP's save does, step by step, over these groups: its own would use the default process group."""
+    """Perform DCP's save step by step over these groups, because DCP's own uses the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)
@@ -254,10 +256,10 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def _read(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
-    """Read what a rank asks for, by DCP, on this rank alone: all that others could tell is which files to read."""
+    """Read this rank's entries with DCP, without communication: other ranks would only tell which files to read."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what being alone means
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected without communication
             dcp_load(contents, storage_reader=reader, planner=ShardedLoad(), no_dist=True)
     except CheckpointException as exception:
         error, _ = next(iter(exception.failures.values()))

@@ -1,7 +1,7 @@
-"""Hosts that see the same directory at a path, and hosts that each have one of their own.
+"""Checks whether hosts see the same directory at a path, or each has its own.
 
-A checkpoint is one directory that every rank writes a part of, so ranks that do not see it are refused before anything
-is written. To be read it may lie on every host as a copy, and then every copy is checked by the ranks that read it.
+Every rank writes a part of a checkpoint directory, so a save fails before writing if some rank does not see it. For
+reading, every host may have a copy; each copy is then checked by the ranks that read it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Make a file for others to look for, under a name that no cache of a network's file system can know."""
+    """Create a file for others to look for, with a unique name that a network file system cannot have cached."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
 
 
 def see(found: Path, what: str, rank: int) -> None:
-    """Look for what rank 0 has just made.
+    """Check that this rank sees a directory that rank 0 has just created.
 
     Raises:
         ValueError: this host has another directory there, or none.
@@ -37,10 +37,11 @@ def see(found: Path, what: str, rank: int) -> None:
 
 
 def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
-    """Read a checkpoint's manifest, which is the same on every host.
+    """Read a checkpoint's manifest, which must be identical on every host.
 
     Raises:
-        ValueError: on all ranks: there is none; some ranks see none, or another one than rank 0: it names them.
+        ValueError: on all ranks: there is none, or some ranks, which the error names, see none or a different one than
+            rank 0.
     """
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
@@ -64,6 +65,8 @@ def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
 
 
 def _identity(file: Path) -> tuple[int, int, int]:
-    """Tell a file from its copies; hosts that share a file system have the same of it, or at worst read once more."""
+    """Identify a file's copy; a shared file system gives all hosts the same value, or at worst the copy is read once
+    more.
+    """
     status = file.stat()
     return os.statvfs(file).f_fsid, status.st_ino, status.st_mtime_ns

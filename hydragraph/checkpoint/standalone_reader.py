@@ -1,4 +1,4 @@
-"""A checkpoint's weights read by one process on its own, without a model or other ranks."""
+"""Reader of a checkpoint's weights for a single process, without a model or other ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hydragraph.checkpoint.save_and_load import read_buffers
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's fp32 weights and persistent buffers by name, whole, on the CPU; checks every file first.
+    """Return a checkpoint's full fp32 weights and persistent buffers by name, on the CPU, after checking every file.
 
     Raises:
-        Damaged: a file is not what was written.
-        ValueError: no whole checkpoint is there.
+        Damaged: a file differs from what was written.
+        ValueError: the checkpoint is missing or incomplete.
     """
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
@@ -29,6 +29,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise Damaged(f"checkpoint {path}: {name} is not what was written: export another checkpoint")
     weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         load(weights, storage_reader=Reader(path, manifest.files), no_dist=True)
     return {**weights, **read_buffers(path, manifest)}

@@ -1,14 +1,14 @@
-"""Checkpoints in pieces, per bucket and owner, in as many places as there are: memory, a disk of the node, a store.
+"""Checkpoints in pieces, per bucket and owner, in several places: memory, a disk of the node, a store.
 
-A piece is what one rank owns of one bucket: an interval of it, in all columns (weights, and what the optimizer keeps
-per element), as one safetensors file. Any part of it can be read without the rest:
+A piece is the part of one bucket that one rank owns: an interval in all columns (weights, and the optimizer's
+per-element state), as one safetensors file. Any part of it can be read without the rest:
 
     step-40/layer.3/1024-2048.safetensors     "model.layers.3.mlp.up_proj.weight|exp_avg": elements of that parameter
-    step-40/common.pt                         steps of parameters, hyperparameters, the caller's extra: of all alike
+    step-40/common.pt                         shared data: steps of parameters, hyperparameters, the caller's extra
 
-A file appears whole or not at all, under its name. Which step is complete is nobody's to say when it is written: a rank
-may be lost, with its memory and its disk, before the store has its piece. Who reads lists what is left
-(`ir.fetching.Holdings`), and takes the newest step of which everything is.
+A file appears under its name completely or not at all. Completeness of a step cannot be recorded at write time: a rank
+may be lost, with its memory and its disk, before its piece reaches the store. Readers list what is left
+(`checkpoint.piece_sources.Holdings`), and take the newest complete step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from hydragraph.runtime.state_movement import Columns, OwnedState
 _STEP = re.compile(r"step-(\d+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
-_HEAD = 8  # bytes that say how long a file's header is
+_HEAD = 8  # bytes that hold the length of a file's header
 
 
 class Shelf(Protocol):
-    """A place for files by name, "step-40/layer.3/0-8.safetensors"; a file is there whole or not at all."""
+    """Storage for files by name, such as "step-40/layer.3/0-8.safetensors"; a file is complete or absent."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file."""
@@ -50,7 +50,7 @@ class Shelf(Protocol):
         """Return bytes [begin, end) of a file.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: it does not exist.
         """
 
     def names(self) -> Iterable[str]:
@@ -93,7 +93,7 @@ class DiskShelf:
     root: Path
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file beside its place, then move it there."""
+        """Write a file under a temporary name, then rename it."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -115,18 +115,18 @@ class DiskShelf:
         return [str(path.relative_to(self.root)) for path in found if path.is_file() and path.name[0] != "."]
 
     def drop(self, step: str) -> None:
-        """Delete all files of a step; another rank may do the same."""
+        """Delete all files of a step; another rank may do the same concurrently."""
         shutil.rmtree(self.root / step, ignore_errors=True)
 
 
 class StoreShelf:
-    """Files in what fsspec reaches: "s3://bucket/run", "gs://...", "file:///shared/run", ...
+    """Files in storage that fsspec supports: "s3://bucket/run", "gs://...", "file:///shared/run", ...
 
     Args:
-        url: of the directory; for other file systems than local ones, fsspec and its driver (s3fs, gcsfs) are needed.
+        url: URL of the directory; non-local file systems need fsspec and its driver (s3fs, gcsfs).
 
     Raises:
-        ImportError: they are not installed; it says what to install.
+        ImportError: they are not installed; the error says what to install.
     """
 
     def __init__(self, url: str) -> None:
@@ -137,7 +137,7 @@ class StoreShelf:
         self._files, self._root = url_to_fs(url)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file; where files grow in sight of others (a local one), beside its place first."""
+        """Write a file; where partial files are visible (a local file system), under a temporary name first."""
         path = f"{self._root}/{name}"
         self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         if "file" in self._files.protocol:
@@ -150,7 +150,7 @@ class StoreShelf:
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}", begin, end))
 
     def names(self) -> Iterable[str]:
-        """List all files, as they are now."""
+        """List all current files."""
         self._files.invalidate_cache()
         try:
             found = self._files.find(self._root)
@@ -169,16 +169,16 @@ class StoreShelf:
 
 
 class Pieces:
-    """Where this process keeps checkpoints in pieces; make one on every rank, and keep it with the executable.
+    """Places where this process keeps checkpoints in pieces; create one per rank, and keep it with the executable.
 
     Args:
-        memory: whether in this process's memory: of each rank what it owns.
-        disk: a directory of this node's own, which its ranks share; None: not on disk.
-        store: a URL that all nodes reach, for fsspec; written beside training; None: there is none.
-        keep: how many checkpoints; the newest need not have reached the store when a rank is lost.
+        memory: whether to keep each rank's own pieces in its process's memory.
+        disk: a local directory of this node, shared by its ranks; None: not on disk.
+        store: a URL that all nodes can access, for fsspec; written in the background; None: no store.
+        keep: number of checkpoints to keep; the newest may not have reached the store when a rank is lost.
 
     Raises:
-        ValueError: no place is given, or fewer than one checkpoint is to be kept.
+        ValueError: no place is given, or `keep` is less than 1.
     """
 
     def __init__(
@@ -201,14 +201,14 @@ class Pieces:
         self._error: Exception | None = None
 
     def put(self, step: int, state: OwnedState, buckets: Sequence[Bucket], columns: Columns, common: bytes) -> None:
-        """Keep what this rank owns: in memory and on disk when it returns, in the store later (`wait`).
+        """Keep what this rank owns: in memory and on disk on return, in the store later (`wait`).
 
         Args:
-            step: the last one that the state has had.
-            state: this rank's.
+            step: last step that the state includes.
+            state: this rank's state.
             buckets: of the model.
-            columns: what every parameter has per element.
-            common: what all ranks have alike, serialised.
+            columns: per-element columns of every parameter.
+            common: serialised data shared by all ranks.
         """
         folder = f"step-{step}"
         files = {_name(folder, piece): data for piece, data in encoded(state, buckets, columns)}
@@ -219,10 +219,10 @@ class Pieces:
                 _write(shelf, {**files, f"{folder}/{_COMMON}": common}, self._keep)
 
     def wait(self) -> None:
-        """Return once the store has everything.
+        """Wait until the store has everything.
 
         Raises:
-            Exception: what writing there has raised, once.
+            Exception: an error of writing there, raised once.
         """
         if self._uploading is not None:
             self._queue.put(None)
@@ -233,7 +233,7 @@ class Pieces:
             raise error
 
     def held(self, tier: Tier) -> dict[int, list[Piece]]:
-        """List by step what a place holds, of what has its common part too."""
+        """List the pieces in a place by step, for steps whose common part is there too."""
         found: dict[int, list[Piece]] = {}
         common: set[int] = set()
         shelf = self.shelves.get(tier)
@@ -247,11 +247,11 @@ class Pieces:
         return {step: sorted(pieces) for step, pieces in found.items() if step in common}
 
     def common(self, tier: Tier, step: int) -> bytes:
-        """Return what all ranks had alike."""
+        """Return the data shared by all ranks."""
         return self.shelves[tier].get(f"step-{step}/{_COMMON}")
 
     def reader(self, tier: Tier, step: int, piece: Piece, whole: bool) -> PieceFile:
-        """Open a piece, to read all of it or some."""
+        """Open a piece, to read all or parts of it."""
         return PieceFile(self.shelves[tier], _name(f"step-{step}", piece), whole)
 
     def _upload(self, shelf: Shelf, folder: str, files: Mapping[str, bytes]) -> None:
@@ -264,20 +264,20 @@ class Pieces:
         while (job := self._queue.get()) is not None:
             shelf, _, files = job
             try:
-                _write(shelf, files, self._keep + 1)  # another rank may be a checkpoint behind
-            except Exception as error:  # whatever a file system raises; told by `wait`
+                _write(shelf, files, self._keep + 1)  # another rank may be one checkpoint late
+            except Exception as error:  # any file system error, raised by `wait`
                 self._error = error
 
 
 class PieceFile:
-    """A piece, of which any part can be read.
+    """A piece with random access.
 
     Args:
         shelf, name: where it is.
-        whole: whether all of it will be read: then it is, at once.
+        whole: whether all of it will be read; it is then loaded immediately.
 
     Raises:
-        ValueError: it is no piece.
+        ValueError: the file is not a piece.
     """
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
@@ -294,10 +294,11 @@ class PieceFile:
             raise self._damaged(str(error)) from error
 
     def read(self, parameter: str, column: str, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-        """Return elements [lo, hi) of a parameter in a column, 1-D, on the CPU; all of them are checked by a sum.
+        """Return elements [lo, hi) of a parameter in a column, 1-D, on the CPU; the checksum is verified if they are
+        the whole column.
 
         Raises:
-            ValueError: they are not what was written.
+            ValueError: they differ from what was written.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]
@@ -315,7 +316,7 @@ class PieceFile:
 
 
 def encoded(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> Iterator[tuple[Piece, bytes]]:
-    """Yield what a rank owns, interval by interval, as files."""
+    """Yield what a rank owns as files, one per interval."""
     from safetensors.torch import save
 
     home = state.home

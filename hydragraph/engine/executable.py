@@ -171,8 +171,9 @@ class Executable:
     Attributes:
         program, strategies: the captured program, and the strategies that steps choose from.
         given, wanted_home, device: the strategies and the home passed to `compile`, and the device it computes on.
-        spans: set it to a list, and every following step appends the times of its instructions (`runtime.trace`).
-        past: strategies that ran on earlier sets of ranks (`survival`).
+        spans: set it to a list, and every following step appends the times of its instructions
+            (`runtime.instruction_trace`).
+        past: strategies that ran on earlier sets of ranks (`engine.recovery`).
         watched: set it on all ranks to let idle ranks probe their device now and then.
         stopping: set it to a positive number on any rank, and the next `step` raises `Stopped` on all ranks without
             training.
@@ -553,8 +554,8 @@ class Executable:
 
         Call it after a failure or between two steps. Survivors use their executable, newcomers one compiled with
         `joining=True`. Weights, optimizer state and hyperparameters come from survivors, wherever these parts live now.
-        If only some ranks have finished a step, all finish it (`runtime.standing`). Every rank keeps its old state
-        until the new state has arrived on all ranks: if the move fails, meet again and move again.
+        If only some ranks have finished a step, all finish it (`runtime.state_agreement`). Every rank keeps its old
+        state until the new state has arrived on all ranks: if the move fails, meet again and move again.
 
         Args:
             world: this process's new place, with an initialised process group. If it is the current world, only the
@@ -720,9 +721,7 @@ class Executable:
 
     @property
     def decision(self) -> str:
-        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step; "" if nothing was
-        decided.
-        """
+        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step; "" if undecided."""
         return self._chooser.decision
 
     # Implementation.

@@ -9,7 +9,7 @@ move gets a second owner while a step computes, and at the end of the step this 
 
 The handover uses the commit of the step. No rank knows the step's totals before all ranks have contributed, and none
 contributes before it has received everything, so either all ranks switch to the new owners or none does. Until then
-every rank uses its old state, and a failure discards the new owners' part (`runtime.standing`).
+every rank uses its old state, and a failure discards the new owners' part (`runtime.state_agreement`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-The ranks meet again in the same processes (`runtime.meeting`), the state moves to its new owners (`Executable.move`), a
-strategy that fits the new ranks is chosen, and the interrupted step is repeated or finished.
+The ranks meet again in the same processes (`cluster.rendezvous`), the state moves to its new owners
+(`Executable.move`), a strategy that fits the new ranks is chosen, and the interrupted step is repeated or finished.
 """
 
 from __future__ import annotations

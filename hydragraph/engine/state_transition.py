@@ -7,8 +7,8 @@
     A            B, whole         B is complete: this rank takes it, or, if the last meeting failed, may have to
     B            none             steps again, in the next generation
 
-Whether a complete B counts is agreed when ranks meet again (`runtime.standing`): ranks do not all learn of a failure at
-the same moment, so some may already have taken it.
+Whether a complete B counts is agreed when ranks meet again (`runtime.state_agreement`): ranks do not all learn of a
+failure at the same moment, so some may already have taken it.
 """
 
 from __future__ import annotations

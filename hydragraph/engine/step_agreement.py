@@ -1,6 +1,6 @@
 """Agreement on the next step at the end of the current one, so that the next one begins without a separate meeting.
 
-    nothing promised                         promised
+    without a promise                        with a promise
     step 7 ... commit 7                      step 7 ... check and digest mini-batch 8, commit 7 (with the digests)
     check and digest mini-batch 8            step 8
     compare digests: all ranks meet

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face directories: read by the ranks that own them, and written as a directory of the same form.
+"""Weights of Hugging Face directories: read by the ranks that own them, and written in the same format.
 
 A run's own checkpoints belong in the folder above.
 """

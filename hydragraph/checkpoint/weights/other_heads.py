@@ -1,9 +1,9 @@
-"""Which tensors of a file are heads that other classes of a model's family have, and so may be left unread.
+"""Detection of tensors in a file that are heads of other classes of a model's family, and so may be left unread.
 
-A directory of `BertForPreTraining` holds a pooler and a classifier of sentence pairs, which `BertForMaskedLM` has not.
-transformers leaves every such tensor unread and says so; it cannot tell a head from a mistake. What can: the classes
-beside the model's own, built with the model's own config. A head is a parameter of one of them; the layers of a deeper
-model, or the weights of a model of another kind, are of none.
+A directory of `BertForPreTraining` holds a pooler and a sentence-pair classifier, which `BertForMaskedLM` does not
+have. transformers leaves every such tensor unread with a warning and cannot distinguish a head from a mistake. Here,
+the classes defined alongside the model's class are built with the model's config. A head is a parameter of one of them;
+the layers of a deeper model, or the weights of a different kind of model, belong to none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The classes that share a model's config.
+    """Classes that share a model's config.
 
     Attributes:
-        kinds: the classes, the model's own included.
-        config: the model's, with which each class is built to see the names of its tensors.
+        kinds: the classes, including the model's.
+        config: the model's config, used to build each class and read the names of its tensors.
     """
 
     kinds: tuple[type[nn.Module], ...] = ()
@@ -32,7 +32,7 @@ class Family:
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Take the classes that are defined where a model of transformers' and its base classes are."""
+        """Collect the classes defined in the modules of a transformers model and its base classes."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
@@ -41,7 +41,7 @@ class Family:
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
-        """Return which names, as the model would call them, are tensors of another class of the family."""
+        """Return the names, in the model's naming, that are tensors of another class of the family."""
         recognised: set[str] = set()
         for own in self._names():
             recognised |= names & own
@@ -50,11 +50,11 @@ class Family:
         return frozenset(recognised)
 
     def _names(self) -> Iterator[frozenset[str]]:
-        """Yield the names of each class's tensors; they are built without memory, and only as far as they are asked."""
+        """Yield the tensor names of each class, which is built on the meta device and only when needed."""
         for kind in self.kinds:
             try:
                 with torch.device("meta"):
                     model = kind(copy.deepcopy(self.config))
             except Exception:
-                continue  # a class that this config does not suit has no head that a directory of it could hold
+                continue  # a class that cannot be built with this config has no head in such a directory
             yield frozenset(model.state_dict())

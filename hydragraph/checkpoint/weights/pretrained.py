@@ -1,8 +1,8 @@
-"""Start from a Hugging Face directory of safetensors files, of which each rank reads only what it owns.
+"""Loader of a Hugging Face directory of safetensors files: each rank reads only what it owns.
 
-Names in files become names of the model by transformers' own conversion (`transformers.conversion_mapping`). Headers
-are read by every rank; of the elements, each rank reads the boxes of its home shard, so that no process ever holds
-the model, nor more of any tensor than its share.
+Names in files are converted to names of the model by transformers' own conversion (`transformers.conversion_mapping`).
+Every rank reads the headers, and of the elements only the boxes of its home shard, so no process ever holds the whole
+model, nor more of any tensor than its share.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import sharded_weights
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # what safetensors calls the dtypes that fp32 stands for
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors' names of the dtypes that convert to fp32
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """What turns the names in files into those of a model, without the model.
+    """Conversion of names in files to names of a model, independent of the model object.
 
     Attributes:
         sources: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
-        conversions: transformers' for this model, in order; none for a module of your own.
-        prefix: of the base model, which files of the base model lack and files of a head's model have.
-        unexpected: finds keys that transformers leaves unread without a word.
-        family: knows the heads that other classes of transformers' have.
+        conversions: transformers' conversions for this model, in order; empty for a custom module.
+        prefix: prefix of the base model, absent in files of the base model and present in files of a model with a head.
+        unexpected: matches keys that transformers silently leaves unread.
+        family: finds heads of other transformers classes.
     """
 
     sources: Mapping[str, str]
@@ -54,14 +54,14 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Take what is needed from a model, which may be on the meta device; None: from nothing but the keys."""
+        """Collect the names from a model, which may be on the meta device; without a model, use only the keys."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         buffers = [name for name, _ in model.named_buffers()]
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        # Buffers that older versions of transformers saved, under names that have moved since.
+        # Buffers that older versions of transformers saved, under names that have changed since.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
@@ -71,7 +71,7 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return what the files hold, each under its name in the model, which no key of the model need have.
+        """Return the tensors in the files with their names in the model's naming; the model may not have all of them.
 
         Raises:
             Unsupported: naming a key whose tensor would have to be computed from others.
@@ -80,11 +80,11 @@ class Names:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        conversions = copy.deepcopy(self.conversions)  # some remember what they have renamed
+        conversions = copy.deepcopy(self.conversions)  # some store state about renamed keys
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, Whole]] = []
-        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # name -> its converter, and what goes into it
+        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # name -> its converter, and the converter's inputs
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
             if name not in self.sources and key in self.sources:
@@ -106,18 +106,18 @@ class Names:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
     """Read this rank's shard of the weights, and all persistent buffers, from the files of a directory.
 
-    All ranks call it together. Every header is checked before anything is changed. A tensor that the files hold under
-    several tied names must be the same under all of them. Heads that only other classes of transformers' have, and
-    what transformers itself ignores, stay unread, and a warning names them.
+    All ranks call it together. All headers are checked before any weight changes. A tensor stored under several tied
+    names must be equal under all of them. Heads that only other transformers classes have, and keys that transformers
+    itself ignores, stay unread, with a warning that names them.
 
     Args:
-        path: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
+        path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
         home, buffers: this rank's, overwritten in place; weights of less than 32 bits become fp32 exactly.
-        names: how the model calls its parameters and buffers, and what files may call them (`Names.of`).
-        groups: the communicators of all ranks that train; each of them makes this call.
+        names: names of the model's parameters and buffers, and their possible names in files (`Names.of`).
+        groups: communicators of all ranks that train; each of them calls this function.
 
     Raises:
-        ValueError: on all ranks: no such files, a damaged one, or keys that are missing, unknown or of another shape.
+        ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
         Unsupported: tensors that transformers computes from others, quantised ones, or pickled files.
     """
     what = f"load pretrained {path}"
@@ -128,16 +128,16 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     together(groups, what, lambda: _read(path, match.stored, home, buffers))
 
 
-# What fits.
+# Matching.
 
 
 @dataclass(frozen=True)
 class _Match:
-    """What of a directory is the model's.
+    """Contents of a directory that belong to the model.
 
     Attributes:
-        stored: canonical parameter or buffer -> where it is stored, once for each tied name that the files use.
-        unread: the keys that the model has no place for, and need not have.
+        stored: canonical parameter or buffer -> its stored tensors, one for each tied name that the files use.
+        unread: keys without a place in the model that may be ignored.
     """
 
     stored: Mapping[str, tuple[Whole, ...]]
@@ -165,14 +165,14 @@ def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: 
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return those of the keys (-> name in the model) without a place in the model that no other class of it has."""
+    """Return the unplaced keys (key -> name in the model) that belong to no class of the model's family either."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
 
 
 def _class(path: Path) -> str:
-    """Return what the directory's config says of the model's class, as an addition to a sentence."""
+    """Return the model's class in the directory's config, as an addition to a sentence."""
     try:
         classes = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
         return f", {classes[0]} with the config beside them"
@@ -180,11 +180,11 @@ def _class(path: Path) -> str:
         return ""
 
 
-# What is refused.
+# Errors.
 
 
 def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
-    """Refuse a key of which one of transformers' converters computes something."""
+    """Raise for a key that a transformers converter uses to compute new values."""
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     raise Unsupported(
         f"{key} is not a tensor of the model but becomes a part of {name} by {operations}",
@@ -200,7 +200,7 @@ def _refuse_misfit(
     found: Mapping[str, tuple[Whole, ...]],
     unknown: Sequence[str],
 ) -> None:
-    """Refuse files that lack what the model has, hold what is none of its family's, or hold it in another shape."""
+    """Raise if tensors of the model are missing, have another shape, or if keys are unknown to the model's family."""
     wrong = [
         f"{s.key} is {list(s.shape)} in {s.file.name} and {list(shapes[n])} in the model"
         for n, several in found.items()
@@ -233,7 +233,7 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
 
 
 def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
-    """Read what this rank owns, and compare what the files hold twice."""
+    """Read what this rank owns, and compare tensors that the files store twice."""
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     destinations = {**whole, **owned}
@@ -253,7 +253,7 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a name, values that were read, and the part of this rank's boxes of that tensor that they are for."""
+    """Yield name, values read, and the destination: the matching part of this rank's boxes of that tensor."""
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():

@@ -1,4 +1,4 @@
-"""Write a trained model as a directory that transformers or peft reads: rank 0 does, with what all ranks hold."""
+"""Writer of a trained model as a directory for transformers or peft; rank 0 writes the gathered state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydragraph.frontend.repeated_blocks import meta_copy
 
 @dataclass(frozen=True, eq=False)
 class Shell:
-    """A Hugging Face model without weights, which knows what belongs into a directory beside them.
+    """A Hugging Face model without weights, which knows the other files of its directory.
 
     Attributes:
         model: a `PreTrainedModel` on the meta device, or a peft model around one.
@@ -30,7 +30,7 @@ class Shell:
 
     @staticmethod
     def of(model: nn.Module) -> Shell | None:
-        """Copy a model without its weights; None where transformers would not know how to load it."""
+        """Copy a model without its weights; None if transformers could not load it."""
         return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
 
     def keys(self, merged: bool) -> frozenset[str] | None:
@@ -43,10 +43,10 @@ class Shell:
         """Write config and weights.
 
         Args:
-            state: full CPU tensors by their keys in the model's state dict: those that `keys` names.
-            directory: where to write; it is made if missing.
-            merged: of a peft model, write the base model with its active adapters added to its weights.
-            dtype: of floating-point tensors, but for those that the model's classes keep in fp32.
+            state: full CPU tensors by their keys in the model's state dict: those that `keys` returns.
+            directory: created if missing.
+            merged: for a peft model, write the base model with its active adapters merged into its weights.
+            dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
         """
         if self.keys(merged) is not None:
             adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
@@ -64,7 +64,7 @@ class Shell:
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a model's state dict that its classes keep in fp32, whatever dtype the rest has."""
+    """Return the keys of a model's state dict that its classes keep in fp32, whatever the dtype of the rest."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -76,7 +76,7 @@ def fp32_keys(model: nn.Module) -> frozenset[str]:
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the floating-point tensors of a model's state dict, but for those that its classes keep in fp32."""
+    """Round the floating-point tensors of a model's state dict, except those that its classes keep in fp32."""
     kept = fp32_keys(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and key not in kept:
@@ -84,19 +84,19 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
-    """Return the base model with the active adapters added to its weights.
+    """Return the base model with the active adapters merged into its weights.
 
     An adapter on one of two tied weights makes them differ. A head that differs from the embeddings is written untied.
 
     Raises:
-        Unsupported: peft cannot merge the adapters, or other weights that were tied differ.
+        Unsupported: peft cannot merge the adapters, or other tied weights have become different.
     """
     # Merging adds to tensors in place, so tied weights need memory of their own.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for weights with memory of their own
+    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for tied weights in separate memory
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:
@@ -129,10 +129,10 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def check(shell: Shell | None, merged: bool) -> Shell:
-    """Return the shell, if what is asked for can be written.
+    """Return the shell if the requested output can be written.
 
     Raises:
-        Unsupported: it is no Hugging Face model, or there is nothing to merge.
+        Unsupported: it is not a Hugging Face model, or has no adapters to merge.
     """
     if shell is None:
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""What a directory of safetensors files holds, and reading boxes of its tensors, without ever holding a whole file."""
+"""Contents of a directory of safetensors files, and readers of boxes of its tensors that never load a whole file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Read = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: `dtype` as safetensors calls it."""
+    """One tensor of a file; `dtype` is safetensors' name."""
 
     file: Path
     key: str
@@ -35,20 +35,20 @@ def contents(path: Path) -> dict[str, Stored]:
     """Read the headers of all files of a directory.
 
     Args:
-        path: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
+        path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
 
     Returns:
-        By key of the files.
+        The tensors by their key in the files.
 
     Raises:
-        ValueError: no such files, or a damaged one.
+        ValueError: the files are missing or damaged.
         Unsupported: the weights are pickled.
     """
     files, places = _files(path)
     tensors = {}
     for file in files:
         with _opened(file) as opened:
-            for key in opened.keys():  # noqa: SIM118  it is no mapping
+            for key in opened.keys():  # noqa: SIM118 not a mapping
                 if places.get(key, file.name) == file.name:
                     part = opened.get_slice(key)
                     tensors[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
@@ -59,7 +59,7 @@ def contents(path: Path) -> dict[str, Stored]:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the files, and, where there is an index, in which file each key is."""
+    """Return the files, and, if there is an index, the file of each key."""
     if (path / _FILE).is_file():
         return [path / _FILE], {}
     if not (path / _INDEX).is_file():
@@ -84,7 +84,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a file of safetensors."""
+    """Open a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -95,7 +95,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:
-    """Yield each item with what reads a box (offsets, sizes) of its tensor; each file is opened once."""
+    """Yield each item with a function that reads a box (offsets, sizes) of its tensor; each file is opened once."""
     by_file: dict[Path, list[tuple[T, str]]] = {}
     for item, stored in wanted:
         by_file.setdefault(stored.file, []).append((item, stored.key))
@@ -114,6 +114,6 @@ def _reader(part: Any) -> Read:
 
 
 def shortened(texts: Sequence[str], most: int = 3) -> str:
-    """Join texts for a sentence, which names so many at most and counts the others."""
+    """Join texts for a sentence: name at most `most` of them and count the rest."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest

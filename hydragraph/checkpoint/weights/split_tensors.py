@@ -1,11 +1,11 @@
-"""Tensors of a model that files hold in pieces, or several in one, as original-format directories of the hub do.
+"""Tensors of a model that files store in pieces, or several in one, as original-format directories of the hub do.
 
-transformers makes such tensors by stacking, concatenating and chunking others while it loads. None of these computes
-anything, so here a tensor stays a list of pieces with their places, and whoever owns a box of it reads only what lies
-within that box.
+transformers creates such tensors by stacking, concatenating and chunking others during loading. These operations only
+move elements, so here a tensor stays a list of pieces with their positions, and the owner of a box reads only the
+elements within it.
 
     gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
-    the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and lacks dimension 0
+    the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
 
     k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
 """
@@ -22,12 +22,12 @@ from hydragraph.checkpoint.weights.safetensors_files import Stored
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A stored tensor within a whole one.
+    """Stored tensor as a part of a whole one.
 
     Attributes:
         stored: the tensor in its file.
-        at: where it begins, by the dimensions of the whole; before 0 where the whole is a later part of it.
-        lacks: dimensions of the whole that it does not have, and along which it is one index.
+        at: its start in the whole, per dimension; negative if the whole is a later part of it.
+        lacks: dimensions of the whole that it does not have, where it has a single index.
     """
 
     stored: Stored
@@ -41,7 +41,7 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return where it meets a box of the whole; None: nowhere. Scalars and empty boxes meet everything."""
+        """Return its overlap with a box of the whole, or None. Scalars and empty boxes overlap everything."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -59,12 +59,12 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredOverlap:
-    """Where a piece and a box of the whole meet.
+    """Overlap of a piece and a box of the whole.
 
     Attributes:
-        source: offsets and sizes within the piece's own tensor.
-        target: slices of the box, one per dimension: where the elements go.
-        sizes: that part's extent along each dimension, to view what was read in.
+        source: offsets and sizes within the piece's tensor.
+        target: destination slices of the box, one per dimension.
+        sizes: extent of the overlap along each dimension, used to view what was read.
     """
 
     source: tuple[list[int], list[int]]
@@ -74,38 +74,38 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model and the pieces that cover it, one of them as a rule."""
+    """A tensor of the model and the pieces that cover it, usually one."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
     @staticmethod
     def of(stored: Stored) -> Whole:
-        """Return what is stored in one piece."""
+        """Return the whole for a tensor stored in one piece."""
         return Whole(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
 
     @property
     def key(self) -> str:
-        """The name in the files, of the first piece."""
+        """Name of the first piece in the files."""
         return self.pieces[0].stored.key
 
     @property
     def file(self) -> Path:
-        """The file of the first piece."""
+        """File of the first piece."""
         return self.pieces[0].stored.file
 
     def __iter__(self) -> Iterator[Stored]:
-        """Yield what is stored."""
+        """Yield the stored tensors."""
         return (piece.stored for piece in self.pieces)
 
 
 def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
-    """Return the tensors that one of transformers' converters makes of stored ones; None: it computes something.
+    """Return the tensors that a transformers converter builds from stored ones; None if it computes new values.
 
     Args:
         converter: a `transformers.core_model_loading.WeightConverter`.
-        stored: by the converter's pattern, in the order of their names.
-        name: what the first of the tensors is called in the model.
+        stored: stored tensors by the converter's pattern, in the order of their names.
+        name: name of the first of the tensors in the model.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
@@ -130,7 +130,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
 
 
 def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
-    """Return the equal parts of a tensor along a dimension; none where they are not equal."""
+    """Return the equal parts of a tensor along a dimension; [] if it does not divide evenly."""
     dim %= len(whole.shape)
     size = whole.shape[dim] // count
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
@@ -146,7 +146,7 @@ def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
 
 
 def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
-    """Lay tensors along a new dimension."""
+    """Stack tensors along a new dimension."""
     dim %= len(wholes[0].shape) + 1
     shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
     return Whole(
@@ -164,7 +164,7 @@ def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
 
 
 def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
-    """Lay tensors one after another along a dimension that they have."""
+    """Concatenate tensors along an existing dimension."""
     first = wholes[0]
     start = 0
     pieces = list[StoredPiece]()
