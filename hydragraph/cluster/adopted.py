@@ -1,4 +1,4 @@
-"""The default process group, made by the user or by `join`, and the group for objects beside it."""
+"""Default process group, created by the user or by `join`, and the additional group for objects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hydragraph.private.process_groups import unbound
 
 
 class _Objects:
-    """The group for objects that was made for a default group."""
+    """Group for objects created for a default group."""
 
     default: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
 
 
 def check_moves(default: dist.ProcessGroup) -> None:
-    """Refuse a default group whose operations move nothing.
+    """Reject a default group whose operations transfer no data.
 
     Raises:
         ValueError: it is PyTorch's fake one.
@@ -29,13 +29,13 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group in which objects travel between the ranks of a default group; None: the default group itself.
+    """Return the group for objects of a default group's ranks; None: the default group itself.
 
-    Objects travel as CPU tensors, which a group without a backend for the CPU cannot move, as one that
-    `init_process_group("nccl")` has made: gloo then moves them in a group of its own. All ranks call this together.
+    Objects travel as CPU tensors. A group without a CPU backend, such as one of `init_process_group("nccl")`, cannot
+    move them, so a separate gloo group does. All ranks call this together.
 
     Raises:
-        ValueError: the default group moves no CPU tensors, and this PyTorch has no gloo.
+        ValueError: the default group has no CPU backend, and this PyTorch has no gloo.
     """
     if moves_cpu_tensors(default):
         return None
@@ -52,17 +52,18 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Say whether a group has a backend for tensors of the CPU."""
+    """Return whether a group has a backend for CPU tensors."""
     return any(device.type == "cpu" for device in group._device_types)
 
 
 def backend_of(devices: list[str | None]) -> str:
-    """Return the backend for tensors of ranks that compute on these devices.
+    """Return the backend for tensors of ranks with these devices.
 
     Args:
-        devices: by rank, the name of a GPU that no other GPU of any machine has; None: a rank has none, or no NCCL.
+        devices: by rank, the globally unique name of its GPU; None: no GPU, or no NCCL.
 
-    NCCL refuses two ranks on one GPU, and it may be shared by chance: two that survive the loss of others keep theirs.
+    NCCL does not support two ranks on one GPU, which may occur by chance: ranks that survive the loss of others keep
+    their GPUs.
     """
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 

@@ -1,4 +1,4 @@
-"""Errors that all ranks raise: what fails on one of them fails on all, with the first one's words."""
+"""Collective error handling: an error on one rank is raised on all, with the text of the first one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank raised, as text: not every exception can be sent."""
+    """Error of one rank as text, because not every exception can be pickled."""
 
     users: bool
     text: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; a `ValueError` is the caller's own mistake and keeps its words."""
+        """Describe an error; a `ValueError` is a mistake of the caller and keeps its message."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
 def together(groups: Groups, what: str, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return all results by rank; if one fails, all raise."""
+    """Run a function on every rank and return all results by rank; if it fails on one, all raise."""
     error: Exception | None = None
     try:
         outcome: T | Failure = work()
@@ -41,14 +41,14 @@ def together(groups: Groups, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_own(groups: Groups, what: str, work: Callable[[], T]) -> T:
-    """Do something on every rank whose result stays there; if one fails, all raise."""
+    """Run a function on every rank and return this rank's result; if it fails on one, all raise."""
     results: list[T] = []
     together(groups, what, lambda: results.append(work()))
     return results[0]
 
 
 def raise_first(failures: Mapping[int, Failure], own: BaseException | None, what: str) -> None:
-    """Raise this rank's own error, or the first failure of another: a user's mistake is everybody's."""
+    """Raise this rank's own error, or the first failure of another; a caller's mistake stays a ValueError."""
     if own is not None:
         raise agreed(own)
     if failures:

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one stage: what compiled graphs call for tensor and sequence parallelism."""
+"""Collectives of one stage's ranks, which compiled graphs call for tensor and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.kernels.linear_cross_entropy import combine, loss_and_gradients
 Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 
-# Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; they meet at these sizes.
+# Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; these are the break-even sizes.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -30,16 +30,16 @@ class Gathers(Protocol):
     """Collectives that gather."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The concatenation along `dim` of the stage's parts, in the stage's order."""
+        """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
 
 
 def head_loss(
     collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of a head whose rows `start` and on are here, and its gradients of `hidden` (a part) and of `weight`.
+    """Return the loss of a head whose local rows begin at `start`, and its gradients of `hidden` (a part) and `weight`.
 
-    Ranks exchange three numbers per token, chunk by chunk: nobody has more of the logits than one chunk. `rows` is the
-    same on all ranks, whatever `weight` has, so that their chunks are.
+    Ranks exchange three numbers per token, chunk by chunk: no rank holds more than one chunk of logits. `rows` is the
+    same on all ranks, whatever the size of `weight`, so that their chunks match.
     """
 
     def exchange(statistics: Tensor) -> Tensor:
@@ -50,18 +50,18 @@ def head_loss(
 
 @dataclass(frozen=True)
 class Collectives:
-    """What compiled graphs call for tensor parallelism within one stage.
+    """Collectives for tensor parallelism within one stage, called by compiled graphs.
 
     All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
-    tensor, reductions the same bits on every rank.
+    tensor; reductions give the same bits on every rank.
 
     Attributes:
-        ranks: the stage's, in tensor-parallel order, which is the order of parts.
-        rank: this process's, one of them.
+        ranks: ranks of the stage in tensor-parallel order, which is the order of parts.
+        rank: rank of this process, one of them.
         group: their communicator; None for a single rank.
         guard: entered around the start of every communication.
-        wait: waits for a communication that was started, and says so to the failure watch.
-        native: use the backend's own collectives at every size, as NCCL's are the fastest; gloo's are not.
+        wait: waits for a started communication, and informs the failure watch.
+        native: use the backend's collectives at every size; they are the fastest with NCCL, but not with gloo.
     """
 
     ranks: tuple[int, ...]
@@ -73,28 +73,28 @@ class Collectives:
 
     @property
     def size(self) -> int:
-        """The tensor-parallel degree."""
+        """Tensor-parallel degree."""
         return len(self.ranks)
 
     @property
     def index(self) -> int:
-        """This rank's place in the stage."""
+        """This rank's position in the stage."""
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the stage; half precision is added in fp32 where that costs nothing (exchanges)."""
+        """Return the sum over the stage; exchanges add half precision in fp32, at no extra cost."""
         if self._exchanges(x):
             return _sum(self._exchange([x] * self.size))
         return self._native_all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the stage."""
+        """Return the elementwise maximum over the stage."""
         if self._exchanges(x):
             return torch.stack(self._exchange([x] * self.size)).amax(0)
         return self._native_all_reduce(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The concatenation along `dim` of the stage's parts, in the stage's order."""
+        """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
         if self.size == 1:
             return x.clone()
         if self._exchanges(x):
@@ -109,7 +109,7 @@ class Collectives:
         return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of the sum over the stage.
+        """Return this rank's part along `dim` of the sum over the stage.
 
         Raises:
             ValueError: `dim` does not divide into equal parts.
@@ -120,10 +120,10 @@ class Collectives:
             return x.clone()
         parts = list(x.chunk(self.size, dim))
         if not self.native:
-            # At every size: gloo's own moves no less, and this adds in a fixed order.
+            # At every size: gloo's own transfers no less, and this adds in a fixed order.
             return _sum(self._exchange(parts))
         assert self.group is not None
-        # The group numbers its ranks in ascending order, the stage in tensor-parallel order, which may be another.
+        # The group orders its ranks ascending, the stage in tensor-parallel order, which may differ.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -132,7 +132,7 @@ class Collectives:
         return out
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of what every rank has whole, contiguous; nothing is sent.
+        """Return this rank's contiguous part along `dim` of a tensor that every rank has; no communication.
 
         Raises:
             ValueError: `dim` does not divide into equal parts.
@@ -156,10 +156,10 @@ class Collectives:
         return out
 
     def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Sends `parts[i]` to the stage's rank i; returns what came from each, in the stage's order."""
+        """Send `parts[i]` to the stage's rank i; return the parts received, in the stage's order."""
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
-        sent = [part.contiguous() for part in parts]  # named, because they must live until the sends are done
+        sent = [part.contiguous() for part in parts]  # named to keep them alive until the sends are done
         works: list[dist.Work | None] = []
         with torch.no_grad(), self.guard():
             for place, rank in enumerate(self.ranks):
@@ -173,11 +173,11 @@ class Collectives:
 
 
 class StagedCollectives:
-    """The same for tensors of a GPU, by way of host memory.
+    """The same collectives for GPU tensors, through host memory.
 
     Args:
-        host: what communicates, with tensors in host memory.
-        staging: copies tensors of the GPU there and back.
+        host: collectives for tensors in host memory.
+        staging: copies GPU tensors to the host and back.
     """
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
@@ -205,10 +205,10 @@ class StagedCollectives:
         return self._back(self._host.reduce_scatter(self._staging.outgoing(x), dim), x)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """As `Collectives.split`; nothing is sent."""
+        """As `Collectives.split`; no communication."""
         return self._host.split(x, dim)
 
-    head_loss = head_loss  # only what is exchanged goes by way of host memory
+    head_loss = head_loss  # only the exchanged statistics pass through host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)
@@ -218,7 +218,7 @@ AnyCollectives = Collectives | StagedCollectives
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order given, as a new tensor."""
+    """Return the sum in the given order, as a new tensor."""
     first = parts[0]
     total = first.to(torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype, copy=True)
     for part in parts[1:]:

@@ -1,18 +1,18 @@
-"""The communicators of one executable: one for each kind of traffic, and one for each tensor-parallel group.
+"""Communicators of one executable: one for each kind of traffic, and one for each tensor-parallel group.
 
-Traffic is kept apart because a connection is a queue: behind 64 MB of weights, a 4-byte message to the same peer waits
-17-45 ms in one gloo group and 0.2-2.7 ms in two.
+Traffic is separated because a connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits
+17-45 ms in a shared gloo group and 0.2-2.7 ms in a separate one.
 
-    communicator      of                  what travels                      in which order
+    communicator      ranks               traffic                           order
     Role.PULL         all ranks           weights from their owners         of the programs' pulls
     Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
     Role.COMMIT       all ranks           totals of a step, objects         of calls
                                           gradients to second owners        of the programs' pushes, before the totals,
                                                                             which must wait for them in any case
-    Role.MOVE         all ranks           state that moves beside a step    of windows; made when state first moves so
+    Role.MOVE         all ranks           state that moves during a step    of windows; created by the first such move
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
-    tp-0-1-...        ranks of one stage  what its graphs exchange          of the stage's instructions
+    tp-0-1-...        ranks of one stage  collectives of its graphs         of the stage's instructions
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 # Peers of one grouped operation under NCCL: each holds channel buffers while the group runs.
 _GROUPED = 32
-# Bytes of the message in which rank 0 tells something; what is longer takes another one. The first say how long it is.
+# Bytes of rank 0's first broadcast message, which starts with the total length; longer data needs a second one.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -65,30 +65,30 @@ class Role(Enum):
 
     PULL = "pull"  # weights from their owners
     PUSH = "push"  # gradients to their owners
-    COMMIT = "commit"  # agreement before the update, and on programs before they run; sums for second owners
-    MOVE = "move"  # state to other owners, beside a step
+    COMMIT = "commit"  # agreement before the update, and on programs before they run; gradient sums for second owners
+    MOVE = "move"  # state to other owners, during a step
 
 
 class _Direction(Enum):
-    """Point-to-point traffic, apart by direction: NCCL has one queue per pair of ranks and communicator."""
+    """Point-to-point traffic, separated by direction: NCCL has one queue per pair of ranks and communicator."""
 
     UP = "up"  # to a higher rank
     DOWN = "down"
 
 
 class Groups:
-    """All communicators of one executable; every rank makes them together, and calls methods that say so together.
+    """All communicators of one executable. All ranks create them together, and call collective methods together.
 
-    Alone (one rank), there is no process group: collectives copy their input to their output.
+    A single rank has no process group: collectives copy their input to their output.
 
     Args:
         world: this process's place, from `join`.
-        timeout: after how long an operation fails.
-        watch: what tells an error of communication from one of ours, and ends waits. None: waits end with the timeout.
-        capacity: how many tensor-parallel communicators to keep for later strategies.
+        timeout: timeout of an operation.
+        watch: distinguishes communication errors from other errors, and ends waits. None: waits end with the timeout.
+        capacity: number of tensor-parallel communicators to keep for later strategies.
 
     Attributes:
-        waited_s: seconds in which this process has waited for messages, ever.
+        waited_s: total seconds that this process has waited for messages.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -100,18 +100,18 @@ class Groups:
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
-        self._reductions = 0  # to the host, counted alike on all ranks
-        self._told: tuple[Message, ...] = ()  # by rank 0, of which some ranks may not have them yet
+        self._reductions = 0  # number of reductions to the host, equal on all ranks
+        self._told: tuple[Message, ...] = ()  # rank 0's broadcasts that some ranks may not have received
         self._roles: dict[Role, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first; None where this rank is no member. The same keys in the same
-        # order on all ranks, so that they make and drop groups together.
+        # By sorted ranks, least recently used first; None if this rank is not a member. All ranks have the same keys in
+        # the same order, so they create and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
-        self._pairs: set[Pair] = set()  # of which this rank is one end, and which are connected
+        self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
             began = time.perf_counter()
             if watch is not None:
-                watch.also_abort(self.abort)  # before anything connects: a rank may be lost meanwhile
+                watch.also_abort(self.abort)  # before any connection: a rank may be lost meanwhile
             with nullcontext() if watch is None else watch.guarding():
                 for role in Role:
                     if role is not Role.MOVE:
@@ -124,10 +124,10 @@ class Groups:
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return what a function returns that waits for other ranks, over whatever communicator.
+        """Return the result of a function that waits for other ranks, over any communicator.
 
         Raises:
-            RankFailure: inside of a call, where another rank failed meanwhile.
+            RankFailure: inside a watched call, if another rank failed meanwhile.
         """
         return function() if self._watch is None else self._watch.call(function, self._waiter)
 
@@ -137,10 +137,10 @@ class Groups:
         return group
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A communicator of these ranks; None where this rank is not among them."""
-        # Never use_local_synchronization: the names it makes differ between ranks when groups are irregular.
-        # Unbound: a group that inherits a device has one communicator for all of its pairs of ranks, so messages to
-        # different peers wait for each other, and programs deadlock that end with a communicator per pair.
+        """Create a communicator of these ranks; return None if this rank is not one of them."""
+        # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
+        # group that inherits a device has one communicator for all of its pairs of ranks, so messages to different
+        # peers wait for each other, and programs that work with a communicator per pair deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
@@ -150,11 +150,11 @@ class Groups:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Waits for all ranks: one that left early would break those that are still connecting."""
+        """Wait for all ranks: one that left early would break those that are still connecting."""
         self.gather_objects(None)
 
     def open_moving(self) -> None:
-        """Makes the communicator of state that moves, if it is missing; all ranks call it."""
+        """Create the communicator for moving state if it does not exist; all ranks call it."""
         if self.world.ranks == 1 or Role.MOVE in self._roles:
             return
         with nullcontext() if self._watch is None else self._watch.guarding():
@@ -163,23 +163,23 @@ class Groups:
             self._connect(self._roles[Role.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect NCCL's communicators of these groups, on all members of each in the same order.
+        """Connect the NCCL communicators of these groups, in the same order on all members of each.
 
-        NCCL makes a communicator in its first operation, which blocks the host until all members take part. Amid a step
-        that would hold up what other ranks wait for, so it happens here; and on a thread that the watch can leave.
+        NCCL creates a communicator in its first operation, which blocks the host until all members take part. During a
+        step that would delay other ranks, so it happens here, on a thread that the watch can abandon.
         """
         if self.world.backend == "nccl":
             for group in groups:
                 self.call(partial(_first_all_reduce, group, self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with those that its program sends to or receives from; all ranks call it with theirs.
+        """Connect this rank with the peers that its program sends to or receives from; all ranks call it.
 
-        Both ends of a pair find it in their programs, and all ranks go through pairs in one order, so that no two wait
-        for each other.
+        Both ends of a pair find it in their programs, and all ranks process pairs in one order, so no two wait for each
+        other.
         """
         if self.world.backend != "nccl":
-            return  # gloo has connected all ranks when it made the groups
+            return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
         for pair in sorted(pairs(program) - self._pairs, key=connecting_order):
             source, destination = pair
@@ -190,16 +190,16 @@ class Groups:
 
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
-        """The group for objects, which are CPU tensors: under NCCL the one that `join` found or made."""
+        """Group for objects, which are CPU tensors: under NCCL the one that `join` found or created."""
         return self._roles[Role.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
-        """Waits for what an operation returned, on gloo until it is done, on NCCL on the current stream only."""
+        """Wait for an operation: until completion on gloo, only on the current stream on NCCL."""
         if message is None:
             return
         began = time.perf_counter()
-        # NCCL's wait only queues on the current stream, and returns at once. gloo's would hold this thread until the
-        # message is there, and a broken connection may never end it: a thread of the watch waits instead.
+        # NCCL's wait only queues on the current stream and returns immediately. gloo's would block this thread until
+        # the message arrives, and with a broken connection possibly forever: a thread of the watch waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -210,7 +210,7 @@ class Groups:
         self.waited_s += time.perf_counter() - began
 
     def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message:
-        """Starts an operation between two tensors, or between their copies in host memory."""
+        """Start an operation between two tensors, or between their copies in host memory."""
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
@@ -223,15 +223,15 @@ class Groups:
     def all_to_all(
         self, role: Role, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
-        """Starts sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
+        """Start sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
 
         Args:
-            role: whose communicator; its operations run in the order they are started in.
+            role: communicator to use; its operations run in the order in which they are started.
             out, inp: contiguous, split along dim 0; keep both alive until the work is done.
             out_splits, in_splits: elements of dim 0 from and to each rank.
 
         Returns:
-            What to wait for; None where it is already done.
+            The pending message; None if already complete.
         """
         if self.world.ranks == 1:
             out.copy_(inp)
@@ -246,24 +246,24 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
-        """Starts gathering equal `inp` of all ranks into `out`, by rank along dim 0; returns what to wait for."""
+        """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._roles[role]))
 
     def reduce_scatter(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
-        """Starts summing `inp` over all ranks into equal parts `out`, by rank along dim 0; returns what to wait for."""
+        """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._roles[role]))
 
     def all_reduce(self, role: Role, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduces a tensor over all ranks in place, to the same bits everywhere."""
+        """Reduce a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
-            # In place, on the copy in host memory where there is one: it is what comes back, too.
+            # In place, on the copy in host memory if there is one, which then holds the result.
             host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
                 work = dist.all_reduce(host, operation, group=self._roles[role], async_op=True)
@@ -275,14 +275,14 @@ class Groups:
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
 
-        An aborted NCCL communicator raises no error: its kernels return, and the result is whatever memory holds. So
-        the failure watch is asked after the host has waited, and every rank marks its own place with the number of this
+        An aborted NCCL communicator raises no error: its kernels return, and the result is undefined. So the failure
+        watch is checked after the host has waited, and every rank marks its own element with the number of this
         reduction, which no earlier content of that memory has.
 
         Raises:
             RankFailure: another rank failed meanwhile.
-            RuntimeError: the reduction ended before every rank took part; within a call that the watch knows of, it
-                becomes the RankFailure that explains it.
+            RuntimeError: the reduction ended before every rank took part; inside a watched call it becomes the
+                RankFailure that explains it.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -302,17 +302,17 @@ class Groups:
         return on_host[:-ranks].view(tensor.shape)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, by rank; for small picklable objects."""
+        """Return every rank's value, by rank; for small picklable objects."""
         values = [value] * self.world.ranks
         if self.world.ranks > 1:
             self.call(lambda: dist.all_gather_object(values, value, self._object_group))
         return values
 
     def tell(self, value: T) -> T:
-        """Rank 0's value, on every rank; for small picklable objects. Rank 0 does not wait until the others have it."""
+        """Return rank 0's value on every rank; for small picklable objects. Rank 0 does not wait for the others."""
         if self.world.ranks == 1:
             return value
-        for message in self._told:  # of the last time: ranks have met since
+        for message in self._told:  # of the previous call; ranks have synchronised since
             self.wait(message)
         self._told = ()
         leads = self.world.rank == 0
@@ -341,14 +341,14 @@ class Groups:
         return told
 
     def _from_first(self, tensor: Tensor) -> Message:
-        """Starts bringing rank 0's bytes to all."""
+        """Start broadcasting rank 0's bytes."""
         with self._guard():
             work = dist.broadcast(tensor, 0, group=self._object_group, async_op=True)
         assert work is not None
         return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
-        """Checks that a short text, such as a hash, is the same on all ranks.
+        """Check that a short text, such as a hash, is the same on all ranks.
 
         Raises:
             ValueError: on every rank, naming the ranks that have each text.
@@ -364,9 +364,9 @@ class Groups:
     # Point to point.
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Starts sending a contiguous tensor to a rank; keep it unchanged until the message is done.
+        """Start sending a contiguous tensor to a rank; do not change it until the message is complete.
 
-        Tags pair sends with receives on gloo; NCCL knows no tags and pairs them in order, per pair and direction.
+        Tags pair sends with receives on gloo; NCCL has no tags and pairs them in order, per pair and direction.
         """
         leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
         work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
@@ -374,7 +374,7 @@ class Groups:
         return Message(work, kept=(leaving,))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Starts receiving into a contiguous tensor from a rank."""
+        """Start receiving into a contiguous tensor from a rank."""
         staging = self._staging
         arriving = tensor if staging is None else staging.incoming(tensor)
         work = dist.irecv(arriving, peer, self._direction(peer, self.world.rank), tag)
@@ -389,16 +389,16 @@ class Groups:
     # Tensor parallelism.
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Makes the communicators of stages that are missing; all ranks call it with the same list.
+        """Create the missing communicators of stages; all ranks call it with the same list.
 
         Args:
-            rank_sets: of every stage of every pipeline that is about to run, each in tensor-parallel order.
+            rank_sets: ranks of every stage of every pipeline that is about to run, each in tensor-parallel order.
 
         Returns:
-            The collectives of those sets that this rank is in; valid until the next call.
+            The collectives of the sets that include this rank; valid until the next call.
         """
-        # Sorted, as the order of parts is the collectives' matter: stages of the same ranks in any order share one. In
-        # the order of the list, which is the same on all ranks: they make each group together.
+        # Sorted, because collectives handle the order of parts: stages of the same ranks in any order share a group.
+        # The list's order is the same on all ranks, so they create each group together.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
@@ -410,13 +410,13 @@ class Groups:
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
-        # Never one that is about to be used, even where a strategy has more stages than the capacity.
+        # Never evict a group that is about to be used, even if a strategy has more stages than the capacity.
         self._evict(max(self._capacity, len(needed)))
         return {ranks: self._collectives(ranks) for ranks in rank_sets if self.world.rank in ranks}
 
     @property
     def tensor_parallel_count(self) -> int:
-        """How many tensor-parallel communicators are kept, over all ranks."""
+        """Number of tensor-parallel communicators kept, over all ranks."""
         return len(self._tensor_parallel)
 
     def _collectives(self, ranks: tuple[int, ...]) -> AnyCollectives:
@@ -435,12 +435,12 @@ class Groups:
     # The end.
 
     def abort(self) -> None:
-        """Ends pending operations of NCCL communicators from any thread; gloo's end when their sockets are cut."""
+        """End pending operations of NCCL communicators, from any thread; gloo's end when their sockets are closed."""
         if self.world.backend == "nccl":
             abort_together(self._all())
 
     def close(self) -> None:
-        """Drops all communicators."""
+        """Close all communicators."""
         groups = self._all()
         self._roles = {}
         self._directions = {}
@@ -448,15 +448,15 @@ class Groups:
         if self._waiter is not None:
             self._waiter.close()
         for group in groups:
-            # Ranks that meet anew have dropped all groups with the default one.
+            # Ranks that met again have already dropped all groups with the default one.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
         if self._watch is not None and self._watch.broken:
-            drop(groups)  # gloo's destructor waits for operations, and some of them may never end
+            drop(groups)  # gloo's destructor waits for operations, which may never end
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Copies, each made at once: the watch asks from its own thread while this rank may be making groups.
+        # Atomic copies: the watch calls this from its own thread while this rank may be creating groups.
         made = [*self._roles.copy().values(), *self._directions.copy().values()]
         return made + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
@@ -469,7 +469,7 @@ def _first_all_reduce(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _first_message(operation: Callable[..., object], peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run the first operation between this rank and a peer and wait for its end."""
+    """Run the first operation between this rank and a peer and wait for its completion."""
     arrived = torch.ones(1, device=device)
     operation(arrived, peer, group)
     arrived.item()
@@ -484,13 +484,14 @@ def in_rounds(
     group: dist.ProcessGroup,
     grouped: int,
 ) -> Works:
-    """Start an all-to-all as grouped sends and receives: `grouped` peers at a time, nothing for empty messages.
+    """Start an all-to-all as grouped sends and receives, `grouped` peers at a time, without empty messages.
 
-    A round is a range of distances: every rank sends so far ahead and receives from so far behind, so that the two ends
-    of a message are in the same round. What a rank has for itself is copied at once.
+    A round is a range of distances: in it, every rank sends to the ranks at these distances ahead and receives from
+    those at the same distances before it, so both ends of a message are in the same round. A rank's own part is copied
+    immediately.
     """
     # Example: 5 ranks, grouped = 2. In its first round rank 0 sends to 1 and 2 and receives from 4 and 3; in its second
-    # it sends to 3 and 4 and receives from 2 and 1. The message 0 -> 3 has distance 3 at both of its ends: rank 3, too,
+    # it sends to 3 and 4 and receives from 2 and 1. The message 0 -> 3 has distance 3 at both of its ends: rank 3 also
     # receives it, from rank (3 - 3) % 5, in its second round.
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))

@@ -1,22 +1,22 @@
-"""The order in which ranks connect in pairs."""
+"""Order in which pairs of ranks connect."""
 
 from __future__ import annotations
 
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.rank_program import RankProgram
 
-Pair = tuple[int, int]  # the rank that sends, the rank that receives
+Pair = tuple[int, int]  # (sender, receiver)
 
 
 def pairs(program: RankProgram) -> set[Pair]:
-    """Return the pairs between which a rank's program has messages."""
+    """Return the pairs of ranks between which a program has messages."""
     rank = program.rank
     sends = {(rank, i.peer) for i in program.instructions if i.op is Op.SEND and i.peer is not None}
     return sends | {(i.peer, rank) for i in program.instructions if i.op is Op.RECEIVE and i.peer is not None}
 
 
 def connecting_order(pair: Pair) -> tuple[int, int, int, bool]:
-    """Return the sort key of a pair: the same on all ranks, and many pairs connect at once.
+    """Return the sort key of a pair, the same on all ranks; in this order, many pairs connect in parallel.
 
     Pairs at one distance d form chains i, i + d, i + 2 d, ...: every other link of all chains comes first, as they
     share no rank, and then the rest. In ascending order, a chain of stages would connect link by link.

@@ -1,4 +1,4 @@
-"""The network interface for gloo, where a host's own name leads to that host alone.
+"""Network interface for gloo on a host whose own name resolves to a loopback address.
 
 Gloo listens at the address of the host's own name. Debian maps that name to 127.0.1.1, where no other machine connects.
 """
@@ -17,10 +17,11 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface that gloo is to use on this host; None to leave the choice to gloo.
+    """Return the interface that gloo should use on this host; None if the host's own name works, or no interface is
+    found.
 
     Args:
-        address: the name or address of the first machine.
+        address: name or address of the first machine.
     """
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
@@ -34,7 +35,7 @@ def interface_for(address: str) -> str | None:
 
 
 def _source(target: str) -> str | None:
-    """Return the source address of packets to a target, without sending one."""
+    """Return the address that this host would send from to a target, without sending."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -60,6 +61,6 @@ def _address(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # it has none
+        except OSError:  # it has no address
             return None
     return socket.inet_ntoa(answer[20:24])

@@ -1,4 +1,4 @@
-"""Starts ranks as local processes, and joins the process group that a launcher prepared.
+"""Start ranks as local processes, and join the process group that a launcher prepared.
 
 Only this module reads the launcher's environment.
 """
@@ -43,14 +43,14 @@ from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
-_MOST = 1024  # processes of one host, each of which takes about 0.3 GB
-_ARRIVAL = timedelta(minutes=30)  # of all ranks of all machines
+_MOST = 1024  # processes of one host, each taking about 0.3 GB
+_ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
 
-# How processes start. Importing torch takes seconds, forking a process that has imported it 10 ms; but where system
-# libraries have threads of their own (macOS), no process may be forked, and each imports for itself.
+# Start method of processes. Importing torch takes seconds, forking a process that has imported it 10 ms. Where system
+# libraries have their own threads (macOS), forking is unsafe, and each process imports separately.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# What ranks import.
+# Modules that ranks import.
 PRELOAD = [
     "hydragraph.cluster.processes.fork_server",
     "tqdm",
@@ -66,13 +66,13 @@ class World:
     """This process's place among the ranks.
 
     Attributes:
-        rank, ranks: which of how many; 0 of 1 without any process group.
-        local_rank: which of the ranks of this host.
-        device: what this process computes on.
-        backend: "nccl" where every rank has a GPU of its own, else "gloo".
-        watch: over the ranks, from here until this process ends.
-        node: where it runs: ranks of the same one may be lost together.
-        objects: the group in which objects travel; None: the default one.
+        rank, ranks: rank and world size; 0 and 1 without a process group.
+        local_rank: rank within this host.
+        device: compute device of this process.
+        backend: "nccl" if every rank has its own GPU, else "gloo".
+        watch: failure watch of the ranks, from here until this process ends.
+        node: node of this process: ranks of one node may be lost together.
+        objects: process group for objects; None: the default one.
     """
 
     rank: int
@@ -85,10 +85,10 @@ class World:
     objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; small picklable objects.
+        """Return every rank's value, by rank; for small picklable objects.
 
         Raises:
-            RankFailure: within a call that the watch knows of, where another rank failed.
+            RankFailure: inside a watched call, if another rank failed.
         """
         values: list[T] = [value] * self.ranks
         if self.ranks > 1:
@@ -97,26 +97,25 @@ class World:
         return values
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """Let this rank make a call that all make inside; see `Watch.calling`."""
+        """Run a collective call inside; see `Watch.calling`."""
         return self.watch.calling(what)
 
 
 def join(device: torch.device | str | None = None) -> World:
-    """Joins the ranks: the process group there is, or the one that the launcher's environment describes, or none.
+    """Join the ranks of an existing process group, or of the launcher's environment, or run as a single process.
 
     Args:
-        device: what to compute on; a GPU without an index means this rank's. None: a GPU where there is one.
+        device: compute device; a GPU without an index means this rank's. None: a GPU if available.
 
     Raises:
-        ValueError: hydragraph does not compute on the device, this machine has none, or the process group there is
-            moves nothing.
+        ValueError: the device is not supported, this machine has none, or the existing process group transfers no data.
         RankFailure: another rank failed meanwhile.
     """
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
-        # Objects (hashes, host names) travel as CPU tensors, also where weights do not.
+        # Objects (hashes, host names) travel as CPU tensors, even if weights do not.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
         rank = int(os.environ["RANK"])
         ranks = int(os.environ["WORLD_SIZE"])
@@ -129,7 +128,7 @@ def join(device: torch.device | str | None = None) -> World:
     assert group is not None
     check_moves(group)
     watch = watch_of(group, group.get_group_store, rank, ranks)
-    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two on one host
+    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two nodes on one host
     world = World(rank, ranks, local_rank, device, "gloo", watch, node)
     with watch.calling("join"):
         world = replace(world, objects=watch.call(lambda: object_group(group)))
@@ -139,14 +138,14 @@ def join(device: torch.device | str | None = None) -> World:
 def apart(device: torch.device | str | None = None) -> World:
     """Return a world of this process alone, on the device that it would have among the ranks of its host.
 
-    Args, Raises: as of `join`.
+    Args, Raises: as for `join`.
     """
     device, local_rank = _of_this_rank(device)
     return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
-    """Return what this process computes on, and which of the ranks of its host it is."""
+    """Return the compute device of this process, and its local rank."""
     if str(asked) != "cpu" and torch.backends.cuda.is_built():
         set_cuda_environment(os.environ)  # before anything starts CUDA
     device = _device(asked)
@@ -159,12 +158,12 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
 
 
 def _device(asked: torch.device | str | None) -> torch.device:
-    """Return what a user asked to compute on."""
+    """Return the device that a user asked for, or the default."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(asked)
-    except RuntimeError:  # PyTorch lists every device it has ever had
+    except RuntimeError:  # PyTorch's message lists every device type it has ever had
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(asked)!r}: use cpu, or cuda for this rank's GPU")
@@ -174,9 +173,10 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store that the launcher's environment names: torchrun's agent keeps it, elsewhere rank 0 does.
+    """Return the store that the launcher's environment names, kept by torchrun's agent or by rank 0.
 
-    torchrun's outlives its ranks, so each attempt has keys of its own: gloo would meet the addresses of the dead.
+    torchrun's store outlives its ranks, so each attempt uses its own keys: otherwise gloo would find addresses of dead
+    ranks.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -200,35 +200,35 @@ def launch(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> list[T]:
-    """Runs `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
+    """Run `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
-    The function learns its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by
-    value; so are closures and what is defined in a notebook. A script calls this under `if __name__ == "__main__":`,
-    since ranks import it. No rank's process ends before all are done or one has failed, and none outlives the call.
+    The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by value;
+    so are closures and definitions of a notebook. Call this under `if __name__ == "__main__":` in a script, because
+    ranks import it. No rank's process ends before all are done or one has failed, and none outlives the call.
 
     Args:
-        function: what each rank runs.
-        ranks: how many processes to start.
+        function: function that each rank runs.
+        ranks: number of processes to start.
         timeout: for the whole run; None: no limit.
-        prepare: called once, in a process of its own. What it returns comes before the function's
-            arguments, so that a model is captured and compiled once and not on every rank: `prepare` returns the
-            model, its program and what `precompile` gave, and ranks call `compile` with that program. It travels as
-            one file that each rank maps: weights are in memory once, until a rank changes its own.
-        relay: told of the ranks' processes while they run, so that a signal to this one can be passed on.
-        elastic: go on when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
-            where a step raises. None: the loss of a rank ends all.
-        nodes: with `elastic`: this machine, the first, among several, on which `follow` is called; `ranks` counts those
-            of all.
+        prepare: called once, in a separate process. Its result is passed before the function's arguments, so that a
+            model is captured and compiled once instead of on every rank: `prepare` returns the model, its program and
+            the result of `precompile`, and ranks call `compile` with that program. The result is one file that each
+            rank maps: weights are in memory once, until a rank changes its own.
+        relay: informed of the ranks' processes while they run, so that a signal to this process can be forwarded.
+        elastic: continue when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
+            when a step raises. None: the loss of a rank ends the run.
+        nodes: with `elastic`: this machine, the first of several; `follow` is called on the others. `ranks` is the
+            total over all machines.
 
     Returns:
-        What each rank returned, by rank; with `elastic`, of the ranks that there were at the end.
+        Each rank's result, by rank; with `elastic`, of the ranks that remain at the end.
 
     Raises:
-        ValueError: the function, an argument or what `prepare` returned cannot be pickled, or `ranks` is not positive.
-        RuntimeError: a rank that imports a script was about to start ranks itself.
-        RankFailure: a rank died; it names the instruction where a step was running.
+        ValueError: the function, an argument or the result of `prepare` cannot be pickled, or `ranks` is not positive.
+        RuntimeError: a rank that imports the script was about to start ranks itself.
+        RankFailure: a rank died; it names the instruction if a step was running.
         TimeoutError: the run took too long.
-        Any other error: what the rank that failed first raised, with its traceback as a note.
+        Any other error: the error of the rank that failed first, with its traceback as a note.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(f"launch: a rank imports this script, which would start ranks itself; {GUARD}")
@@ -243,7 +243,7 @@ def launch(
         )
     work = _pickled(function, args)
     context = starting(function, prepare)
-    server = hosted(HOST if nodes is None else nodes.address, 0)  # it has a thread
+    server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread
     run = run_crew if elastic is None else partial(_run_members, elastic, nodes)
     if prepare is None:
         return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
@@ -256,15 +256,15 @@ def launch(
 
 
 def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
-    """Start and watch ranks on this machine for a `launch` on another, until that is over.
+    """Start and watch ranks on this machine for a `launch` on another one, until it ends.
 
     Args:
         nodes: this machine among all; not the first.
         say: prints a sentence.
 
     Raises:
-        RuntimeError: the work has failed.
-        ConnectionError: the first machine is heard no more.
+        RuntimeError: the run has failed.
+        ConnectionError: the connection to the first machine is lost.
     """
     from hydragraph.cluster.supervision.node_agent import Deputy
 
@@ -272,10 +272,10 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return how processes are started, ready to: before this process has threads.
+    """Return the start context for processes, prepared before this process has threads.
 
     Args:
-        functions: that these will call.
+        functions: functions that the processes will call.
     """
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
@@ -293,9 +293,10 @@ def _run_members(elastic: Elastic, nodes: Nodes | None, *args: Any) -> list[byte
 
 
 def _models() -> list[str]:
-    """Return the modules of models that this process has imported, so that ranks need not, each for itself.
+    """Return the model modules that this process has imported, so that ranks need not import them separately.
 
-    Libraries' own alone: importing what a user wrote may compute, and nothing is forked that has.
+    Only modules of transformers: importing a user's modules may run computations, and a process that has computed is
+    never forked.
     """
     parts = ("configuration_", "modeling_")
     return sorted(

@@ -1,6 +1,6 @@
-"""A message under way, and the host memory that messages of a GPU pass through where the backend moves no other.
+"""Message in flight, and staging of GPU tensors through host memory for backends that only move CPU tensors.
 
-So several ranks can share one GPU over gloo: NCCL refuses that.
+Staging lets several ranks share one GPU over gloo, which NCCL does not support.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 class Operation(Protocol):
-    """What torch.distributed returns for an operation under way."""
+    """Pending operation, as returned by torch.distributed."""
 
     def wait(self) -> object:
-        """Wait until it is done; under NCCL let the current stream wait."""
+        """Wait until it is complete; under NCCL, make the current stream wait."""
 
     def is_completed(self) -> bool:
-        """Say whether it is done."""
+        """Return whether it is complete."""
 
 
 @dataclass(frozen=True)
 class Works:
-    """Several operations under way, as one."""
+    """Several pending operations, combined."""
 
     parts: tuple[Operation, ...]
 
@@ -35,18 +35,18 @@ class Works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Say whether all are done."""
+        """Return whether all are complete."""
         return all(work.is_completed() for work in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An operation under way; `Groups.wait` ends it.
+    """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        work: what torch.distributed returned.
-        landed: called after it, on the stream that waits: brings what came in through host memory to its place.
-        kept: tensors that the operation still reads or writes; held here so that their memory is not reused.
+        work: handle of torch.distributed.
+        landed: called after completion, on the waiting stream; copies data received in host memory to its destination.
+        kept: tensors that the operation still reads or writes, kept alive so that their memory is not reused.
     """
 
     work: Operation
@@ -55,22 +55,22 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether waiting for it would not hold up the host."""
+        """Whether waiting for it would not block the host."""
         return self.work.is_completed()
 
 
 class Staging:
-    """Copies tensors to host memory of their own and back.
+    """Copies tensors to temporary host memory and back.
 
     Args:
-        device: where the tensors live; for a GPU the host memory is page-locked.
+        device: device of the tensors; for a GPU the host memory is page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's values in host memory; waits until the current stream has made and copied them."""
+        """Return a tensor's values in host memory; waits until the current stream has produced and copied them."""
         host = self.incoming(tensor)
         host.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
@@ -78,9 +78,9 @@ class Staging:
         return host
 
     def incoming(self, tensor: Tensor) -> Tensor:
-        """Return host memory for the values that a tensor is to get."""
+        """Return host memory for a tensor's values."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:
-        """Copy what came, on the current stream; the host memory is kept until that is done."""
+        """Copy received values, on the current stream; the host memory is kept until that is done."""
         tensor.copy_(host, non_blocking=True)

@@ -1,12 +1,13 @@
-"""What one rank of each machine makes, and its other ranks read: a captured model, whatever launcher started them.
+"""Results that one rank of each machine computes and its other ranks read, such as a captured model, under any
+launcher.
 
-    1. all ranks tell where they run and what they would make; of those that agree, the highest makes it: the lowest of
-       all plans, which it can get ready for meanwhile
-    2. it writes the result into a folder that only its user may enter, and tells where, with the file's hash
-    3. the others read it; when all have, the folder goes
+    1. all ranks share where they run and what they would make; of those that agree, the highest rank makes it, because
+       the lowest rank of all plans, and can prepare for that meanwhile
+    2. it writes the result into a folder that only its user may enter, and shares the path, with the file's hash
+    3. the others read it; when all have, the folder is deleted
 
-A folder has a name of its own that only these ranks learn, so what an ended run left behind is never read. A rank that
-cannot read what was written (another file system, a full disk) makes its own, and says so.
+Each folder has a unique name known only to these ranks, so leftovers of an earlier run are never read. A rank that
+cannot read the result (another file system, a full disk) computes its own, and logs it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Offer:
-    """Where one rank has written what it made.
+    """File with one rank's result.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         digest: SHA-256 of its bytes.
     """
 
@@ -44,10 +45,10 @@ class Offer:
     digest: str
 
     def read(self) -> object:
-        """Return what was written; tensors are mapped, privately.
+        """Return the value; tensors are memory-mapped, privately.
 
         Raises:
-            OSError: the file is not there, or not this user's alone.
+            OSError: the file does not exist, or its folder is accessible to others.
             ValueError: it holds something else.
         """
         check_private(Path(self.path).parent)
@@ -60,19 +61,19 @@ class Offer:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return what a function makes, called by one rank of each machine; all ranks call this.
+    """Return the result of a function that one rank of each machine calls; all ranks call this.
 
     Args:
         world: this process's place.
-        what: is made, for messages.
-        key: what the result depends on; ranks of one machine whose keys differ make their own.
-        make: called on the ranks that make it. Its result can be pickled, as what `launch`'s `prepare` returns; where
-            it cannot, every rank makes its own.
-        meanwhile: called on a rank that waits for it.
+        what: description of the result, for messages.
+        key: identifies the inputs of the result; ranks of one machine with different keys compute their own.
+        make: called on the ranks that compute. Its result should be picklable, like that of `launch`'s `prepare`;
+            otherwise every rank computes its own.
+        meanwhile: called on a rank while it waits for the result.
 
     Raises:
-        Any error that `make` raised on one rank, on every rank: an `Unsupported` as it was, else a RuntimeError with
-            its words.
+        Any error that `make` raised on one rank, on every rank: an `Unsupported` unchanged, others as a RuntimeError
+            with the same text.
         RankFailure: another rank died meanwhile.
     """
     places = world.gather((world.node, key))
@@ -102,13 +103,13 @@ def once_per_machine(
                 made.append(theirs.read())  # type: ignore[arg-type]
             except (OSError, ValueError) as refused:
                 _LOG.warning("%s: what rank %d made cannot be read (%s): making it again", what, fellows[-1], refused)
-        world.gather(None)  # nobody reads any more
+        world.gather(None)  # all ranks have finished reading
     return made[0] if made else make()
 
 
 @contextmanager
 def _offered(value: object, what: str) -> Iterator[Offer | None]:
-    """Keep a value in a file while others read it; None where it cannot be written."""
+    """Keep a value in a file while others read it; None if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
         try:
@@ -124,7 +125,7 @@ def _offered(value: object, what: str) -> Iterator[Offer | None]:
 
 
 def _sendable(error: Exception | None, rank: int, what: str) -> Exception | None:
-    """Return an error in a form that other ranks can have: not every error can be pickled."""
+    """Return an error in a form that can be sent to other ranks: not every error can be pickled."""
     if error is None or isinstance(error, Unsupported):
         return error
     return RuntimeError(f"{what} on rank {rank}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Something that some ranks do and all must know the outcome of: an error on one of them is raised on all."""
+"""Actions of some ranks with an outcome for all: an error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list
     """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all.
 
     Args:
-        what: this is, for the ranks on which nothing failed.
-        acts: whether this rank calls it.
+        what: description of the action, for ranks without an error.
+        acts: whether this rank calls the function.
     """
     value: T | None = None
     error: Exception | None = None

@@ -1,5 +1,5 @@
-"""How ranks notice that one of them failed, agree on which one and where, and stop waiting for it; begin in
-`rank_watch`.
+"""Failure detection: ranks notice that one of them failed, agree on which one and where, and stop waiting for it. Start
+reading at `rank_watch`.
 
-Nothing here restarts a process (`cluster/supervision/`) or recovers state (`engine/recovery.py`).
+Processes are restarted in `cluster/supervision/`, and state is recovered in `engine/recovery.py`.
 """

@@ -1,4 +1,4 @@
-"""Waiting for what may never end."""
+"""Waits that can be abandoned, because they may never end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None
 
 
 class Waiter:
-    """Runs what waits on a thread of its own, so that it can be left behind; for one thread at a time to call.
+    """Runs blocking functions on a separate thread, so that a wait can be abandoned; only one thread may use it at a
+    time.
 
     Args:
-        interval: how often to ask whether a wait is abandoned.
+        interval: how often to check whether a wait is abandoned.
     """
 
     def __init__(self, interval: timedelta) -> None:
@@ -34,7 +35,7 @@ class Waiter:
             del request, function, answer  # a buffer must not live until the next wait
 
     def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
-        """Return what a function returns, or raise what it raises; RuntimeError once `abandoned()`."""
+        """Return the function's result or raise its error; raise RuntimeError once `abandoned()` is true."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True)
             self._thread.start()
@@ -52,5 +53,5 @@ class Waiter:
             return cast(T, value)
 
     def close(self) -> None:
-        """End the thread, once it waits for nothing."""
+        """Stop the thread once its current wait has ended."""
         self._requests.put(None)

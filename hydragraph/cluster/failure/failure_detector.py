@@ -1,12 +1,13 @@
-"""Who has failed, from what is seen of ranks: pure counting, in time during which the judge itself was awake.
+"""Failure detector: decides from observations of ranks which one has failed, counting only time when it was running.
 
 A rank is accused when
-- its process has ended, and it had not said that it leaves;
-- its process has been stopped for `stopped_s` while some other was running: in a debugger's stop of all nobody is late
-  (`Judge`); one that computes between stops is slow, however often it is seen stopped;
-- no rank has moved on for `progress_s` while some wait for others; then it is one that does not wait (`Stall`).
+- its process has ended without announcing that it leaves;
+- its process has been stopped for `stopped_s` while some other was running: if a debugger stops all, that is not a
+  failure (`Judge`); a rank that computes between stops is slow, however often it is seen stopped;
+- no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait (`Stall`).
 
-Time is the judge's own: of a pause between two looks (the judge was stopped, or its machine busy) half a second counts.
+Time is the detector's own: of a pause between two looks (it was stopped, or its machine busy), only half a second
+counts.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 from hydragraph.cluster.failure.heartbeat_board import Progress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 
-STOPPED_S = 6.0  # a stop of so long is no pause; all ranks raise well within 10 s of it
+STOPPED_S = 6.0  # a stop this long is not a pause; all ranks raise well within 10 s of it
 PAUSE_S = 0.5
 ENDED = "its process has ended"
-_ENDED_S = 0.5  # for the launcher, which knows how a process ended, to say so first
+_ENDED_S = 0.5  # lets the launcher, which knows how a process ended, report first
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of a rank: its process, what it wrote on its board, and what it has computed, in system ticks."""
+    """Observation of a rank: its process's state, its board entry, and its CPU time in system ticks."""
 
     state: ProcessState
     progress: Progress
@@ -33,14 +34,14 @@ class Seen:
 
 
 def seen_of(process: WatchedProcess, progress: Progress) -> Seen:
-    """Look at a rank's process."""
+    """Observe a rank's process."""
     state, ticks = process.look()
     return Seen(state, progress, ticks)
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """Who failed, and how; `stalled` where it lives and stands still."""
+    """The rank that failed, and how; `stalled` if it is alive but makes no progress."""
 
     rank: int
     error: str
@@ -48,35 +49,35 @@ class Accusation:
 
 
 class Judge:
-    """Looks again and again at the processes of ranks.
+    """Detects failed processes from repeated observations.
 
     Args:
-        stopped_s: after how long a stopped process has failed.
+        stopped_s: maximum time that a healthy process may be stopped.
     """
 
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
-        self._ended: dict[int, float] = {}  # for how long, by rank
+        self._ended: dict[int, float] = {}  # seconds since its end, by rank
         self._stopped: dict[int, float] = {}
         self._ticks: dict[int, int] = {}
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Count what is seen now, and return whom it accuses.
+        """Count the current observations, and return the resulting accusation.
 
         Args:
             elapsed: seconds since the last look.
-            seen: what is seen of each rank that is watched from here, by rank.
-            others_run: whether some rank that is not among them was running.
+            seen: observation of each rank that is watched from here, by rank.
+            others_run: whether some other rank was running.
         """
-        # A judge that was itself stopped for a minute has not seen anybody stand still for a minute.
+        # If the judge itself was stopped for a minute, it has not seen a rank stopped for a minute.
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
-            # Counts go back to 0 with the first look at which it is not so any more: only an unbroken time counts.
+            # A count is reset as soon as its condition is false: only uninterrupted time counts.
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # What is stopped for 95 of every 100 ms is seen stopped nearly always, and computes all the same.
+            # A process that is stopped for 95 of every 100 ms is nearly always seen stopped, and computes nevertheless.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
@@ -89,11 +90,11 @@ class Judge:
         return self._longest(self._limit_s)
 
     def suspect(self, stopped_s: float) -> Accusation | None:
-        """Return who may have caused an error of communication: who ended, left, or has been stopped for a while."""
+        """Return the likely cause of a communication error: a rank that ended, left, or was stopped for a while."""
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
-        # To leave is no failure, unless somebody still waited for it: then its leaving is the cause.
+        # Leaving is not a failure, unless a rank still waited for it: then its leaving is the cause.
         for rank in sorted(self._left):
             return Accusation(rank, "its process ended by itself while other ranks went on")
         return self._longest(stopped_s)
@@ -107,22 +108,22 @@ class Judge:
 
 
 class Stall:
-    """Looks again and again at how far all ranks are."""
+    """Detects a run without progress from repeated observations of all ranks."""
 
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count what is seen of all ranks now, and return whom it accuses.
+        """Count the current observations of all ranks, and return the resulting accusation.
 
         Args:
             elapsed: seconds since the last look.
-            seen: what is seen of each rank, by rank; all of them must be there.
-            progress_s: after how long without progress of anybody the run has failed.
+            seen: observation of each rank, by rank; all of them are required.
+            progress_s: limit in seconds for a run without progress of any rank.
         """
-        # Some wait, nobody moves, and none is stopped (which is `Judge`'s matter). As long as nobody waits, ranks that
-        # stand still may as well compute.
+        # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones). While no
+        # rank waits, ranks without progress may be computing.
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())

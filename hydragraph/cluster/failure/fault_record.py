@@ -1,4 +1,4 @@
-"""Where a failure is written down, once for all ranks: a key of the store that the ranks met at."""
+"""Record of a failure, written once for all ranks under a key of the store where they met."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NAMESPACE = "hydragraph/watch"  # the key of the newest watch's namespace
 
 @dataclass(frozen=True)
 class Fault:
-    """The one failure that all ranks agree on.
+    """The single failure that all ranks agree on.
 
     Attributes:
-        rank: the rank that failed.
-        step: in which step, or after which.
-        instruction: at which instruction, or in which call; "" where that is not known.
-        error: what it raised, or how it ended.
-        host: where it ran; "" where that is not known.
-        stalled: whether it lives, and stands still: what every rank is doing is of interest then.
-        index: of the instruction, where who wrote this cannot put it into words.
+        rank: rank that failed.
+        step: step during or after which it failed.
+        instruction: its instruction or call; "" if unknown.
+        error: error that it raised, or how it ended.
+        host: its host; "" if unknown.
+        stalled: whether it is alive but makes no progress, so that the stacks of all ranks are of interest.
+        index: index of the instruction, if the writer of the record cannot describe it.
     """
 
     rank: int
@@ -35,11 +35,11 @@ class Fault:
 
 
 class Ledger:
-    """The fault's place in a store: written once, read by everybody. A store that is gone raises RuntimeError.
+    """The fault's entry in a store: written once, read by all ranks. Raises RuntimeError if the store is gone.
 
     Args:
-        store, namespace: where it is, and what its key begins with.
-        generation: which of a launch's ranks, whose deaths the launcher tells.
+        store, namespace: the store, and the prefix of the key.
+        generation: name of these ranks within a launch, used by the launcher to report deaths.
     """
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
@@ -52,11 +52,11 @@ class Ledger:
         return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
-        """Write the fault unless there is one; return the one that stands."""
+        """Write the fault unless there is one already; return the recorded one."""
         return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:
-        """Return the rank that the launcher saw die, and how."""
+        """Return the rank whose death the launcher saw, and how it died."""
         if not self._store.check([self._deaths]):
             return None
         rank, how = json.loads(self._store.get(self._deaths))
@@ -64,23 +64,24 @@ class Ledger:
 
 
 def announce_death(store: Store, rank: int, how: str, generation: str = "") -> None:
-    """Tell the watches of a launch that a rank died; only the first death counts, others may follow from it.
+    """Report to the watches of a launch that a rank died; only the first death counts, because others may follow from
+    it.
 
     Args:
-        generation: of its ranks, the name of those that the rank is one of.
+        generation: name of the rank's generation.
     """
     store.compare_set(_DEATH + generation, "", json.dumps([rank, how]))
 
 
 def last_fault(store: Store) -> Fault | None:
-    """Return the fault of the newest watch over a store, for the launcher that hosts it; None where nothing failed."""
+    """Return the fault of the newest watch over a store, for the launcher that hosts it; None without a failure."""
     if not store.check([NAMESPACE]):
         return None
     return Ledger(store, store.get(NAMESPACE).decode()).read()
 
 
 def root(store: Store) -> Store:
-    """Return the store beneath all prefixes: the launcher that hosts it knows no prefix of torch's."""
+    """Return the store without prefixes: the launcher that hosts it does not know torch's prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -1,4 +1,4 @@
-"""What the ranks of one host are doing, in memory that they share."""
+"""Progress of the ranks of one host, in shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRESS_S = 600.0  # without progress of any rank: longer than what one instruction takes anywhere
+PROGRESS_S = 600.0  # without progress of any rank; longer than any single instruction takes
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Progress:
     """One rank's line of the board.
 
     Attributes:
-        moves: how often it has moved on; a rank that stands still writes the same number.
-        step: the step it is in, or was in last.
-        instruction: the index of the instruction it is at; None outside a step.
-        call: what it is doing outside a step, in words; "" in code that is not ours.
+        moves: number of position updates; constant while the rank makes no progress.
+        step: current step, or the last one.
+        instruction: index of the current instruction; None outside a step.
+        call: description of the current call outside a step; "" in other code.
         waiting: whether it waits for other ranks.
-        left: whether it has said that it needs the others no more.
+        left: whether it has announced that it needs the others no more.
     """
 
     moves: int
@@ -39,25 +39,25 @@ class Progress:
 
 
 class Board:
-    """Memory shared by the ranks of one host, with a line for each; it has no name in any folder where that can be.
+    """Memory shared by the ranks of one host, with a line for each; anonymous where the system supports it.
 
-    After the lines of all ranks comes one for what holds for all: `progress_s`.
+    The lines of all ranks are followed by one for shared settings: `progress_s`.
 
     Args:
-        descriptor: of a file that is as long as its lines; taken over.
-        ranks: how many ranks write on it, a line each.
-        address: where another process of the same user opens it.
-        remove: called when the process that made it lets go of it.
+        descriptor: file of exactly the board's size; the board takes ownership.
+        ranks: number of ranks, with one line each.
+        address: path for other processes of the same user to open it.
+        remove: called when the process that created it closes it.
     """
 
     _LINE = 256  # bytes: a multiple of a cache line, so that ranks do not disturb each other
     _PLACE = struct.Struct("qqq")  # moves, the step, the instruction's index + 1
     _SECONDS = struct.Struct("d")
-    # Bytes from the start of a line, behind the three numbers of _PLACE.
-    _WAITING = 24  # a flag: it waits for other ranks
-    _LEFT = 25  # a flag: it needs the others no more
-    _FINISHED = 26  # a flag: its watch is closed, after a fault too
-    _CALL = 27  # the length of a text, one byte, and the text: the call that it is in
+    # Offsets in bytes within a line, after the three numbers of _PLACE.
+    _WAITING = 24  # flag: the rank waits for others
+    _LEFT = 25  # flag: it needs the others no more
+    _FINISHED = 26  # flag: its watch is closed, even after a fault
+    _CALL = 27  # one byte of length, then text: the current call
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
         self.ranks = ranks
@@ -73,14 +73,14 @@ class Board:
 
     @classmethod
     def make(cls, ranks: int) -> Board:
-        """Make one, which lasts as long as a process has it open."""
+        """Create a board, which exists as long as a process has it open."""
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, cls._size(ranks))
             board = cls(descriptor, ranks, f"/proc/{os.getpid()}/fd/{descriptor}")
             board.progress_s = PROGRESS_S
             return board
-        folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # for this user's eyes only
+        folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # accessible only by this user
         path = folder / "board"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, cls._size(ranks))
@@ -90,10 +90,10 @@ class Board:
 
     @classmethod
     def open(cls, address: str, ranks: int) -> Board:
-        """Open what another process made.
+        """Open a board that another process created.
 
         Raises:
-            OSError: it is not there (that process has ended), or is no board of this user's.
+            OSError: it does not exist (that process has ended), or is not a board of this user.
         """
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
@@ -104,35 +104,35 @@ class Board:
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Note where a rank is, which has moved on; only that rank may call it; takes about a microsecond."""
+        """Record a rank's new position; only that rank may call it; takes about a microsecond."""
         self._moves += 1
         index = 0 if instruction is None else instruction + 1
         self._PLACE.pack_into(self._memory, rank * self._LINE, self._moves, step, index)
 
     def call(self, rank: int, what: str) -> None:
-        """Note what a rank does outside a step."""
+        """Record what a rank does outside a step."""
         text = what.encode()[: self._LINE - self._CALL - 1]
         start = rank * self._LINE + self._CALL
         self._memory[start : start + 1 + len(text)] = bytes((len(text),)) + text
 
     def waits(self, rank: int, waiting: bool) -> None:
-        """Note whether a rank waits for others."""
+        """Record whether a rank waits for others."""
         self._memory[rank * self._LINE + self._WAITING] = waiting
 
     def leave(self, rank: int) -> None:
-        """Note that a rank needs the others no more."""
+        """Record that a rank needs the others no more."""
         self._memory[rank * self._LINE + self._LEFT] = True
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has closed its watch."""
+        """Record that a rank has closed its watch."""
         self._memory[rank * self._LINE + self._FINISHED] = True
 
     def finished(self, rank: int) -> bool:
-        """Return whether a rank has closed its watch, whether or not there was a fault."""
+        """Return whether a rank has closed its watch, with or without a fault."""
         return bool(self._memory[rank * self._LINE + self._FINISHED])
 
     def read(self, rank: int) -> Progress:
-        """Return what a rank has written."""
+        """Return a rank's line."""
         start = rank * self._LINE
         moves, step, index = self._PLACE.unpack_from(self._memory, start)
         length = self._memory[start + self._CALL]
@@ -142,7 +142,7 @@ class Board:
 
     @property
     def progress_s(self) -> float:
-        """After how long without progress of any rank the run has failed, in seconds."""
+        """Limit in seconds for a run without progress of any rank."""
         (seconds,) = self._SECONDS.unpack_from(self._memory, self.ranks * self._LINE)
         return float(seconds)
 
@@ -151,7 +151,7 @@ class Board:
         self._SECONDS.pack_into(self._memory, self.ranks * self._LINE, seconds)
 
     def close(self) -> None:
-        """Let go of it; reading and writing end."""
+        """Close the board; it can no longer be read or written."""
         self._memory.close()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)

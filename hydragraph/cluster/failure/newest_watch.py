@@ -1,4 +1,4 @@
-"""The watch of this process: one for as long as its ranks are the same and none has failed."""
+"""Current watch of this process: one as long as its ranks are the same and none has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.cluster.failure.rank_watch import Watch
 
 
 class _Newest:
-    """The last watch of this process, whose it is, and which of theirs."""
+    """Last watch of this process, its process group, and its number for that group."""
 
     watch: Watch | None = None
     group: object | None = None
@@ -18,19 +18,19 @@ class _Newest:
 
 
 def newest_watch() -> Watch | None:
-    """Return the last watch that this process made."""
+    """Return the last watch that this process created."""
     return _Newest.watch
 
 
 def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
-    """Return this process's watch over a process group; a new one where the last has seen a failure or was closed.
+    """Return this process's watch over a process group; a new one if the last has seen a failure or was closed.
 
     Args:
-        group: the process group whose ranks are watched; None for one that is about to be made: the next that is named
-            is that one.
-        store: returns the store where its ranks meet; called only where a new watch is made.
-        rank, ranks: this process's number in the group, from 0, and how many there are.
-        generation: a name for these ranks among all that meet at the store.
+        group: process group to watch; None for one that is about to be created: the next group passed is taken to be
+            that one.
+        store: returns the store where its ranks meet; called only to create a new watch.
+        rank, ranks: rank of this process in the group, from 0, and number of ranks.
+        generation: name of these ranks among all that meet at the store.
     """
     newest = _Newest
     if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
@@ -40,8 +40,8 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         return newest.watch
     if newest.watch is not None and not newest.watch.closed:
         newest.watch.close()
-    # Ranks count alike, as they see the same failures and make the same calls; so they meet under the same number, and
-    # not under one where a failed watch has left its keys.
+    # All ranks count alike, because they see the same failures and make the same calls. So they meet under the same
+    # number, and never under one where a failed watch has left its keys.
     number = newest.number + 1 if again else 0
     newest.watch = Watch(store(), rank, ranks, number=number, generation=generation)
     newest.group = group

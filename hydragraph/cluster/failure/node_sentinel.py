@@ -1,11 +1,10 @@
-"""One process per machine, where ranks are on several: it speaks for the machine's ranks, and listens for the others'.
+"""Sentinel process of a machine, if ranks are on several: it reports on its machine's ranks and monitors the others'.
 
-A rank cannot always speak for itself: one that computes for a minute without letting go of its interpreter is well, and
-silent; one that is stopped is silent, and is not. Here a process of its own looks at theirs, and says in the store what
-it sees, twice a second: so much of a machine that this stops, it is lost, or the link to it. No rank waits for its
-sentinel.
+A rank cannot always report its own state: one that computes for a minute without releasing its interpreter is healthy
+and silent; a stopped one is silent and not healthy. The sentinel is a separate process that observes the ranks and
+writes heartbeats to the store. If these stop, the machine is lost, or its link. No rank waits for its sentinel.
 
-A sentinel ends as soon as a fault is in the store, because every rank reads it there. It also ends 3 s after the last
+A sentinel ends as soon as the store has a fault, because every rank reads it there. It also ends 3 s after the last
 rank of its machine has ended or has closed its watch. A separate thread checks this, because a request to a store can
 block for many minutes when the link is cut.
 """
@@ -33,26 +32,24 @@ from hydragraph.cluster.failure.heartbeat_board import Board, Progress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
 
-SILENT_S = (
-    8.0  # a machine that was cut off for 3 s is heard again after up to 7 s: TCP tries at 0.2, 0.6, 1.4, 3.0, 6.2 s
-)
+SILENT_S = 8.0  # a machine cut off for 3 s is heard again after up to 7 s: TCP retries at 0.2, 0.6, 1.4, 3.0, 6.2 s
 _BEAT_S = 0.25
 _ROLL_S = 1.0
-_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch tries twice as long
+_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch retries for twice as long
 _IDLE_S = 3.0  # without a rank to watch: enough to report that all ranks of this machine have been killed
-_LOOK_S = 0.5  # between two checks whether a rank is left
-_STARTS = 3  # if something ends it again and again, its machine is taken for lost
+_LOOK_S = 0.5  # between two checks for remaining ranks
+_STARTS = 3  # if it ends again and again, its machine counts as lost
 
 
 @dataclass(frozen=True)
 class Post:
-    """Where a sentinel stands.
+    """Parameters of a sentinel.
 
     Attributes:
-        address, port: where the store listens.
-        namespace: what the keys of its ranks begin with in the store.
-        machine, board: whose ranks it speaks for, and where they write.
-        ranks: how many there are on all machines.
+        address, port: address of the store.
+        namespace: prefix of its ranks' keys in the store.
+        machine, board: machine whose ranks it observes, and their board.
+        ranks: number of ranks on all machines.
     """
 
     address: str
@@ -64,7 +61,7 @@ class Post:
 
 
 class Sentinel:
-    """The rank that started a sentinel, and starts it again should it end."""
+    """Handle of a sentinel, held by the rank that starts it, and restarts it if it ends."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -73,7 +70,7 @@ class Sentinel:
         self.keep_up()
 
     def keep_up(self) -> None:
-        """Start it where it does not run."""
+        """Start the sentinel if it is not running."""
         if self._starts < _STARTS and (self._process is None or self._process.poll() is not None):
             self._starts += 1
             package = str(Path(__file__).parents[3])
@@ -90,19 +87,19 @@ class Sentinel:
                 ],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,  # an interrupt that is meant for the ranks must not silence their machine
+                start_new_session=True,  # an interrupt for the ranks must not silence their machine
             )
 
 
 def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return where a sentinel stands; None where the store is none that another process can reach."""
+    """Return the parameters of a sentinel; None if another process cannot reach the store."""
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     return Post(store.host, store.port, namespace, machine, board, ranks)
 
 
 class _Others:
-    """What the sentinels of other machines say, and since when they have said nothing new."""
+    """Heartbeats of other machines' sentinels, and the time since each last changed."""
 
     def __init__(self, store: Store, namespace: str) -> None:
         self._store = store
@@ -116,14 +113,14 @@ class _Others:
     def listen(self, machines: list[str], elapsed: float) -> None:
         for machine in machines:
             if not self._store.check([self._key(machine)]):
-                continue  # its sentinel has yet to start
+                continue  # its sentinel has not started yet
             beat = json.loads(self._store.get(self._key(machine)))
             news = machine not in self._beats or beat["beats"] != self._beats[machine]["beats"]
             self._silent[machine] = 0.0 if news else self._silent[machine] + min(elapsed, PAUSE_S)
             self._beats[machine] = beat
 
     def seen(self) -> dict[int, Seen]:
-        """Return what they say of their ranks."""
+        """Return the observations of their ranks."""
         sightings: dict[int, Seen] = {}
         for beat in self._beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
@@ -131,7 +128,7 @@ class _Others:
         return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:
-        """Return the first rank of a machine that is heard no more, and its host."""
+        """Return the first rank of a machine whose heartbeat has stopped, and its host."""
         for machine, silent_s in self._silent.items():
             beat = self._beats[machine]
             stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
@@ -147,28 +144,28 @@ class _Others:
 
 
 class IdleTime:
-    """Counts for how long a sentinel has had no rank to watch."""
+    """Time during which a sentinel has had no rank to watch."""
 
     def __init__(self) -> None:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel is to end.
+        """Return whether the sentinel should end.
 
         Args:
             elapsed: seconds since the last look; a pause of the sentinel itself counts little.
-            watching: for each rank of this machine, whether its process lives and its watch is open.
+            watching: for each rank of this machine, whether its process is alive and its watch is open.
         """
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Ends this process when no rank of its machine is left, even while a request to the store blocks.
+    """Thread that ends this process when its machine has no rank left, even while a request to the store blocks.
 
     Args:
-        starter: the process that started the sentinel, which is the only known rank until `members` is set.
-        board: where the ranks write.
+        starter: process that started the sentinel, the only known rank until `members` is set.
+        board: the ranks' board.
     """
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
@@ -188,7 +185,7 @@ class _Guard(threading.Thread):
             before = now
 
     def _watching(self) -> list[bool]:
-        """Return for each rank whether its process lives and its watch is open."""
+        """Return for each rank whether its process is alive and its watch is open."""
         members = self.members
         if not members:
             return [self._starter.state() is not ProcessState.ENDED]
@@ -199,15 +196,15 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Be a sentinel, until a fault is in the store, the ranks of this machine have left, or the store is gone.
+    """Run a sentinel until the store has a fault, the ranks of this machine have left, or the store is gone.
 
     Args:
-        starter: the process that started it.
+        starter: process that started it.
     """
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # If the run ends while its sentinel starts, the store may be gone: do not try to connect for long.
+    # If the run ends while its sentinel starts, the store may be gone: do not retry the connection for long.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
@@ -250,7 +247,7 @@ def _fault(
     members: tuple[RollEntry, ...],
     board: Board,
 ) -> Fault | None:
-    """Return the fault that is seen from here, if any; of ranks elsewhere, their own sentinels see more."""
+    """Return the fault that is visible from here, if any; other sentinels see more of their own ranks."""
     theirs = others.seen()
     accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
     if accused is None and len(own) + len(theirs) == board.ranks:
@@ -266,5 +263,5 @@ def _fault(
 if __name__ == "__main__":
     try:
         stand(Post(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
-    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone, and with it whom to tell
+    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone: no process is left to inform
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""This process's open sockets, and ending the connections of some of them for both sides."""
+"""Open sockets of this process, and shutting down some of their connections for both sides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def open_sockets() -> frozenset[tuple[int, str]]:
-    """The open sockets of this process as (descriptor, inode); empty where the system does not list them."""
+    """Return the open sockets of this process as (descriptor, inode); empty if the system does not list them."""
     sockets: set[tuple[int, str]] = set()
     try:
         descriptors = os.listdir("/proc/self/fd")
@@ -24,7 +24,7 @@ def open_sockets() -> frozenset[tuple[int, str]]:
 
 
 def shut_down(descriptor: int) -> None:
-    """Ends a connection for both sides, leaving the descriptor to its owner."""
+    """Shut down a connection for both sides, leaving the descriptor to its owner."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             # Shutting a listener makes gloo's accept fail, which it treats as fatal for the process.

@@ -1,7 +1,8 @@
-"""Whether a process of this host lives, seen from outside: it need not answer, and its interpreter may be busy.
+"""Liveness of processes on this host, observed from outside: the process need not respond, and may hold its
+interpreter.
 
-A rank that computes for a minute without letting go of the interpreter lock beats no heart, and is well; one that was
-stopped (SIGSTOP, a debugger) or has ended is not, and the system knows.
+A rank that computes for a minute without releasing the interpreter lock sends no heartbeat but is healthy; one that was
+stopped (SIGSTOP, a debugger) or has ended is not. The operating system knows the difference.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _STOPPED = frozenset("Tt")  # by a signal; by a debugger
-_ENDED = frozenset("ZXx")  # a zombie has ended, though nobody has asked how
+_ENDED = frozenset("ZXx")  # a zombie has ended, though its parent has not reaped it
 
 
 class ProcessState(Enum):
-    """What the system says of a process."""
+    """State of a process according to the system."""
 
     RUNNING = "running"  # or sleeping, or waiting for a disk
     STOPPED = "stopped"
@@ -31,8 +32,8 @@ class WatchedProcess:
     """A process of this machine.
 
     Attributes:
-        pid: the system's number for it.
-        started: when it began, in the system's own ticks, because numbers are used again; 0 where that is not known.
+        pid: process id.
+        started: start time in system ticks, because process ids are reused; 0 if unknown.
     """
 
     pid: int
@@ -45,16 +46,16 @@ class WatchedProcess:
 
     @staticmethod
     def of(pid: int) -> WatchedProcess:
-        """Return the process that has a number now."""
+        """Return the process that currently has an id."""
         status = _status(pid)
         return WatchedProcess(pid, 0 if status is None else status[1])
 
     def state(self) -> ProcessState:
-        """Ask the system; about 20 us. Where it has no /proc, a stopped process cannot be told from a running one."""
+        """Return the state; takes about 20 us. Without /proc, a stopped process appears to be running."""
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return its state, and what it has computed since it began, in the system's ticks (0: that is not known)."""
+        """Return its state, and its CPU time since it started, in system ticks (0 if unknown)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -64,12 +65,12 @@ class WatchedProcess:
 
 
 def _status(pid: int) -> tuple[str, int, int] | None:
-    """Return the letter of a process's state, when it began, and its CPU time in ticks; None where there is none."""
+    """Return a process's state letter, start time, and CPU time in ticks; None if it does not exist."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
+    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may contain any character
     return fields[0], int(fields[19]), int(fields[11]) + int(fields[12])
 
 
@@ -84,7 +85,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Name what processes share that can see each other and use one network: a host, or a container of it."""
+    """Return an identifier shared by processes that see each other and use one network: a host or a container."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

@@ -1,4 +1,4 @@
-"""The roll: which ranks are on which machine, and where their board is; read as they arrive, waited for by nobody."""
+"""Registry of ranks per machine, and the address of each machine's board; read while ranks arrive, without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.cluster.failure.process_liveness import WatchedProcess
 
 @dataclass(frozen=True)
 class RollEntry:
-    """A rank, as the others of its machine know it."""
+    """A rank as known to the others of its machine."""
 
     rank: int
     host: str
@@ -21,14 +21,14 @@ class RollEntry:
 
 
 class Roll:
-    """Whom a store knows of, by machine.
+    """Ranks registered in a store, by machine.
 
-    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th of them,
-    `board/M` is where their board is; `machines` counts machines, `machines/i` names the i-th.
+    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th of them, `board/M`
+    is the address of their board; `machines` counts machines, `machines/i` names the i-th.
 
     Args:
-        store, namespace: where the roll is kept: a store that all ranks reach, and what its keys begin with there.
-        machine: the one whose ranks are asked for.
+        store, namespace: a store that all ranks can reach, and the prefix of the registry's keys.
+        machine: the machine whose ranks are returned.
     """
 
     def __init__(self, store: Store, namespace: str, machine: str) -> None:
@@ -48,10 +48,10 @@ class Roll:
         return index == 1
 
     def board(self, ranks: int) -> Board:
-        """Return the board of this machine, made by whoever asks first.
+        """Return the board of this machine, created by the first caller.
 
         Raises:
-            OSError: it is gone, and so is the process that made it.
+            OSError: it is gone, and so is the process that created it.
         """
         board = Board.make(ranks)
         address = self._store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
@@ -71,7 +71,7 @@ class Roll:
         return tuple(self._members)
 
     def machines(self) -> tuple[str, ...]:
-        """Return the machines of which some rank has arrived."""
+        """Return the machines with at least one registered rank."""
         for index in range(len(self._machines) + 1, self._add("machines", 0) + 1):
             name = self._get(f"machines/{index}")
             if name is None:
@@ -83,7 +83,7 @@ class Roll:
         return int(self._store.add(self._key(key), number))
 
     def _get(self, key: str) -> bytes | None:
-        """Return a value that may not be there yet: `get` alone would wait for it."""
+        """Return a value, or None if it does not exist: `get` alone would wait for it."""
         name = self._key(key)
         return bytes(self._store.get(name)) if self._store.check([name]) else None
 

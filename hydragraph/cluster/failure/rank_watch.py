@@ -1,27 +1,28 @@
-"""One watch over a process's ranks, from the moment they meet until the last needs the others no more.
+"""Failure watch of a process's ranks, from the moment they meet until none needs another any more.
 
-What is watched, by whom:
+Failures and their detection:
 
-| what fails | who notices | how |
+| failure | detected by | how |
 |---|---|---|
-| a rank raises in a call of ours | itself | writes the fault to the store; an exception that ends the process, too |
-| a process ends or is stopped | the ranks of its machine; the launcher; of several machines a sentinel | its state |
-| a machine or the link to it | the sentinels of the others | its sentinel's beat in the store stops |
-| the store, or the link to it | every rank for itself | no answer, counted on a thread of its own |
-| nobody moves on | the ranks of the one machine, or a sentinel | the ranks' boards stand still for `progress_s` |
+| a rank raises in a watched call, or an exception ends its process | itself | writes the fault to the store |
+| a process ends or is stopped | the ranks of its machine; the launcher; with several machines a sentinel | its state |
+| a machine or its link | the sentinels of the others | its sentinel's heartbeat in the store stops |
+| the store or its link | every rank for itself | no answer, counted on a separate thread |
+| no rank makes progress | the ranks of a single machine, else a sentinel | boards unchanged for `progress_s` |
 
-A rank that is slow is not accused: whether a process lives is asked of the system, not of its interpreter (`judge`).
+A slow rank is not accused: the operating system, not the interpreter, is asked whether a process is alive
+(`failure_detector`).
 
-Then, per process:
+After a fault, each process does the following:
 
-1. Whoever learns of a fault cuts the sockets of its communicators (NCCL: aborts them), because gloo has no other way
-   to end a wait on a rank that is alive but will never answer. The cut comes a little later than the news, so that
-   waits on the failed rank itself end by themselves, and before any communicator is dropped, because dropping one
-   with operations pending can block.
-2. Waits that even the cut does not end are left behind: gloo forgets a receive whose connection broke amid its
-   payload, so that it ends with the communicator's timeout only. Hence no wait happens on the caller's own thread.
-3. Every rank but the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, then and
-   at every later call. A new `compile` on all ranks meets under a new watch.
+1. It shuts down the sockets of its communicators (NCCL: aborts them), because gloo has no other way to end a wait on a
+   rank that is alive but will never answer. This happens shortly after the fault is known, so that waits on the failed
+   rank itself can end with their own errors, and before any communicator is dropped, because dropping one with pending
+   operations can block.
+2. It abandons waits that do not end even then: gloo forgets a receive whose connection broke in the middle of its
+   payload, so it ends only with the communicator's timeout. Therefore no wait runs on the caller's thread.
+3. Every rank except the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, now
+   and at every later call. A new `compile` on all ranks meets under a new watch.
 """
 
 from __future__ import annotations
@@ -72,42 +73,42 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNREACHABLE_S = (
-    7.0  # without an answer of the store; a link that was down for 3 s answers after 6.2 s, as TCP tries again
+    7.0  # without an answer of the store; after a 3 s link outage, answers arrive at 6.2 s, because of TCP's retries
 )
 
-CLOSED = "close"  # what a rank shows that has closed its executable begins so
+CLOSED = "close"  # prefix of the call shown by a rank that has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
-_LOOKED_AT = 8  # ranks per poll, on average: of more, all are looked at less often
-_ROLL_S = 1.0  # between two looks at who else has arrived
-_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s; those messages are the better ones
-_SUSPECT_S = 1.5  # once communication has failed: a process that has been stopped for so long is the reason
-_PATIENCE = timedelta(seconds=2.5)  # to learn who is at fault; longer than _SUSPECT_S
-_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end by the cut; it takes effect within 0.1 s where it does
-_MEETING = timedelta(seconds=30)  # for the store's answers when ranks meet
-_TOGETHER = (ValueError, FloatingPointError, Stopped)  # what ranks refuse, they refuse alike
+_LOOKED_AT = 8  # ranks checked per poll, on average: with more ranks, all are checked less often
+_ROLL_S = 1.0  # between two checks for new arrivals
+_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s, with better messages
+_SUSPECT_S = 1.5  # after a communication error, a process stopped for this long is taken as its cause
+_PATIENCE = timedelta(seconds=2.5)  # for finding the rank at fault; longer than _SUSPECT_S
+_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown, which takes effect within 0.1 s if it does
+_MEETING = timedelta(seconds=30)  # for the store's answers during the meeting
+_TOGETHER = (ValueError, FloatingPointError, Stopped)  # errors that all ranks raise together
 _AGREED = "_hydragraph_agreed"
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
-    """Marks an error of communication, whose origin may be another rank; its cause is the error itself."""
+    """Marks a communication error, which another rank may have caused; `__cause__` is the original error."""
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks know of and raise together: it is no rank's failure."""
+    """Mark an error that all ranks know of and raise together; it is not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
 
 class Watch:
-    """Watches over the ranks that met at a store; every rank makes one, and none waits for another to do so.
+    """Watches the ranks that met at a store. Every rank creates one, without waiting for the others.
 
     Args:
-        store: where they met; None for a process that is alone.
-        rank, ranks: which of how many; a process that is alone (ranks=1) needs no thread.
-        number: which watch over this store, counted alike by all ranks.
-        stopped_s: after how long a stopped process has failed.
-        generation: which of a launch's ranks these are, whose deaths it tells.
+        store: store where they met; None for a single process.
+        rank, ranks: rank of this process and number of ranks; a single process (ranks=1) needs no thread.
+        number: index of this watch over the store, counted equally by all ranks.
+        stopped_s: maximum time that a healthy process may be stopped.
+        generation: name of these ranks within a launch, used by the launcher to report deaths.
 
     Raises:
         RankFailure: the store does not answer.
@@ -126,15 +127,15 @@ class Watch:
         self.rank = rank
         self.ranks = ranks
         log.at_rank(rank, ranks)
-        # An executable that nobody uses any more must not live on because it was watched.
+        # Watching an executable must not keep it alive.
         self._describe: Callable[[], Callable[[int, int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
-        self._inside = 0  # calls under way, on all threads
-        self._waits = 0  # waits under way, on all threads
+        self._inside = 0  # calls in progress, on all threads
+        self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # between calls; now; of a thread that runs beside them
+        self._resting = self._shown = self._beside = ""  # shown between calls; shown now; call of a background thread
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -144,10 +145,10 @@ class Watch:
         self._judge = Judge(stopped_s)
         self._stall = Stall()
         self._members: tuple[RollEntry, ...] = ()
-        self._unseen_s = 0.0  # since the ranks of this machine were looked at
+        self._unseen_s = 0.0  # since the last check of this machine's ranks
         self._explaining = False
         self._death: tuple[int, str] | None = None
-        self._first = False  # of this machine's ranks
+        self._first = False  # whether it is the first rank of this machine
         self._sentinel: Sentinel | None = None
         self._waiter = Waiter(_POLL)
         self._thread: threading.Thread | None = None
@@ -157,7 +158,7 @@ class Watch:
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
-        """Find the place that the ranks of this watch share, enter the roll, and start watching."""
+        """Find the namespace shared by the ranks of this watch, register, and start watching."""
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
@@ -185,11 +186,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
         self._thread.start()
 
-    # What callers call.
+    # Interface.
 
     @property
     def progress_s(self) -> float:
-        """After how long without progress of any rank, seconds, the run has failed."""
+        """Limit in seconds for a run without progress of any rank."""
         return PROGRESS_S if self._thread is None else self._board.progress_s
 
     @progress_s.setter
@@ -199,7 +200,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Make the connections opened inside the ones to cut after a fault: create communicators inside."""
+        """Register the connections opened inside for shutdown after a fault: create communicators inside."""
         before = open_sockets()
         try:
             yield
@@ -207,18 +208,18 @@ class Watch:
             self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
-        """Call `abort` after a fault too, from any thread; it ends operations that no socket of ours carries."""
+        """Call `abort` after a fault too, from any thread, to end operations that no guarded socket carries."""
         self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Run a call that all ranks make inside, on any thread.
+        """Run a collective call inside, on any thread.
 
         Args:
-            what: the call, in words, for the others if this rank fails in it.
+            what: description of the call, shown by other ranks if this rank fails in it.
 
         Raises:
-            RankFailure: another rank failed in it, or any rank before.
+            RankFailure: another rank failed in it, or any rank failed before.
         """
         with self._entered(what):
             try:
@@ -229,21 +230,21 @@ class Watch:
                 if isinstance(error, _Disconnected) or not getattr(error, _AGREED, False):
                     self._fail(error)
                 raise
-            except BaseException as error:  # an interrupt, or the end of the process
+            except BaseException as error:  # an interrupt or the end of the process
                 self.report(error)
                 raise
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step inside: as `calling`, but whatever is raised is this rank's failure, unless it is `agreed`.
+        """Run one step inside: as `calling`, but any error is this rank's failure unless it is `agreed`.
 
         Args:
-            number: the step's, for the others' errors if this rank fails in it.
-            describe: the text of the instruction at (rank, index) in a step, by its number, as a rank may be one step
-                away from this one; also called from the watching thread.
+            number: step number, shown by other ranks if this rank fails in it.
+            describe: returns the text of the instruction at (rank, index) in a given step, because a rank may be one
+                step ahead or late; also called from the watch's thread.
 
         Raises:
-            RankFailure: another rank failed in it, or any rank before.
+            RankFailure: another rank failed in it, or any rank failed before.
         """
         self._step = number
         if describe is not None:
@@ -278,21 +279,21 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Show between calls what this rank did last: others may go on, and wonder why it does not answer."""
+        """Show between calls what this rank did last, in case others wait for it."""
         self._resting = after
         if not self._calls:
             self._show(after)
 
     @property
     def _calls(self) -> list[str]:
-        """The calls that this thread is in, the innermost last."""
+        """Calls that this thread is in, the innermost last."""
         if not hasattr(self._own, "calls"):
             self._own.calls = []
         calls: list[str] = self._own.calls
         return calls
 
     def _show(self, call: str) -> None:
-        """Write the call that this rank is in on its board: the main thread's, or else one that runs beside it."""
+        """Write this rank's current call on its board: the main thread's, otherwise that of a background thread."""
         if threading.get_ident() != self._main:
             self._beside = call
         else:
@@ -302,28 +303,28 @@ class Watch:
             self._board.call(self.rank, self._shown or self._beside)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the failure that an error of communication stands for, or report this rank's own error."""
+        """Raise the failure that caused a communication error, or report this rank's own error."""
         if not isinstance(error, _Disconnected):
             if self._fault is None:
                 self.report(error)
             return
-        # An error of communication says that a connection broke, not who broke it: the failed rank may be another.
+        # A communication error says that a connection broke, not who broke it: another rank may have failed.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
         if failure.rank == self.rank and ours and cause is not None:
-            raise cause from None  # nobody else failed, and the store was there: the error is our own
+            raise cause from None  # no other rank failed and the store answers: the error is this rank's own
         raise failure from error.__cause__
 
     def at(self, index: int) -> None:
-        """Note that this rank is at an instruction; about a microsecond."""
+        """Record that this rank is at an instruction; takes about a microsecond."""
         self._place(index)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors from inside as errors of communication, which another rank may have caused.
+        """Mark RuntimeErrors from inside as communication errors, which another rank may have caused.
 
-        Outside of a call it does nothing: nobody would explain them.
+        Outside of a watched call it has no effect, because no caller would explain them.
         """
         try:
             yield
@@ -336,7 +337,7 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this rank waits for others: it is not the one that holds them up."""
+        """Record that this rank waits for others, so that it is not the one that delays them."""
         if self._thread is None:
             yield
             return
@@ -353,7 +354,7 @@ class Watch:
                 self._board.waits(self.rank, self._waits > 0)
 
     def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
-        """Wait for an operation of gloo's, or until communication has been ended; a waiter serves one thread."""
+        """Wait for a gloo operation, or until communication is ended; a waiter serves one thread."""
         if self.ranks == 1 or work.is_completed():
             with self.communicating():
                 work.wait()
@@ -361,7 +362,7 @@ class Watch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return what a function returns that waits for other ranks, unless communication is ended before."""
+        """Return the result of a function that waits for other ranks, unless communication is ended first."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -372,42 +373,42 @@ class Watch:
         return self._cut_at is not None and time.monotonic() - self._cut_at > _LAST_CHANCE.total_seconds()
 
     def waiter(self) -> Waiter:
-        """Return a waiter for another thread than the one that made this watch."""
+        """Return a waiter for a thread other than the one that created this watch."""
         return Waiter(_POLL)
 
     def check(self) -> None:
-        """Raise the RankFailure of a fault that is known; call it where a device may have been freed by an abort."""
+        """Raise the RankFailure of a known fault; call it where an abort may have released the device early."""
         if self._fault is not None:
             raise self._failure(self._fault)
 
     @property
     def broken(self) -> bool:
-        """Whether a fault is known; no call runs any more."""
+        """Whether a fault is known; no further calls run."""
         return self._fault is not None
 
     @property
     def closed(self) -> bool:
-        """Whether it watches no more."""
+        """Whether it has stopped watching."""
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's own error as the fault (unless there is one) and end its communication."""
+        """Write this rank's error as the fault, unless there is one, and end its communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
-        """Report what ends this process, or whom it is to be blamed on: a caller's own collectives fail with others."""
+        """Report the error that ends this process, or its cause: a caller's own collectives fail if other ranks do."""
         if type(error) in (RuntimeError, dist.DistBackendError):
             self.explain(error)
         else:
             self.report(error)
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find which rank caused an error of communication; takes seconds at most.
+        """Find the rank that caused a communication error; takes at most seconds.
 
         Returns:
-            The failure that all ranks agree on. Where no rank is known to have failed it names this one.
+            The failure that all ranks agree on. If no rank is known to have failed, it names this one.
         """
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
@@ -417,10 +418,10 @@ class Watch:
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(_SUSPECT_S)
             if accused is not None and self._death is None:
-                time.sleep(2 * _POLL.total_seconds())  # the launcher knows better how it ended
+                time.sleep(2 * _POLL.total_seconds())  # the launcher knows more precisely how it ended
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
-        # Nobody is seen to have failed: perhaps a rank has closed its executable, and sends no more.
+        # No failure is visible: perhaps a rank has closed its executable and sends no more.
         if self._fault is None and (closed := self._closed()) is not None:
             self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
@@ -429,7 +430,7 @@ class Watch:
         return self._failure(fault)
 
     def _closed(self) -> int | None:
-        """Return a rank of this machine that has closed what others still use."""
+        """Return a rank of this machine that has closed an executable that others still use."""
         shown = {m.rank: self._board.read(m.rank).call for m in self._members}
         return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
@@ -446,18 +447,18 @@ class Watch:
             self._thread.join()
         self._thread = None
         self._waiter.close()
-        if self._asker.close():  # else it may yet read the board
+        if self._asker.close():  # otherwise it may still read the board
             self._board.close()
         atexit.unregister(self._end_of_process)
 
     def _end_of_process(self) -> None:
-        """Tell the others how this process ends."""
+        """Report to the others how this process ends."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and self._fault is None and self._pid == os.getpid():
             self.ended_by(error)
         self.close()
 
-    # What the threads do.
+    # Threads.
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -467,8 +468,8 @@ class Watch:
             before = now
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # before the cut: it lets this process end
-                # Until the cut, waits on the failed rank itself end by themselves, with errors that say more.
+                    self._write_stacks(self._fault)  # before the shutdown, which lets this process end
+                # Before the shutdown, waits on the failed rank end with errors that say more.
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -482,23 +483,23 @@ class Watch:
         now = time.monotonic()
         if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
             self._members = roll.members()
-            self._asked_roll = now  # behind it: where the store did not answer, it is asked again at once
+            self._asked_roll = now  # set afterwards: if the store did not answer, it is asked again immediately
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
             post = post_of(client, name, roll.machine, self._board.address, self.ranks)
             if several and self._sentinel is None and self._fault is None and post is not None:
                 self._sentinel = Sentinel(post)
-        if self._sentinel is not None and self._fault is None:  # after a fault a sentinel ends by itself
+        if self._sentinel is not None and self._fault is None:  # after a fault a sentinel ends itself
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:
-        """Look whether there is a fault: one written, or one that is seen from here."""
+        """Check for a fault, written by another rank or visible from here."""
         accused = self._looked_at_ranks(elapsed)
-        self._asker.silent_s += min(elapsed, PAUSE_S)  # of a pause (this process was stopped) little counts
+        self._asker.silent_s += min(elapsed, PAUSE_S)  # a pause of this process counts little
         if self._fault is not None:
             return
-        # In order of how much each knows: the launcher, which saw how the process ended; what is seen of processes from
-        # here; and last, that the store is silent, which says nothing of other ranks. A rank outside of any call is not
-        # held up by others: it accuses only who has ended.
+        # In order of reliability: the launcher, which saw how the process ended; the state of processes seen from here;
+        # and last, a silent store, which reveals no information about other ranks. A rank outside of any call is not
+        # delayed by others: it accuses only ranks whose process has ended.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -509,10 +510,10 @@ class Watch:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Look at the ranks of this machine if it is time to, and return whom that accuses.
+        """Check the ranks of this machine if it is time to, and return the resulting accusation.
 
-        Each rank looks at each other: at every poll, hundreds of ranks would do little else. Of many, one sees all
-        every half a second at the latest, and the first that sees something tells the others.
+        Each rank checks every other: at every poll, hundreds of ranks would do little else. With many, one rank checks
+        all others at least every half a second, and the first that detects a failure informs the rest.
         """
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
@@ -526,7 +527,7 @@ class Watch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Fail by oneself: nobody can be told, and each rank that is cut off finds out alone."""
+        """Record a local fault: each rank that is cut off detects it alone and cannot inform others."""
         where = self._instruction(self.rank)
         self._fault = Fault(self.rank, self._step, where, f"the store that the ranks met at {how}", self._host)
 
@@ -544,12 +545,12 @@ class Watch:
         return self._fault
 
     def _cut(self) -> None:
-        """End all communication of the guarded connections; later calls find nothing left to do."""
+        """End all communication of the guarded connections; later calls have no effect."""
         with self._cutting:
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
-            # Descriptors are reused: only those that are still the same socket.
+            # Descriptors are reused: shut down only those that are still the same socket.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
             self._aborts = []
@@ -559,7 +560,7 @@ class Watch:
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:
-        """Write what every rank of this machine is doing; for the one that stands still, another asks."""
+        """Write the stacks of every rank of this machine; another rank requests those of the stalled one."""
         if fault.rank != self.rank:
             stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
         others = [m.rank for m in self._members if m.rank != fault.rank]
@@ -569,14 +570,14 @@ class Watch:
                     who = f"rank {fault.rank} of {self.ranks} ({member.host}), which stands still,"
                     stack_dump.ask(member.process.pid, who)
 
-    # Where ranks are.
+    # Positions of ranks.
 
     def _place(self, index: int | None) -> None:
         if self._thread is not None:
             self._board.place(self.rank, self._step, index)
 
     def _instruction(self, rank: int) -> str:
-        """Return the instruction or the call that a rank is at, or "" where nothing is known of it."""
+        """Return the instruction or the call that a rank is at, or "" if unknown."""
         progress = self._board.read(rank)
         return (
             progress.call
@@ -585,7 +586,7 @@ class Watch:
         )
 
     def _here(self) -> str:
-        """Return where this thread is."""
+        """Return the current call or instruction of this thread."""
         beside = threading.get_ident() != self._main and self._calls
         return self._calls[-1] if beside else self._instruction(self.rank)
 
@@ -604,7 +605,7 @@ class Watch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    """Return what gives a function, or None once the object whose method it is has gone."""
+    """Return a function that returns `function`, or None once the object whose method it is has been deleted."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 

@@ -1,7 +1,7 @@
-"""What every thread of a rank is doing, on stderr: for a run in which nobody moves on.
+"""Stack dumps of all threads of a rank on stderr, for a run without progress.
 
-It is written by C code that needs no interpreter, so that a rank that never lets go of its own can be asked too: by a
-signal, which another rank of its machine sends.
+They are written by C code that needs no interpreter lock, so that a rank that never releases it can be inspected too:
+by a signal from another rank of its machine.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 import signal
 import sys
 
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # one that nobody else is likely to use
+_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # a signal that other code is unlikely to use
 _STDERR = 2
 
 
 def answer() -> None:
-    """Let this process answer to `ask`."""
+    """Make this process answer `ask`."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(_ASK, file=_STDERR, all_threads=True)
 
 
 def ask(pid: int, who: str) -> None:
-    """Have another process write its stacks, below a line that says whose they are."""
+    """Make another process write its stacks, below a line that names it."""
     _say(who)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def ask(pid: int, who: str) -> None:
 
 
 def write(who: str) -> None:
-    """Write this process's stacks, below a line that says whose they are."""
+    """Write this process's stacks, below a line that names it."""
     _say(who)
     faulthandler.dump_traceback(_STDERR)
 

@@ -1,4 +1,4 @@
-"""The one thread that speaks with the store, so that nobody else ever waits for a store that does not answer."""
+"""Dedicated thread for requests to the store, so that no other thread waits for a store that does not answer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Unanswered(Exception):  # noqa: N818  it reads as a sentence
+class Unanswered(Exception):  # noqa: N818 reads as a sentence
     """The store did not answer in time, or is gone."""
 
 
 class Asker:
-    """Asks the same question again and again, and others in between.
+    """Repeats a request to the store, and runs others in between.
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
-        interval: how long to wait after one answer before asking again.
+        interval: pause between an answer and the next request.
 
     Attributes:
-        silent_s: for how long no answer has come, as whoever reads it counts: it is only set to 0 here.
+        silent_s: seconds without an answer, counted by the reader; the asker only resets it to 0.
         gone: whether the store's process has closed the connection.
     """
 
@@ -38,11 +38,11 @@ class Asker:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return the answer to a question of one's own.
+        """Return the answer to another request.
 
         Raises:
-            Unanswered: it took longer, or the store is gone.
-            OSError: the question did.
+            Unanswered: it took longer than `patience`, or the store is gone.
+            OSError: raised by the request.
         """
         answer: SimpleQueue[Any] = SimpleQueue()
         self._others.put((question, answer))
@@ -56,7 +56,7 @@ class Asker:
         return value
 
     def close(self) -> bool:
-        """End the thread; return whether it has ended: it cannot while the store does not answer."""
+        """Stop the thread; return whether it has ended, which it cannot while the store does not answer."""
         self._stopped.set()
         self._others.put(None)
         self._thread.join(1.0)
@@ -79,7 +79,7 @@ class Asker:
             except OSError as error:
                 if other is not None:
                     other[1].put(error)
-            except Exception:  # of the store: PyTorch's own kind, by version
+            except Exception:  # the store's error; its PyTorch type depends on the version
                 self.gone = True
                 if other is not None:
                     other[1].put(Unanswered())

@@ -1,4 +1,5 @@
-"""How processes start, end and share memory on one machine: forking, torchrun, pickling, signals, stores, threads.
+"""Starting and ending processes, and sharing memory, on one machine: forking, torchrun, pickling, signals, stores,
+threads.
 
-Who is a rank is decided in `cluster/rendezvous/`, and who has failed in `cluster/failure/`.
+`cluster/rendezvous/` decides which processes are ranks, and `cluster/failure/` which have failed.
 """

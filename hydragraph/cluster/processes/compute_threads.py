@@ -1,11 +1,11 @@
-"""The threads that a rank computes with: how many, and how long they wait for each other by spinning.
+"""Compute threads of a rank: their number, and how long they spin while they wait for each other.
 
-PyTorch's threads (GNU OpenMP) meet after every operator, and who is first spins for some milliseconds before it sleeps.
-As soon as anything else wants one of their cores, a browser or another rank's helper, all spin for the one that is not
-scheduled: with 4 threads on 4 cores, of which others kept about 2 busy, plain PyTorch trained a model of 10 million
-parameters with 59 tokens a second, and with 1,145 where threads spin a thousand times only. On an idle machine that
-costs a tenth to a quarter of the speed, the more the smaller the operators are; so it is done where others are busy
-when a run starts. OpenMP reads its variables once, when PyTorch is loaded.
+PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for some milliseconds before they
+sleep. When another process needs one of their cores, such as a browser or another rank's helper, all spin for the
+thread that is not scheduled: with 4 threads on 4 cores and other processes using about 2 of them, plain PyTorch trained
+a model of 10 million parameters at 59 tokens/s, and at 1,145 when threads spun only a thousand times. On an idle
+machine, short spinning costs a tenth to a quarter of the speed, more for smaller operators, so it is used only if other
+processes are busy when a run starts. OpenMP reads its variables once, when PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# About as long as between two operators; GNU OpenMP's own default is 300,000.
+# About as long as the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Cores that others have kept busy over the last minute, from which on threads spin briefly.
+# Average busy cores over the last minute that make threads spin only briefly.
 _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return what an environment lacks for threads not to stall on a busy machine.
+    """Return additional environment variables that keep threads from stalling on a busy machine.
 
     Args:
-        environment: of the process that will load PyTorch; nothing is added where it says how threads wait.
-        busy: cores that were busy over the last minute; None: what this machine says.
+        environment: environment of the process that will load PyTorch; if it already sets the waiting behaviour, {} is
+            returned.
+        busy: average busy cores over the last minute; None: this machine's load.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         return {}
@@ -34,9 +35,9 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 
 def threads_of(ranks: int) -> int:
-    """Return how many threads each of this machine's ranks computes with.
+    """Return the number of compute threads of each of this machine's ranks.
 
-    So many as OMP_NUM_THREADS says, as everywhere in PyTorch; without it all share the machine's cores.
+    OMP_NUM_THREADS sets it, as everywhere in PyTorch; otherwise ranks share the machine's cores.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of a list: nested levels come behind
     if asked.isdecimal() and int(asked):

@@ -17,11 +17,11 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set what a rank that computes on a GPU needs; what the user has set stays, with a warning where it is harmful.
+    """Set the variables that a rank on a GPU needs; keep the user's values, with a warning about harmful ones.
 
     - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, a thread of PyTorch ends this process as soon as NCCL
-      reports that a peer is lost, before the failure watch has found out which rank failed, and also where survivors
-      could go on. The watch aborts communicators itself, which PyTorch supports at 0 only
+      reports that a peer is lost, before the failure watch has found out which rank failed, even if survivors could
+      continue. The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
     - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues: computation, four kinds of
       messages and each communicator's own stream are more than 8, and one would wait for another that it need not.

@@ -1,4 +1,4 @@
-"""The ranks that `launch` starts, seen from outside: their processes, their outcomes, and whose failure came first."""
+"""Ranks started by `launch`, seen from outside: their processes, their outcomes, and which failure came first."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from hydragraph.cluster.processes.rank_process import (
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # for peers to fail by themselves; to agree on a fault takes them up to 3 s, twice that on a busy host
-_CULPRIT_S = 2.0  # for the rank at fault to tell its own error, once all others have told theirs; it may hang
-_EXIT_S = 5.0  # for a rank that is done to end its process
+_GRACE_S = 8.0  # for peers to fail on their own; agreeing on a fault takes up to 3 s, twice that on a busy host
+_CULPRIT_S = 2.0  # for the rank at fault to report its error after all others have; it may hang
+_EXIT_S = 5.0  # for a finished rank to end its process
 _STOPPED_LOOK_S = 0.05
-_LOOK_S = 0.5  # between two looks at whether processes have been stopped
+_LOOK_S = 0.5  # between two checks for stopped processes
 
 GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which ranks import
 
@@ -50,19 +50,19 @@ Context = ForkServerContext | SpawnContext
 
 
 class Process(Protocol):
-    """A rank's process as its launcher sees it: one of multiprocessing's, or one on another machine."""
+    """A rank's process as seen by its launcher: a multiprocessing process, or one on another machine."""
 
     @property
     def pid(self) -> int | None:
-        """Its id; None where it is not on this machine."""
+        """Process id; None if it is not on this machine."""
 
     @property
     def exitcode(self) -> int | None:
-        """How it ended; None while it has not."""
+        """Exit code; None while it runs."""
 
     @property
     def sentinel(self) -> int:
-        """What becomes readable when it has ended."""
+        """Descriptor that becomes readable when it has ended."""
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
@@ -77,11 +77,11 @@ class Process(Protocol):
         """Wait for its end."""
 
     def close(self) -> None:
-        """Let go of what is held for it."""
+        """Release its resources."""
 
 
 class NotStarted:
-    """A process that could not be started, seen as one that died at birth.
+    """A process that could not be started, represented as one that died immediately.
 
     Args:
         error: why.
@@ -98,7 +98,7 @@ class NotStarted:
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is readable, as of a process that has ended."""
+        """A readable descriptor, as for a process that has ended."""
         return self._sign.fileno()
 
     def is_alive(self) -> bool:
@@ -112,7 +112,7 @@ class NotStarted:
         """Do nothing: no process was started."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def close(self) -> None:
         """Close the descriptor of `sentinel`."""
@@ -121,7 +121,7 @@ class NotStarted:
 
 @dataclass
 class RankHandle:
-    """One rank's process and, once there is one, its outcome."""
+    """One rank's process and, once known, its outcome."""
 
     rank: int
     process: Process
@@ -138,22 +138,22 @@ def run_crew(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, wait for them, and leave none behind.
+    """Start ranks and wait for them; leave no process running.
 
     Args:
-        context: of multiprocessing, which starts their processes.
-        ranks: how many processes.
-        port: where the store that they meet at listens, on this host.
+        context: multiprocessing context that starts their processes.
+        ranks: number of processes.
+        port: port of the store where they meet, on this host.
         work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
-        prepared: what every rank reads, and passes to the function before these arguments; None: nothing.
-        relay: told of the processes while they run, so that requests to stop can be passed on to them.
+        prepared: holds a value that every rank reads and passes before these arguments; None: no such value.
+        relay: informed of the processes while they run, so that stop requests can be forwarded to them.
 
     Returns:
-        What each rank returned, pickled, by rank.
+        Each rank's pickled result, by rank.
 
     Raises:
-        RankFailure, TimeoutError, any other error: as `launch`.
+        RankFailure, TimeoutError, any other error: as for `launch`.
     """
     crew: list[RankHandle] = []
     try:
@@ -171,10 +171,10 @@ def run_crew(
 
 @contextmanager
 def _nothing_from_the_current_directory() -> Iterator[None]:
-    """Let interpreters that start now look for modules elsewhere; multiprocessing's, which run `-c`, look there first.
+    """Keep the current directory off the import path of interpreters that start now; `-c` ones search it first.
 
-    They get this process's path before they import anything of the user's. PYTHONSAFEPATH is not theirs to keep: a rank
-    begins with the environment of its launcher.
+    multiprocessing's interpreters run `-c`. They get this process's path before they import any user module. They must
+    not keep PYTHONSAFEPATH: a rank starts with the environment of its launcher.
     """
     if os.environ.get("PYTHONSAFEPATH"):
         yield
@@ -189,7 +189,7 @@ def _nothing_from_the_current_directory() -> Iterator[None]:
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
     """Start a process whose function gets the connection for its outcome as its first argument, before `args`.
 
-    If the system or the fork server cannot start one (EAGAIN, say), the handle is of a process that has died.
+    If the system or the fork server cannot start one (EAGAIN, say), the handle represents a process that has died.
     """
     answering_server()
     ours, theirs = context.Pipe()
@@ -200,12 +200,12 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
-    theirs.close()  # so that only the process holds its end, and its death shows
+    theirs.close()  # so that only the process holds its end, and its death is visible
     return RankHandle(rank, process, ours)
 
 
 def forget(member: RankHandle) -> None:
-    """End a process, and let go of what is held for it."""
+    """End a process, and release its resources."""
     answering_server()
     if member.process.is_alive():
         member.process.kill()
@@ -214,8 +214,9 @@ def forget(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the process that ranks are forked from is stopped, and end it where that lasts: it starts no rank, and
-    tells of none how it ended. Ranks end with it, and others come from another one.
+    """Wait while the fork server is stopped, and end it after `patience_s`.
+
+    A stopped server starts no rank and reports no exit. Ending it ends its ranks; later ones come from a new server.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
@@ -229,13 +230,13 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    """Waits for every rank's outcome; after a failure only as long as peers may need to fail by themselves."""
+    """Wait for every rank's outcome; after a failure, only as long as peers may need to fail on their own."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
-        # All others have ended, each with its failure: only the rank that caused it is left, and it may hang for good.
+        # All others have ended with failures: only the rank that caused them is left, and it may hang forever.
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
@@ -243,7 +244,8 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
             return
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, min(left, _LOOK_S)))
-        # Ranks that have told their outcomes live on until all have: they show that not all were stopped together.
+        # Ranks that have reported their outcomes live until all have: they show that not all processes were stopped
+        # together.
         others = [member for member in crew if isinstance(member.outcome, Returned)]
         stopped = stops.look(waiting, others_run=any(map(_runs, others)))
         for member in waiting:
@@ -263,14 +265,14 @@ def _runs(member: RankHandle) -> bool:
 
 
 class Stops:
-    """Notices which of the processes that a launcher waits for has been stopped: none of its own is there to tell."""
+    """Detects which of a launcher's processes has been stopped, for ranks that cannot report it themselves."""
 
     def __init__(self) -> None:
         self._judge = Judge()
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return the rank that has been stopped for too long while others were running, and how it is said."""
+        """Return the rank that has been stopped for too long while others were running, and a description."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -282,7 +284,7 @@ class Stops:
 
 
 def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
-    """Return the outcome of a process that has told it or has ended."""
+    """Return the outcome of a process that has reported it or has ended."""
     try:
         if member.connection.poll():
             outcome: Returned | Raised | Left = member.connection.recv()
@@ -299,23 +301,23 @@ def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
         return Died(when, "closed the connection to its launcher")
     if code < 0:
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
-    if code == 1:  # a rank that has begun tells whatever it raises
+    if code == 1:  # a rank that has begun reports any error it raises
         return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 
 
 def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
-    """Raises the error of the rank that failed first, if any did."""
+    """Raise the error of the rank that failed first, if any did."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
-    if not failed and missing and fault is not None:  # nobody has told, though all know
+    if not failed and missing and fault is not None:  # no rank has reported, though all know the fault
         raise _failure(fault)
     if not failed and missing:
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
     if not failed:
         return
-    if fault is not None and fault.rank in missing:  # it hangs: no process of its own to tell
+    if fault is not None and fault.rank in missing:  # it hangs and cannot report
         raise _failure(fault)
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     if isinstance(culprit.outcome, Died):
@@ -323,7 +325,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # of that rank, not of this process
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # from that rank, not from this process
         at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
@@ -334,9 +336,10 @@ def _failure(fault: Fault) -> RankFailure:
 
 
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
-    """Lowest for the first cause: the rank the peers agreed on, else one whose error no peer can cause, else the first.
+    """Return the sort key of failures, lowest for the first cause.
 
-    A peer that lost its connection raises RuntimeError, or RankFailure where a watch explained it.
+    The rank that peers agreed on comes first, then errors that no peer can cause, then the earliest. A peer that lost
+    its connection raises RuntimeError, or RankFailure if a watch explained it.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -349,7 +352,7 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
 
 
 def dismiss(crew: Sequence[RankHandle]) -> None:
-    """Ends all processes: ranks that are done by themselves, others at once."""
+    """End all processes: finished ranks exit on their own, others are killed."""
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()

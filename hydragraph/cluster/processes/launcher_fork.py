@@ -1,11 +1,10 @@
-"""A fork server that is a fork of its launcher, which has imported torch and its models already: there in no time.
+"""Fork server made by forking the launcher, which has already imported torch and its models, so it starts instantly.
 
-A new interpreter, which is what multiprocessing makes, imports all that once more, for seconds. A fork can stand in for
-it where the launcher has one thread (threads would be missing, with the locks that they hold) and no GPU.
+multiprocessing's server is a new interpreter, which imports all that again and takes seconds. A fork can replace it if
+the launcher has one thread (other threads would be missing, with the locks that they hold) and no GPU.
 
-Ranks find there what they find in a new interpreter: seeds, handlers of signals, logging and warnings, open files and
-`__main__` are not the launcher's. Only of modules that the launcher has imported they see the state, as it is when
-they are launched.
+Ranks find the state of a new interpreter: seeds, signal handlers, logging and warnings, open files and `__main__` are
+not the launcher's. Only modules that the launcher has imported keep the state that they have at launch.
 """
 
 from __future__ import annotations
@@ -39,42 +38,43 @@ from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_ENDING_S = 0.2  # in which threads that were told to end before a fork do
+_ENDING_S = 0.2  # time for threads that were asked to end to do so before a fork
 
-# The process of the server that was forked from this one; the next launch forks another, from what this one is then.
+# The server forked from this process; the next launch forks another, with this process's state at that time.
 _forks: list[int] = []
-# What is never dropped in a fork: objects with descriptors would close, as they go, whatever has their numbers by then.
+# Objects that a fork must keep alive: deleting those with descriptors would close whatever uses the same numbers by
+# then.
 _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Make a fork of this process the server that ranks come from, in place of an earlier fork; False if it cannot be.
+    """Make a fork of this process the fork server, replacing an earlier fork; return False if that is impossible.
 
     Args:
-        preload: modules that ranks need, which this process imports.
-        classes: of transformers, which ranks need, and the fork imports (`named_imports`).
+        preload: modules that ranks need, imported by this process.
+        classes: transformers classes that ranks need, imported by the fork (`preloaded_imports`).
     """
     return _can_fork() and _forked(preload, classes)
 
 
 def _can_fork() -> bool:
-    """Say whether a fork of this process could be the server; `_forked` also looks at its threads.
+    """Return whether a fork of this process could be the server; `_forked` also checks its threads.
 
-    Not where a driver of GPUs may have been asked for them, which no fork survives; not under modes of PyTorch; and not
-    in place of a server that somebody else has started.
+    It cannot if a GPU driver may be in use, which no fork survives, under PyTorch modes, or if other code has started a
+    server.
     """
     server: Any = forkserver._forkserver
-    known = sys.platform == "linux" and sys.version_info < (3, 14)  # later ones authenticate, by other arguments
+    known = sys.platform == "linux" and sys.version_info < (3, 14)  # later versions authenticate, with other arguments
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     free = server._forkserver_pid is None or server._forkserver_pid in _forks
     return known and alone and free and untouched() and not any(map(os.path.exists, _GPUS))
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Make a fork of this process the server; False, and no fork, where this process has threads.
+    """Make a fork of this process the server; return False, without a fork, if this process has threads.
 
-    They are counted once there is a fork, since some end before one (those of OpenBLAS, which numpy starts); until then
-    the fork waits.
+    Threads are counted after the fork, which waits meanwhile, because some (those of OpenBLAS, which numpy starts) end
+    just before a fork.
     """
     for name in preload:
         if name != "__main__":
@@ -115,7 +115,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
 
 
 def _one_thread() -> bool:
-    """Say whether this process has one thread, those left out that are about to end."""
+    """Return whether this process has one thread, apart from those that are about to end."""
     deadline = time.monotonic() + _ENDING_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
@@ -125,11 +125,11 @@ def _one_thread() -> bool:
 
 
 def _end_fork(server: Any) -> None:
-    """End the server that was forked from this process before; its ranks have ended, for a launch waits for them."""
+    """Stop the server that was forked earlier; its ranks have ended, because a launch waits for them."""
     if server._forkserver_pid is None:
         return
     with suppress(OSError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # ended otherwise it would remove its launcher's directory
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # a clean exit would remove its launcher's directory
         os.waitpid(server._forkserver_pid, 0)
     os.close(server._forkserver_alive_fd)
     with suppress(OSError):
@@ -139,14 +139,14 @@ def _end_fork(server: Any) -> None:
 def _be_server(
     listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
 ) -> NoReturn:
-    """Be the server, in a fork of the launcher, and never return.
+    """Run the server in a fork of the launcher; never returns.
 
     Args:
-        listener, alive: descriptors, as multiprocessing's server takes them.
-        go: where a word comes from once the launcher has found that this process may live.
+        listener, alive: descriptors, as for multiprocessing's server.
+        go: descriptor on which the launcher allows this process to continue.
         closed: descriptors of the launcher's ends.
-        begin: what multiprocessing's server is told of the launcher.
-        classes: of transformers, to import.
+        begin: the launcher's data for multiprocessing's server.
+        classes: transformers classes to import.
     """
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
@@ -158,7 +158,7 @@ def _be_server(
         os.close(go)
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
         import_named(classes)
-        gc.freeze()  # nothing that is here will go, and to look for garbage would copy its pages
+        gc.freeze()  # current objects stay, and collecting them would copy their pages
         outlive_signals()
         outlive_failed_forks()
         forkserver._forkserver.__init__()  # type: ignore[misc]
@@ -173,7 +173,7 @@ def _be_server(
 
 
 def _as_new(kept: set[int]) -> None:
-    """Make this fork what a new interpreter is that has imported the same modules.
+    """Reset this fork to the state of a new interpreter that has imported the same modules.
 
     Args:
         kept: descriptors that stay open.
@@ -189,13 +189,13 @@ def _as_new(kept: set[int]) -> None:
     faulthandler.disable()
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
-    _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]  # `-W error` comes back
-    importlib.reload(warnings)  # whoever was recording them
+    _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]  # reload restores `-W error`
+    importlib.reload(warnings)  # ends any recording of warnings
     _forget_files(kept)
     _kept.extend((sys.stdout, sys.stderr, sys.modules["__main__"]))
     sys.stdout = TextIOWrapper(FileIO(1, "w", closefd=False), line_buffering=os.isatty(1))
     sys.stderr = TextIOWrapper(FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
-    sys.modules["__main__"] = ModuleType("__main__")  # the launcher's is imported anew, as a module
+    sys.modules["__main__"] = ModuleType("__main__")  # the launcher's is imported again, as a module
     random.seed()
     torch.default_generator.set_state(torch.Generator().get_state())
     if "numpy" in sys.modules:
@@ -203,7 +203,7 @@ def _as_new(kept: set[int]) -> None:
 
 
 def _forget_files(kept: set[int]) -> None:
-    """Let what the launcher has open (locks, pipes, sockets) end with it: here, their descriptors lead nowhere."""
+    """Redirect the launcher's open files (locks, pipes, sockets) to /dev/null, so that they end with the launcher."""
     with open(os.devnull, "r+b", buffering=0) as nowhere:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in {*kept, nowhere.fileno()} and Path(f"/proc/self/fd/{number}").exists():

@@ -1,9 +1,11 @@
-"""What ranks will import of transformers, read from their function's code: imported once, before they are forked.
+"""Preloading of the transformers classes that ranks will import, found in their function's code, before ranks are
+forked.
 
     def train():
-        from transformers import LlamaForCausalLM       each of 32 ranks would import torch's largest user for itself
+        from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Only transformers' own classes count. Importing what a user wrote may compute, and other libraries may start threads.
+Only transformers' own classes count. Importing a user's module may run computations, and other libraries may start
+threads.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return the classes of transformers that functions name: in their code, and in that of users' functions they name.
+    """Return the transformers classes named in the code of functions, and of users' functions that these name.
 
-    Some of the names may be no class of transformers at all; `import_named` leaves those alone.
+    Some names may not be transformers classes; `import_named` ignores those.
     """
     named: set[str] = set()
     for code in _codes(functions):
@@ -34,7 +36,7 @@ def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def import_named(classes: Collection[str]) -> None:
-    """Import the modules of transformers' classes; what cannot be imported is left to whoever needs it."""
+    """Import the modules of transformers classes; import errors are ignored and recur where the class is needed."""
     if not classes:
         return
     with suppress(Exception):
@@ -42,18 +44,18 @@ def import_named(classes: Collection[str]) -> None:
 
         for name in sorted(classes):
             with suppress(Exception):
-                getattr(transformers, name)  # it imports the module that has the class
+                getattr(transformers, name)  # imports the module of the class
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
-    """Yield the code of functions, of those inside them, and of their own modules' that they name; each once."""
+    """Yield the code of functions, of functions nested in them, and of users' functions that they name; each once."""
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:
         found = pending.pop()
         while isinstance(found, functools.partial):
             found = found.func
-        found = getattr(found, "__func__", found)  # of a method
+        found = getattr(found, "__func__", found)  # of a bound method
         if not isinstance(found, FunctionType) or id(found.__code__) in seen:
             continue
         seen.add(id(found.__code__))
@@ -61,8 +63,8 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             yield code
             names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
             near = [found.__globals__.get(name) for name in names]
-            entered: set[str] = set()  # modules may name one another in a circle
-            for module in near:  # which grows by what its modules have
+            entered: set[str] = set()  # modules may refer to each other in a cycle
+            for module in near:  # grows by the contents of its modules
                 if isinstance(module, ModuleType) and module.__name__ not in entered and _by_users(module):
                     entered.add(module.__name__)
                     near += [vars(module).get(name) for name in code.co_names]
@@ -71,11 +73,11 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
 
 
 def _by_users(module: ModuleType | None) -> bool:
-    """Say whether a module is none that was installed: its code is what a run is made of, and not a library's."""
+    """Return whether a module is the user's code, not an installed library."""
     path = getattr(module, "__file__", None)
     if path is None:
         return module is sys.modules["__main__"]
-    # An environment may see what another one has installed, as with --system-site-packages.
+    # An environment may include packages of another one, as with --system-site-packages.
     return not (path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path)
 
 

@@ -1,4 +1,4 @@
-"""A rank that `launch` starts, seen from inside: its environment, its process group, and how it tells its outcome."""
+"""A rank started by `launch`, seen from inside: its environment, its process group, and the report of its outcome."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank belongs.
+    """Place of one rank.
 
     Attributes:
-        rank, ranks: its number, of how many.
-        port, host: where the store listens.
-        environment: to run in.
-        log_level: what its launcher shows.
-        node, here: of several machines, which one it is on, and how many ranks are there; 0: all are on one.
+        rank, ranks: rank and number of ranks.
+        port, host: address of the store.
+        environment: environment variables to run with.
+        log_level: log level of its launcher.
+        node, here: with several machines, the machine's index and its number of ranks; 0: all ranks are on one.
     """
 
     rank: int
@@ -64,14 +64,14 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """It is no rank any more, and nothing is wrong; `why` in words."""
+    """The process is not a rank any more, without an error; `why` is the reason."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What was raised: pickled where it can be, and as text; `when` is the host's monotonic clock in seconds."""
+    """An error: pickled if possible, and as text; `when` is the host's monotonic clock in seconds."""
 
     when: float
     error: bytes | None
@@ -81,25 +81,25 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """How a process ended before it had an outcome to tell, and when that was seen."""
+    """How a process ended before it could report an outcome, and when that was seen."""
 
     when: float
     how: str
 
 
 class Readable(Protocol):
-    """What holds a value for another process."""
+    """Holder of a value for another process."""
 
     def read(self) -> Any:
         """Return the value."""
 
 
 def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
-    """Live a rank's whole life.
+    """Run a rank from start to end.
 
     Args:
         work: a pickled function and its arguments.
-        prepared: has what comes before the arguments.
+        prepared: holds the value passed before the arguments.
     """
     _end_with_launcher()
     try:
@@ -108,7 +108,7 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
         meet("gloo", _client(seat), seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(sent(function(*args)))
         _close_watch()
-    except BaseException as error:  # also an interrupt of the last moment, while the watch closes
+    except BaseException as error:  # including an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
     _tell(connection, outcome)
@@ -123,14 +123,14 @@ def run_member(
     work: bytes,
     prepared: Readable | None,
 ) -> None:
-    """Live the life of a process that goes on when other ranks are lost.
+    """Run a process of an elastic launch from start to end.
 
     Args:
-        seat: that it takes at first.
-        number: of the member that it is.
-        late: whether the others are at work already.
-        grace_s: seconds that it has to hand over its state when it is asked to end.
-        work, prepared: as of `run_rank`.
+        seat: its initial seat.
+        number: its member number.
+        late: whether the others are already running.
+        grace_s: seconds to hand over its state when it is asked to end.
+        work, prepared: as for `run_rank`.
     """
     _end_with_launcher()
     try:
@@ -161,7 +161,7 @@ def run_member(
 
 
 def _allow_many_files() -> None:
-    """Allow as many open files as this process may have: connections that broke are closed a little later."""
+    """Raise the limit of open files to its maximum: broken connections are closed a little later."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -179,7 +179,7 @@ def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tupl
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # nothing imported or read will go: to look for garbage there takes a second, and copies its pages
+    gc.freeze()  # imported objects stay: collecting them takes a second, and copies their pages
     return function, args
 
 
@@ -190,8 +190,8 @@ def _close_watch() -> None:
 
 
 def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
-    """Send an outcome to the launcher, and end with it."""
-    # An outcome that an interrupt cut in two would look like the death of this process.
+    """Send an outcome to the launcher, and end this process when it does."""
+    # A partly sent outcome, after an interrupt, would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
@@ -200,13 +200,13 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
         sys.stderr.flush()
         os._exit(
             int(isinstance(outcome, Raised))
-        )  # at once, so that peers see the connections close; dropping communicators could block
+        )  # immediately, so that peers see the connections close; dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
-        connection.poll(None)  # a rank that left now could break those that are still connecting
+        connection.poll(None)  # leaving now could break ranks that are still connecting
 
 
 def _tell_the_others(error: BaseException) -> None:
-    """Give the other ranks the reason why this one ends, before its connections close."""
+    """Report why this rank ends to the other ranks, before its connections close."""
     watch = newest_watch()
     if watch is not None and not watch.broken and not watch.closed:
         with contextlib.suppress(Exception):
@@ -225,21 +225,21 @@ def _take(seat: Seat) -> None:
         MASTER_PORT=str(seat.port),
     )
     if torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # before what the rank runs starts CUDA
+        set_cuda_environment(os.environ)  # before the rank's function starts CUDA
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    # Else gloo resolves the host's name, which may lead outside or nowhere.
+    # Otherwise gloo resolves the host's name, which may be an external or invalid address.
     if loopback is not None and _is_loopback(seat.host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads_of(seat.here or seat.ranks))
 
 
 def _is_loopback(host: str) -> bool:
-    """Say whether all ranks are on this machine, as the store's address tells."""
+    """Return whether all ranks are on this machine, judging by the store's address."""
     return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def _end_with_launcher() -> None:
-    """Makes sure that this process ends with its launcher, also when that is killed."""
+    """Make this process end with its launcher, even if that is killed."""
     if sys.platform == "linux":  # works even while this process is stopped; the fork server ends with the launcher
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -254,14 +254,14 @@ def _end_with_launcher() -> None:
 
 
 def raised(error: BaseException) -> Raised:
-    """What an error is on its way to the launcher."""
+    """Convert an error for sending it to the launcher."""
     when = time.monotonic()
     text = "".join(traceback.format_exception(error))
     return Raised(when, _pickled_error(error), f"{type(error).__name__}: {error}", text)
 
 
 def _pickled_error(error: BaseException) -> bytes | None:
-    """The error as bytes that surely can be read back; None where its type cannot."""
+    """Return the error as bytes that are known to unpickle, or None if its type cannot be pickled."""
     for value in (error, (type(error), error.args, error.__dict__)):
         with contextlib.suppress(Exception):
             data = pickle.dumps(value)
@@ -274,7 +274,7 @@ def _unpickled_error(data: bytes) -> BaseException:
     value = pickle.loads(data)
     if isinstance(value, BaseException):
         return value
-    # Pickle would call the type with `args`, which a type with keyword arguments refuses.
+    # Pickle would call the type with `args`, which fails for a type with keyword arguments.
     kind, args, attributes = value
     error: BaseException = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
@@ -282,12 +282,12 @@ def _unpickled_error(data: bytes) -> BaseException:
 
 
 def rebuilt(rank: int, raised: Raised) -> BaseException:
-    """The error a rank raised, as the same type where it can be sent, with the rank's traceback as a note."""
+    """Return a rank's error, of the same type if it could be sent, with the rank's traceback as a note."""
     error = error_of(raised, f"rank {rank}")
     error.add_note(f"On rank {rank}:\n{raised.traceback}")
     return error
 
 
 def error_of(raised: Raised, who: str = "launch") -> BaseException:
-    """The error that was raised, as the same type where it could be sent."""
+    """Return the error that was raised, of the same type if it could be sent."""
     return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

@@ -1,4 +1,4 @@
-"""Stores that processes meet at: kept by this one, or by another."""
+"""Stores where processes meet: hosted by this process, or by another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store that this process keeps, on a socket of `listening`; TCPStore by itself listens on all addresses.
+    """Return a store hosted by this process, on a socket of `listening`; TCPStore itself listens on all addresses.
 
     Args:
-        address: a name or address of this host, as others know it.
-        port: where to listen; 0: at any port that is free.
+        address: name or address of this host, as used by the others.
+        port: port to listen on; 0: any free port.
     """
     listener = listening(address, port)
     port = listener.getsockname()[1]
@@ -33,9 +33,9 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
     maps a host's own name to 127.0.1.1), or it is an address of a gateway in front of this host.
 
     Args:
-        address: a name or address of this host, as others know it.
-        port: where to listen; 0: at any port that is free.
-        backlog: how many connections may wait to be accepted; None: the system's default.
+        address: name or address of this host, as used by the others.
+        port: port to listen on; 0: any free port.
+        backlog: number of connections that may wait to be accepted; None: the system's default.
 
     Raises:
         OSError: the port is taken.
@@ -44,16 +44,16 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
     one = len(known) == 1 and (address in known or not is_loopback(known[0]))
     if one or (known and address == "localhost"):
         family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
-        with suppress(OSError):  # it is not an address of this host
+        with suppress(OSError):  # not an address of this host
             return socket.create_server((known[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 is built in and switched off
+        with suppress(OSError):  # IPv6 is built in but disabled
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)
 
 
 def resolved(address: str) -> list[str]:
-    """Return the addresses of a name, without repetitions; none if it cannot be resolved."""
+    """Return the addresses of a name, without duplicates; [] if it cannot be resolved."""
     try:
         every = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -62,14 +62,14 @@ def resolved(address: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an IP address (not a name) leads to this host itself."""
+    """Return whether an address, which must not be a name, is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
-    """Return a client of a store that another process keeps.
+    """Return a client of a store hosted by another process.
 
     Args:
-        timeout: for the connection, and for values that are not there yet.
+        timeout: for the connection, and for values that do not exist yet.
     """
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]

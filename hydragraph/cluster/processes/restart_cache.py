@@ -1,7 +1,7 @@
-"""What the first ranks of a launch have made, for the processes that come later in the places of lost ones.
+"""Cache of results made by the first ranks of a launch, for processes that replace lost ones later.
 
-The launcher of ranks that are replaced names a folder of its user's alone, in which a captured model stays until the
-launch ends: a process that takes a lost one's place reads it instead of tracing the model anew beside the training.
+The launcher of an elastic run provides a private folder, in which a captured model stays until the launch ends: a
+replacement reads it instead of tracing the model again during training.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEPT = "HYDRAGRAPH_KEPT"  # the variable of the environment with that folder's path
+KEPT = "HYDRAGRAPH_KEPT"  # environment variable with that folder's path
 
 
 def kept(what: str, key: str, make: Callable[[], T]) -> T:
-    """Return what the ranks of this launch have made, or where there is nothing of it left make it.
+    """Return the cached result of this launch's ranks, or compute it if the cache has none.
 
     Args:
-        what, key, make: as of `once.once_per_machine`.
+        what, key, make: as for `once_per_node.once_per_machine`.
     """
     folder = _folder()
     if folder is not None and (folder / key).exists():
@@ -45,12 +45,12 @@ def _folder() -> Path | None:
 
 
 def keep(value: object, what: str, key: str) -> None:
-    """Leave a value for processes that come later, whole or not at all, where there is a folder for it.
+    """Cache a value for later processes, atomically, if there is a folder for it.
 
     Args:
-        value: can be pickled, as what `launch`'s `prepare` returns; where it cannot, it is not kept.
-        what: it is, for messages.
-        key: what it depends on, and what those that come later ask for.
+        value: should be picklable, like the result of `launch`'s `prepare`; otherwise it is not cached.
+        what: description, for messages.
+        key: identifies the inputs of the value, and is its cache key.
     """
     folder = _folder()
     if folder is None:
@@ -67,7 +67,7 @@ def keep(value: object, what: str, key: str) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise a PermissionError unless a folder is this user's alone."""
+    """Raise PermissionError unless only this user can access a folder."""
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
         raise PermissionError(f"{folder} is not a folder of this user alone")

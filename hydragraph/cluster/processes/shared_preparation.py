@@ -1,9 +1,9 @@
-"""What ranks share: made once, in a process of its own, and handed to each of them as one file.
+"""Preparation shared by ranks: made once, in a separate process, and passed to each rank as one file.
 
 Ranks are not forked from the process that made it. To capture and compile a model it ran autograd, and a process whose
-autograd has threads cannot be forked (PyTorch refuses, depending on its build). So what was made is pickled: graphs as
-data (`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file for itself: it reads pages
-that all ranks share, and has its own copy of a page as soon as it writes to it.
+autograd has threads cannot be forked (PyTorch raises, depending on its build). So the result is pickled: graphs as data
+(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: pages are shared by all
+ranks until a rank writes to one, which gives it its own copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, er
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A file without a name, open in this process; a process that is started with it as an argument has it open too."""
+    """An unnamed file, open in this process; a process that is started with it as an argument has it open too."""
 
     descriptor: int
 
@@ -38,10 +38,10 @@ class SharedFile:
         return _received, (reduction.DupFd(self.descriptor),)
 
     def write(self, value: object) -> None:
-        """Write a value, whose classes and functions go by their names, or by value where they have no module.
+        """Write a value; its classes and functions are pickled by name, or by value if they have no module.
 
         Raises:
-            ValueError: something in it cannot be pickled.
+            ValueError: a part of it cannot be pickled.
         """
         with os.fdopen(os.dup(self.descriptor), "wb") as file:
             try:
@@ -62,7 +62,7 @@ class SharedFile:
             torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def read(self) -> Any:
-        """Return the value; its tensors are mapped, privately."""
+        """Return the value; its tensors are memory-mapped, privately."""
         return torch.load(f"/dev/fd/{self.descriptor}", mmap=True, weights_only=False)
 
 
@@ -71,19 +71,19 @@ def _received(descriptor: Any) -> SharedFile:
 
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
-    """Call a function in a process of its own, and write what it returns into a file.
+    """Call a function in a separate process, and write its result into a file.
 
     Args:
-        context: of multiprocessing, which starts that process.
-        prepare: a pickled function that takes no arguments.
-        file: where what it returns is written.
-        timeout: how long it may take; None: no limit.
+        context: multiprocessing context that starts that process.
+        prepare: a pickled function without arguments.
+        file: receives the result.
+        timeout: time limit; None: no limit.
 
     Raises:
         RuntimeError: that process died.
         TimeoutError: it took too long.
-        ValueError: what it returned cannot be pickled.
-        Any other error: what `prepare` raised.
+        ValueError: its result cannot be pickled.
+        Any other error: the error raised by `prepare`.
     """
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
@@ -124,10 +124,10 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return what preparing, which began at a time of the monotonic clock, has left of the time for a whole run.
+    """Return the time left for a run after preparation that began at a time of the monotonic clock.
 
     Raises:
-        TimeoutError: nothing.
+        TimeoutError: no time is left.
     """
     if timeout is None:
         return None

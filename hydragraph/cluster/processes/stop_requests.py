@@ -1,14 +1,14 @@
-"""Being asked to stop, by SIGTERM (a preemption) or Ctrl-C: the work in hand is finished and saved first.
+"""Stop requests by SIGTERM (a preemption) or Ctrl-C: the current work is finished and saved first.
 
-Signals reach processes in different ways, and each role answers them in its own:
+Signals reach processes in different ways, and each role handles them differently:
 
-- a process that trains by itself, or under torchrun, which hands signals on: notes the first, and ends itself where the
-  work in hand takes longer than the grace; a second Ctrl-C ends it at once.
-- a launcher: passes the first on to its ranks as SIGTERM, waits for them as long, and then, or at a second Ctrl-C,
+- a process that trains alone, or under torchrun, which forwards signals: records the first, and ends itself if the
+  current work exceeds the grace period; a second Ctrl-C ends it immediately.
+- a launcher: forwards the first to its ranks as SIGTERM, waits for the same time, and then, or at a second Ctrl-C,
   kills them.
-- a rank of a launcher: notes the first and nothing else. A terminal sends Ctrl-C to it too; its launcher decides.
+- a rank of a launcher: only records the first. A terminal sends Ctrl-C to it too, but its launcher decides.
 
-Before there is any work in hand nothing can be lost, and the first signal ends the process by an exception.
+Before any work has started, the first signal ends the process by an exception.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_RESERVED = 0.1  # of the grace, for processes to end
+_RESERVED = 0.1  # fraction of the grace period reserved for processes to end
 _RESERVED_AT_MOST_S = 2.0
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
 
 class Interrupted(BaseException):
-    """A signal came before there was any work in hand."""
+    """A signal arrived before any work had started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -36,7 +36,7 @@ class Interrupted(BaseException):
 
 
 class Overdue(BaseException):
-    """The work in hand took longer than the grace."""
+    """The current work exceeded the grace period."""
 
 
 class Process(Protocol):
@@ -47,25 +47,25 @@ class Process(Protocol):
 
 
 class Requests(Protocol):
-    """Requests to stop, for who works."""
+    """Stop requests, as seen by the worker."""
 
     @property
     def signal(self) -> int:
-        """The first that came; 0 while none has."""
+        """First signal received; 0: none yet."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Have requests noted only, inside: whoever works there looks at `signal`."""
+        """Only record requests inside; the worker checks `signal`."""
 
 
 class Relay:
-    """Whom a launcher passes requests on to."""
+    """Processes to which a launcher forwards requests."""
 
     def __init__(self) -> None:
         self._processes: Sequence[Process] = ()
 
     @contextmanager
     def to(self, processes: Sequence[Process]) -> Iterator[None]:
-        """Pass requests on to these, inside."""
+        """Forward requests to these processes, inside."""
         self._processes = processes
         try:
             yield
@@ -73,23 +73,23 @@ class Relay:
             self._processes = ()
 
     def tell(self) -> bool:
-        """Pass a request on; return False where there is nobody."""
+        """Forward a stop request to the processes; return False if there are none."""
         for process in self._processes:
             process.terminate()
         return bool(self._processes)
 
 
 class Stopping:
-    """Listens for requests to stop; a context manager, which outside the main thread does nothing.
+    """Context manager that handles stop requests; outside the main thread it has no effect.
 
     Args:
         grace_s: seconds from a request until the process has ended, whatever it is doing.
-        relay: of a launcher, whom it passes requests on to; None where this process does the work itself.
+        relay: in a launcher, the processes to forward requests to; None if this process does the work itself.
         led: whether this is a rank of a launcher, which then decides when it ends.
-        overdue: returns what to say where the grace was not enough.
+        overdue: returns the message for an exceeded grace period.
 
     Attributes:
-        signal: the first that came; 0 while none has.
+        signal: first signal received; 0: none yet.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # Who is to ignore a signal (a shell's background job, nohup) goes on doing so.
+                # A process that ignores a signal (a shell's background job, nohup) continues to do so.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._heard)
             if self._relay is not None:
@@ -131,7 +131,7 @@ class Stopping:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Have requests noted only, inside: whoever works there looks at `signal`."""
+        """Only record requests inside; the worker checks `signal`."""
         self._in_hand = True
         try:
             yield
@@ -174,7 +174,7 @@ class Stopping:
 
 
 def _say(sentence: str) -> None:
-    """Write a sentence; not by print, which a signal may have interrupted."""
+    """Write a sentence without print, which a signal may have interrupted."""
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
-    with suppress(OSError, ValueError):  # nobody reads it
+    with suppress(OSError, ValueError):  # stderr may be closed
         os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())

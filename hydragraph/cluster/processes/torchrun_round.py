@@ -1,17 +1,17 @@
-"""Which ranks start together: a name that all of them agree on, over a store that outlives them.
+"""Rendezvous round under torchrun: a name that ranks starting together agree on, over a store that outlives them.
 
-torchrun's store serves every attempt of a job, so that a rank that is started again finds what the last attempt wrote.
-Counting attempts does not tell them apart: each machine's agent counts its own restarts, and a machine whose ranks are
-restarted because another's failed counts none. So rank 0 proposes, and everybody agrees:
+torchrun's store serves every attempt of a job, so a restarted rank finds the values of the last attempt. Counting
+attempts does not distinguish them: each machine's agent counts its own restarts, and a machine whose ranks are
+restarted because another's failed counts none. So rank 0 proposes, and all ranks agree:
 
-1. Rank r writes a word of its own, drawn anew by every process, at `joining/r`.
-2. Rank 0 writes a proposal: a name for this generation, and the words that it found, one per rank; anew whenever one of
-   them changes, because then that rank was started again.
+1. Rank r writes a new random word, unique to its process, at `joining/r`.
+2. Rank 0 writes a proposal: a name for this generation, and the words that it found, one per rank. It writes a new one
+   whenever a word changes, because then that rank was restarted.
 3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is no older than the rank.
-4. Once all have agreed, rank 0 confirms the name; whoever agreed to it goes on as soon as it is confirmed.
+4. Once all have agreed, rank 0 confirms the name; ranks that agreed to it continue when it is confirmed.
 
-For example, ranks 0 and 1 with words a and b failed and are started again. Rank 0 is quicker: it writes c, proposes
-(c, b) and waits. Rank 1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
+For example, ranks 0 and 1 with words a and b failed and are started again. Rank 0 is quicker: it writes c, proposes (c,
+b) and waits. Rank 1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
     """Return the name of the generation that starts now, the same on all its ranks; all of them call it.
 
     Args:
-        store: that they share with generations before them; one in which nobody else writes these keys.
-        rank, ranks: this process's number, from 0, and how many there are.
-        timeout: how long to wait until all have arrived.
+        store: shared with earlier generations; no other code writes these keys in it.
+        rank, ranks: rank of this process, from 0, and number of ranks.
+        timeout: how long to wait for all ranks.
 
     Raises:
-        TimeoutError: some did not arrive, or did not agree.
+        TimeoutError: some ranks did not arrive, or did not agree.
     """
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
@@ -44,14 +44,14 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
 
 class _Limit:
-    """When to give up."""
+    """Time limit."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._end = time.monotonic() + timeout.total_seconds()
 
     def wait(self, missed: str) -> None:
-        """Sleep a little; raise once it is over, saying what has not happened."""
+        """Sleep briefly; raise after the limit, reporting what has not happened."""
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
             raise TimeoutError(f"join: {missed} {after}: look at what those ranks wrote, and start all again")
@@ -59,7 +59,7 @@ class _Limit:
 
 
 def _propose(store: Store, ranks: int, limit: _Limit) -> str:
-    """Be rank 0."""
+    """Run rank 0's side."""
     name = ""
     words = [""]
     while True:
@@ -77,7 +77,7 @@ def _propose(store: Store, ranks: int, limit: _Limit) -> str:
 
 
 def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
-    """Be any other rank."""
+    """Run the side of any other rank."""
     agreed = ""
     while True:
         name, words = json.loads(_get(store, "proposal") or '["", []]')
@@ -90,5 +90,5 @@ def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
 
 
 def _get(store: Store, key: str) -> str:
-    """Return what is written, "" where nothing is: `get` alone would wait for it."""
+    """Return a value, or "" if it does not exist: `get` alone would wait for it."""
     return store.get(key).decode() if store.check([key]) else ""

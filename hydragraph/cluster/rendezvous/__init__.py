@@ -1,7 +1,7 @@
-"""How ranks that are left after a failure meet again, and how others join them: rounds, called generations.
+"""Rendezvous of the ranks that remain after a failure, and of new ones that join, in rounds called generations.
 
-protocol          what a supervisor decides and what a member answers; pure
-store_registers   the keys of a store through which they speak
+protocol          decisions of a supervisor and answers of a member; pure
+store_registers   the keys of a store that carry their messages
 member            a rank's side: meet, build the process group, notice a call
 
 Processes are started and replaced in `cluster/supervision/`.

@@ -1,4 +1,4 @@
-"""A rank's side of meeting again: one process, in one generation after another."""
+"""A rank's side of the rendezvous: one process in successive generations."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # of a member that waits for a generation
-_EAR_S = 0.05  # of one that works
+_POLL_S = 0.01  # while it waits for a generation
+_EAR_S = 0.05  # while it works
 
-CALLED = 1000  # what a member that is called gives for `Executable.stopping`; signals' numbers are smaller
+CALLED = 1000  # a called member's value of `Executable.stopping`; signal numbers are smaller
 
 
 class Dismissed(BaseException):
-    """This process is no rank any more, and nothing is wrong: it handed over its state, or all the work is done."""
+    """This process is not a rank any more, without an error: it handed over its state, or all the work is done."""
 
 
 class Member:
-    """This process among those of a launch that goes on when ranks are lost.
+    """This process as a member of an elastic launch.
 
     Args:
-        number: its own, which is never used again.
-        connect: returns a new client of the store; each generation has its own, as one may be left waiting.
-        late: whether the others are at work already, so that it meets them only when it is ready.
+        number: its member number, never reused.
+        connect: returns a new client of the store; each generation uses a new one, because an old one may still be
+            waiting.
+        late: whether the others are already running, so that it meets them only when it is ready.
         grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
 
     Attributes:
-        generation: that it is in, or was in last.
-        holds: the generation in whose layout it holds state.
+        generation: its current or last generation.
+        holds: generation whose layout its state has.
         leaving: whether it was asked to end.
-        progress_s: after which a rank has failed that does not move on though others wait.
+        progress_s: limit in seconds for a rank without progress while others wait.
     """
 
     def __init__(self, number: int, connect: Callable[[], Store], late: bool, grace_s: float) -> None:
@@ -68,33 +69,33 @@ class Member:
 
     @property
     def called(self) -> bool:
-        """Whether it is to meet the others between two iterations."""
+        """Whether it should meet the others between two iterations."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether the launcher was asked to stop the work."""
+        """Whether the launcher was asked to stop the run."""
         return self._orders.stop
 
     @property
     def rank(self) -> int:
-        """In its generation."""
+        """Its rank in its generation."""
         return self.generation.members.index(self.number)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """The processes of its generation, by rank."""
+        """Processes of its generation, by rank."""
         return tuple(self._place.peer(member) for member in self.generation.members)
 
     def peer(self, member: int) -> Peer:
-        """Return what is known of a process, perhaps of one that is gone."""
+        """Return the description of a process, which may have ended."""
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
-        """Leave the generation that it is in, and wait until it is in the next, whose process group there is then.
+        """Leave the current generation, and wait until it is in the next one, with an initialised process group.
 
         Args:
-            failure: why it comes: a failure that names the rank at fault; None: it was called, or is new.
+            failure: the failure that names the rank at fault; None: it was called, or is new.
 
         Raises:
             Dismissed: it is not needed any more.
@@ -112,24 +113,24 @@ class Member:
             return generation
 
     def hold(self) -> None:
-        """Tell that it holds state in the layout of its generation."""
+        """Announce that it holds state in the layout of its generation."""
         self.holds = self.generation.number
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Tell that it needs the others no more.
+        """Announce that it needs the others no more.
 
         Args:
-            done: because all the work is done.
+            done: whether all the work is done.
         """
         self._closed.set()
         self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
-        """Take SIGTERM as the request to hand over its state and end; others are for the launcher.
+        """Treat SIGTERM as a request to hand over the state and end; ignore signals meant for the launcher.
 
-        Those are a terminal's Ctrl-C, and SIGUSR1, by which devices are said to be back: whoever sends it to all
-        processes of a command's name means that one.
+        Those are a terminal's Ctrl-C, and SIGUSR1, which reports that devices are back: it may be sent to all processes
+        with a command's name, but means only the launcher.
         """
         signal.signal(signal.SIGTERM, self._asked)
         for number in (signal.SIGINT, signal.SIGUSR1):
@@ -143,7 +144,7 @@ class Member:
             end.start()
 
     def _accused(self, failure: BaseException | None) -> tuple[int, ...]:
-        """Return the member that a failure names, unless that is this one: nobody is known to be at fault then."""
+        """Return the member that a failure names; none if it is this one, because then the rank at fault is unknown."""
         if not isinstance(failure, RankFailure) or not 0 <= failure.rank < len(self.generation.members):
             return ()
         accused = self.generation.members[failure.rank]
@@ -168,7 +169,7 @@ class Member:
                 time.sleep(_POLL_S)
 
     def _enter(self, generation: Generation) -> None:
-        """Make the generation's process group, in place of the one there was."""
+        """Create the generation's process group, replacing the previous one."""
         self.generation = generation
         self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
         last = newest_watch()
@@ -177,7 +178,7 @@ class Member:
         drop_all()
         rank = self.rank
         ranks = len(generation.members)
-        alone = {"RANK", "WORLD_SIZE"}  # of one rank there is no process group
+        alone = {"RANK", "WORLD_SIZE"}  # a single rank has no process group
         nodes = {member: self._place.peer(member).node for member in generation.members}
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         local = {"LOCAL_RANK": here.index(self.number), "LOCAL_WORLD_SIZE": len(here)}
@@ -196,31 +197,31 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:  # the store is gone, and with it the launcher: this process ends with it
+            except RuntimeError:  # the store is gone, and so is the launcher: this process ends with it
                 return
 
 
 def meet(
     backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
 ) -> None:
-    """Make the default process group, watched from the start: a rank that fails meanwhile keeps nobody waiting.
+    """Create the default process group, watched from the start, so that a rank that fails meanwhile blocks no other.
 
     Args:
-        generation: a name for these ranks among all that meet at the store.
-        progress_s: after which a rank has failed that does not move on though others wait.
+        generation: name of these ranks among all that meet at the store.
+        progress_s: limit in seconds for a rank without progress while others wait.
     """
     _choose_interface()
     make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
-    # Only where ranks go on after a failure they leave the default group, too: elsewhere it stays the user's.
+    # Only ranks of an elastic launch also abandon the default group; otherwise it remains the user's.
     cut = watch.guarding() if elastic() else nullcontext()
     with watch.calling("join"), cut:
         watch.call(make)
 
 
 def _choose_interface() -> None:
-    """Have gloo use an interface that the other machines reach, unless the user has named one."""
+    """Make gloo use an interface that other machines can reach, unless the user has named one."""
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     if several and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
@@ -229,13 +230,13 @@ def _choose_interface() -> None:
 
 
 class _Here:
-    """The member that this process is."""
+    """The member object of this process."""
 
     member: Member | None = None
 
 
 def here() -> Member | None:
-    """Return the member that this process is; None: it is no rank of a launch that goes on when ranks are lost."""
+    """Return this process's member object; None if it is not part of an elastic launch."""
     return _Here.member
 
 
@@ -245,24 +246,24 @@ def be(member: Member) -> None:
 
 
 def elastic() -> bool:
-    """Say whether this process goes on when other ranks are lost."""
+    """Return whether this process continues when other ranks are lost."""
     return _Here.member is not None
 
 
 def comes_late() -> bool:
-    """Say whether this process has been started beside ranks that are at work already, and has not joined them yet."""
+    """Return whether this process was started while other ranks run, and has not joined them yet."""
     return _Here.member is not None and not _Here.member.generation.number
 
 
 class Told:
-    """Requests to stop that reach a member: those of its launcher; a signal of its own only makes it leave."""
+    """Stop requests that reach a member: those of its launcher; a signal to the member itself only makes it leave."""
 
     @property
     def signal(self) -> int:
-        """The signal that the launcher has got; 0: none."""
+        """Signal that the launcher received; 0: none."""
         return int(signal.SIGTERM) if _Here.member is not None and _Here.member.told_to_stop else 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Have requests noted only, inside, as always."""
+        """Only record requests inside, which a member always does."""
         yield

@@ -1,21 +1,20 @@
-"""Generations, as a pure state machine: who is among the ranks, with which numbers, from when on.
+"""Generations (rendezvous rounds) as a pure state machine: which members form the ranks, their numbers, and when.
 
-A member is a process, known by a number that is never used again; in each generation it has a rank. One coordinator (in
-the supervisor's process) reads what the members have said and writes orders; members read orders and say more. Nobody
-waits for an answer to a question: everybody looks again and again at what stands written, each register has one writer,
-and what is read late is only late.
+A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator (in the
+supervisor's process) reads the members' registers and writes orders; members read orders and update their registers.
+There are no requests with replies: all sides poll, each register has one writer, and a late read only causes a delay.
 
-1. A member whose ranks have failed, or that is called, says that it has left its generation for good (`after`).
-2. Once all that live of the current generation have said so, the coordinator proposes the next: them, in the order of
-   their ranks, then newcomers as far as there is room.
+1. A member whose ranks have failed, or that is called, announces that it has left its generation permanently (`after`).
+2. Once all live members of the current generation have done so, the coordinator proposes the next: these members in the
+   order of their ranks, then newcomers if there is room.
 3. A member that finds itself in a proposal agrees to it. If one of them dies meanwhile, the next number is proposed.
 4. Once all have agreed, the coordinator confirms; a member that agreed to a confirmed proposal enters.
 
-So a generation works only when every member of it has left all earlier ones for good: no two are ever at work at once.
+So a generation works only after every member of it has left all earlier ones: no two are ever active at the same time.
 `tests/cluster/rendezvous/test_protocol.py` explores every order of events of small worlds, with kills at any of them.
 
-Example: members 0, 1, 2 form generation 1. Member 1 dies; 0 and 2 fail, and say after=1. Generation 2 is proposed to
-(0, 2); 2 dies before it agrees, so generation 3 is proposed to (0,). It agrees, is confirmed, and goes on alone.
+Example: members 0, 1, 2 form generation 1. Member 1 dies; 0 and 2 fail, and announce after=1. Generation 2 is proposed
+to (0, 2); 2 dies before it agrees, so generation 3 is proposed to (0,). It agrees, is confirmed, and continues alone.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ ALL_LEAVE = "every rank was asked to leave"
 
 @dataclass(frozen=True)
 class Said:
-    """What a member says of itself; only it writes that.
+    """A member's register; only this member writes it.
 
     Attributes:
-        after: the generation that it has left for good; 0: none yet.
+        after: last generation that it has left permanently; 0: none.
         ready: whether it is in no generation and waits for one.
-        agreed: the proposal that it agreed to last.
-        entered: the generation that it began to enter last.
-        holds: the generation in whose layout it holds state; 0: it holds none.
-        accuses: members of the generation it left that failed, as it was told.
-        leaving: whether it was asked to end: it wants to hand over its state.
-        left: whether it needs the others no more, and will do nothing more for them.
+        agreed: last proposal that it agreed to.
+        entered: last generation that it began to enter.
+        holds: generation whose layout its state has; 0: it holds no state.
+        accuses: members of the generation it left that it knows to have failed.
+        leaving: whether it was asked to end, and wants to hand over its state.
+        left: whether it needs the others no more, and will do no more for them.
         done: whether it has left because all the work is done.
     """
 
@@ -58,13 +57,13 @@ class Generation:
     """A set of ranks.
 
     Attributes:
-        number: from 1.
+        number: counted from 1.
         members: by rank.
-        leaving: those that hand over their state and go.
-        holds: the generation in whose layout the state is; 0: there is none.
-        before: by rank, the rank in that generation; None: it holds nothing of it.
-        lost, joined: members of the generation before that are not in this one, and the other way round.
-        ending: why this one only saves and ends; "": it goes on.
+        leaving: members that hand over their state and end.
+        holds: generation whose layout the state has; 0: no state.
+        before: by rank, the rank in that generation; None: it holds no state of it.
+        lost, joined: members of the previous generation that are not in this one, and vice versa.
+        ending: why this generation only saves and ends; "": it continues.
     """
 
     number: int = 0
@@ -79,15 +78,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the coordinator says; only it writes that.
+    """The coordinator's register; only the coordinator writes it.
 
     Attributes:
-        proposal: the newest one, perhaps confirmed.
-        confirmed: the number of the newest confirmed generation.
-        call: whoever is in an earlier generation than this number is to come, between two iterations.
-        out: members that must not go on: others have given them up.
-        stop: whether the work is to be stopped: the step in hand is finished, and saved.
-        over: why nobody meets any more; "": they do.
+        proposal: the newest proposal, perhaps confirmed.
+        confirmed: number of the newest confirmed generation.
+        call: members of generations before this number are to meet, between two iterations.
+        out: members that must not continue: others have given them up.
+        stop: whether to stop the work: the current step is finished, and saved.
+        over: why no further generation forms; "": generations still form.
     """
 
     proposal: Generation = Generation()
@@ -100,11 +99,11 @@ class Orders:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the coordinator decides by.
+    """Parameters of the coordinator.
 
     Attributes:
-        size: how many ranks there are to be.
-        least: fewer do not go on.
+        size: target number of ranks.
+        least: minimum number of ranks to continue.
     """
 
     size: int
@@ -113,11 +112,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Record:
-    """What the coordinator knows.
+    """State of the coordinator.
 
     Attributes:
         orders: as it has written them.
-        formed: the members by rank of generations that were confirmed and still matter, by number.
+        formed: members by rank of the confirmed generations that still matter, by number.
     """
 
     orders: Orders = Orders()
@@ -125,18 +124,18 @@ class Record:
 
     @property
     def current(self) -> tuple[int, ...]:
-        """The members of the newest generation."""
+        """Members of the newest generation."""
         return self.formed[self.orders.confirmed]
 
 
 def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int = 0) -> Record:
-    """Return what the coordinator knows and orders after a look at what members say; the same if nothing is to be done.
+    """Return the coordinator's next state after reading the members' registers; unchanged if there is nothing to do.
 
     Args:
-        record: what it knew.
-        said: what each member says whose process lives.
-        rules: what it decides by.
-        coming: how many processes are about to be started, and have said nothing yet.
+        record: current state.
+        said: registers of members whose process is alive.
+        rules: parameters.
+        coming: number of processes about to start, which have no register yet.
     """
     orders = record.orders
     if orders.over:
@@ -154,7 +153,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
         kept = {n: members for n, members in record.formed.items() if any(one.holds == n for one in there.values())}
         return Record(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
     if any(one.done for one in said.values()):
-        # The work is done; whoever failed at its very end need not do it again.
+        # The work is done; members that failed at its very end need not repeat it.
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
         return replace(record, orders=replace(orders, over="done")) if waiting else record
     return _meet(record, there, rules, coming)
@@ -166,8 +165,8 @@ def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
     They have not left their generation, or have not agreed to the next, or have agreed and do not enter it.
 
     Args:
-        record: what the coordinator knows.
-        said: what each member says whose process lives.
+        record: state of the coordinator.
+        said: registers of members whose process is alive.
     """
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
@@ -183,7 +182,7 @@ def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
 
 
 def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) -> Record:
-    """Propose the next generation if it is time, or call those that are missing for it."""
+    """Propose the next generation if possible, or call the members that are missing for it."""
     orders = record.orders
     old = [m for m in record.current if m in there]
     back = [m for m in old if there[m].after >= orders.confirmed]
@@ -197,7 +196,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         return replace(record, orders=replace(orders, call=call)) if wanted and orders.call < call else record
     members = (*old, *new[:room])
     if (starting or coming) and len(members) < rules.size and not any(one.holds for one in there.values()):
-        return record  # nobody has begun who could be held up, and strategies are made for all ranks
+        return record  # no training is delayed by waiting yet, and strategies are made for all ranks
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
         return record  # they will come
@@ -226,10 +225,10 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 def _held(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation in whose layout any of them holds state, and their ranks there.
+    """Return the newest generation in whose layout any of the members holds state, and their ranks in it.
 
-    Whoever holds state of a generation took it after all its members had received theirs: so the others have that
-    state, too, even if they have not taken it yet.
+    A member holds state of a generation only after all its members had received theirs, so the others have that state
+    too, even if they have not switched to it yet.
     """
     holds = max((there[m].holds for m in members), default=0)
     ranks = {m: rank for rank, m in enumerate(formed.get(holds, ()))}
@@ -237,15 +236,15 @@ def _held(
 
 
 def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:
-    """Return what a member that waits does after a look at the orders.
+    """Return the next action of a waiting member after it has read the orders.
 
     Args:
-        member: which.
-        said: what it has said.
-        orders: as they stand.
+        member: its number.
+        said: its register.
+        orders: current orders.
 
     Returns:
-        What it says now; or the generation that it enters; None: it waits.
+        Its new register; or the generation to enter; None: keep waiting.
     """
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:

@@ -1,4 +1,4 @@
-"""Where a supervisor and its members speak: a few keys of a store, each written by one of them only."""
+"""Registers of a supervisor and its members: a few keys of a store, each with a single writer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KEY = "hydragraph/meeting"
 
 @dataclass(frozen=True)
 class Peer:
-    """A process, as it is told to people.
+    """Public description of a process.
 
     Attributes:
-        member: its number.
-        seat: whose place it takes: the rank that it, or the one it stands in for, had at first.
-        pid, host, device: where it runs, and on what it computes; "" until it has said so.
-        node: of several machines, which.
+        member: its member number.
+        seat: its seat: the initial rank of the process itself, or of the one it replaces.
+        pid, host, device: process id, host and compute device; "" until reported.
+        node: index of its machine, if there are several.
     """
 
     member: int
@@ -36,7 +36,7 @@ class Place:
     """Reads and writes these keys.
 
     Args:
-        store: the one that all reach.
+        store: a store that all processes can reach.
     """
 
     def __init__(self, store: Store) -> None:
@@ -47,33 +47,33 @@ class Place:
         self._store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
 
     def orders(self) -> Orders:
-        """Return them; they are written before any member starts."""
+        """Return the coordinator's orders, which exist before any member starts."""
         record = json.loads(self._store.get(f"{_KEY}/orders"))
         record["proposal"] = Generation(**_tuples(record["proposal"]))
         return Orders(**_tuples(record))
 
     def say(self, member: int, said: Said) -> None:
-        """Write what a member says."""
+        """Write a member's register."""
         self._store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
 
     def said(self, member: int) -> Said:
-        """Return what a member says; it is written for it before it starts."""
+        """Return a member's register, which exists before the member starts."""
         return Said(**_tuples(json.loads(self._store.get(f"{_KEY}/said/{member}"))))
 
     def introduce(self, peer: Peer) -> None:
-        """Tell of a process."""
+        """Write the description of a process."""
         self._store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> Peer:
-        """Return what was told of a process; that is done before it starts."""
+        """Return the description of a process, which exists before the process starts."""
         return Peer(**json.loads(self._store.get(f"{_KEY}/peer/{member}")))
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with tuples for JSON's lists."""
+    """Return a record with JSON's lists converted to tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 def prefix(number: int) -> str:
-    """Return what the keys of a generation begin with."""
+    """Return the prefix of a generation's keys."""
     return f"g{number}"

@@ -1,11 +1,11 @@
-"""Several machines: the supervisor of the first one leads, and has a deputy on each of the others.
+"""Coordination of several machines: the supervisor of the first one leads, with a deputy on each of the others.
 
-A launcher (torchrun, srun) starts one process per machine. That of machine 0 keeps the store where ranks meet, and is
-the only one that decides who is among them, so that two halves of a cut network never both go on. The others are
-deputies (`deputy`): they start and end processes when they are told to, and tell how these ended. Between the leader
-and each deputy there is one connection, over which each is heard four times a second; it breaks at once where a process
-ends, and is given up where nothing is heard. A deputy gives up sooner than the leader does: when the leader goes on
-without a machine, that one's ranks have been ended.
+A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the store where ranks meet,
+and alone decides the membership, so that two halves of a partitioned network never both continue. The others are
+deputies (`node_agent`): they start and end processes on order, and report their outcomes. The leader and each deputy
+share one connection, with heartbeats four times a second in both directions. It breaks immediately if a process ends,
+and is given up after a period of silence. A deputy gives up sooner than the leader does: when the leader continues
+without a machine, that machine's ranks have already been ended.
 
     leader -> deputy   Start, Kill, Stop, Over, Beat
     deputy -> leader   Hello, Ended, Leaving, Back, Beat
@@ -40,18 +40,18 @@ from hydragraph.cluster.processes.rendezvous_stores import client, hosted, liste
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-_ASK_S = 5.0  # for one answer of the store, or one attempt to connect
+_ASK_S = 5.0  # for one answer of the store, or one connection attempt
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This machine among several, as a launcher started one process on each.
+    """This machine among several, with one launcher-started process on each.
 
     Attributes:
-        number, count: which, from 0, of how many.
-        address, port: where the launcher's store is; machine 0 has that address.
-        shared: whether the launcher keeps the store; else machine 0's process does.
-        again: errors after which the leader begins anew.
+        number, count: index of this machine, from 0, and number of machines.
+        address, port: address of the launcher's store, which is on machine 0.
+        shared: whether the launcher hosts the store; else machine 0's process does.
+        again: errors that make the leader restart the run.
     """
 
     number: int
@@ -62,16 +62,16 @@ class Nodes:
     again: tuple[type[Exception], ...] = ()
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat: ranks are dealt in order, evenly; spares beyond them in turn."""
+        """Return the machine of a seat: ranks are distributed evenly and in order, spares after them in turn."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
     def here(self, number: int, ranks: int) -> int:
-        """Return how many ranks a machine has."""
+        """Return the number of ranks of a machine."""
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
 
 def nodes_of(environment: Mapping[str, str]) -> Nodes | None:
-    """Return where this process is, if a launcher has started one on each machine, as its environment says."""
+    """Return this process's `Nodes` from its environment, if a launcher started one process per machine."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
@@ -83,14 +83,14 @@ def nodes_of(environment: Mapping[str, str]) -> Nodes | None:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy is there."""
+    """A deputy has connected."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a member; arguments as of `rank_process.run_member`."""
+    """Start the process of a member; arguments as for `rank_process.run_member`."""
 
     number: int
     seat: Seat
@@ -116,26 +116,26 @@ class Ended:
 
 @dataclass(frozen=True)
 class Leaving:
-    """This machine is taken away: it starts nothing more."""
+    """This machine is being taken away: it starts no more processes."""
 
 
 @dataclass(frozen=True)
 class Back:
-    """Devices of this machine are back: processes are to be started in its empty seats."""
+    """Devices of this machine are back: processes can be started in its empty seats."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The whole work is being stopped: ranks are told by their own way."""
+    """The whole run is being stopped; ranks are informed separately."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """Nothing more is to be done.
+    """The run has ended.
 
     Attributes:
-        error: why; "": all is done.
-        again: whether the leader is about to begin anew.
+        error: why; "": it succeeded.
+        again: whether the leader is about to restart it.
     """
 
     error: str = ""
@@ -144,18 +144,18 @@ class Over:
 
 @dataclass(frozen=True)
 class Beat:
-    """Somebody is there."""
+    """Heartbeat."""
 
 
 class Link:
     """One end of the connection between the leader and a deputy.
 
     Args:
-        connection: to the other.
-        patience_s: without a word it is given up.
+        connection: connection to the other end.
+        patience_s: maximum silence before the link is given up.
 
     Attributes:
-        down: why it is given up; "": it is not.
+        down: why the link is given up; "": it is up.
     """
 
     def __init__(self, connection: Connection, patience_s: float) -> None:
@@ -167,7 +167,7 @@ class Link:
         self._before = self._sent = time.monotonic()
 
     def send(self, message: object) -> None:
-        """Send a message; where that fails the link is down."""
+        """Send a message; on failure, mark the link as down."""
         with self._sending:
             try:
                 self.connection.send(message)
@@ -176,7 +176,7 @@ class Link:
                 self.down = self.down or f"the connection broke ({error})"
 
     def hear(self, wait_s: float) -> Any:
-        """Return the next message, None for none within the time; keep saying that this end is there."""
+        """Return the next message, or None if none arrives in time; also send heartbeats."""
         message = None
         try:
             if self.connection.poll(wait_s):
@@ -185,7 +185,7 @@ class Link:
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
         now = time.monotonic()
-        # Of a pause (this process was stopped) little counts: the other's words may be waiting.
+        # A pause of this process counts little: messages of the other end may be waiting.
         self._silent_s = 0.0 if message is not None else self._silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self._silent_s >= self._patience_s:
@@ -195,16 +195,16 @@ class Link:
         return message
 
     def close(self, why: str) -> None:
-        """Give it up."""
+        """Give up the link."""
         self.down = self.down or why
         with contextlib.suppress(OSError):
             self.connection.close()
 
 
 class RemoteProcess:
-    """A process on another machine, as far as a supervisor needs one."""
+    """Supervisor's view of a process on another machine."""
 
-    pid: int | None = None  # it is no process of this machine
+    pid: int | None = None  # not a process of this machine
     exitcode: int | None = None
 
     def __init__(self, link: Link, number: int) -> None:
@@ -216,11 +216,11 @@ class RemoteProcess:
 
     @property
     def sentinel(self) -> int:
-        """What becomes readable when it has ended."""
+        """Descriptor that becomes readable when the process has ended."""
         return self._sign.fileno()
 
     def ended(self, outcome: Returned | Raised | Died | Left) -> None:
-        """Tell its supervisor how it ended."""
+        """Report the process's outcome to its supervisor."""
         if self._alive:
             self._alive = False
             with contextlib.suppress(OSError):
@@ -229,27 +229,27 @@ class RemoteProcess:
             self._end.close()
 
     def is_alive(self) -> bool:
-        """Whether nothing has been heard of its end."""
+        """Whether its end has not been reported."""
         return self._alive
 
     def terminate(self) -> None:
-        """Its deputy asks it, when its machine is taken away."""
+        """Do nothing: its deputy asks it to end when the machine is taken away."""
 
     def kill(self) -> None:
-        """Have it ended."""
+        """Order its deputy to end it."""
         self._link.send(Kill(self._number))
 
     def join(self, timeout: float | None = None) -> None:
-        """Its deputy does."""
+        """Do nothing: its deputy joins it."""
 
     def close(self) -> None:
-        """Let go of what tells of its end."""
+        """Close the descriptor of `sentinel`."""
         self._sign.close()
 
 
 @dataclass
 class _Post:
-    """A machine that a deputy is on."""
+    """A machine with a deputy."""
 
     link: Link
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class _Post:
 
 
 class Hub:
-    """The leader's end: who is on which machine, started, ended and heard of.
+    """The leader's links to all deputies, used to start and end processes and to receive their outcomes.
 
     Args:
         nodes: this machine among all; it is the first.
@@ -276,10 +276,10 @@ class Hub:
         _book(nodes).set("leader", json.dumps(place))
 
     def gather(self, patience: timedelta) -> None:
-        """Wait until there is a deputy on every other machine.
+        """Wait until every other machine has a deputy.
 
         Raises:
-            TimeoutError: on some there is none.
+            TimeoutError: some machine has none.
         """
         end = time.monotonic() + patience.total_seconds()
         while missing := [n for n in range(1, self.nodes.count) if not self.present(n)]:
@@ -292,19 +292,19 @@ class Hub:
         self.arrived()
 
     def present(self, node: int) -> bool:
-        """Say whether processes can be started on a machine."""
+        """Return whether processes can be started on a machine."""
         with self._lock:
             post = self._posts.get(node)
             return node == 0 or (post is not None and not post.link.down and not post.leaving)
 
     def arrived(self) -> tuple[int, ...]:
-        """Return the machines that have come since this was asked last."""
+        """Return the machines that have connected since the last call."""
         with self._lock:
             news, self._news = self._news, set()
         return tuple(sorted(news))
 
     def start(self, node: int, order: Start) -> RankHandle:
-        """Have a process started on a machine that is present, or was a moment ago."""
+        """Start a process on a machine that is present, or was a moment ago."""
         with self._lock:
             post = self._posts[node]
             process = RemoteProcess(post.link, order.number)
@@ -315,12 +315,12 @@ class Hub:
         return RankHandle(order.number, process, process.connection)
 
     def stop(self) -> None:
-        """Tell deputies that the work is being stopped."""
+        """Inform deputies that the run is being stopped."""
         for post in self._all():
             post.link.send(Stop())
 
     def close(self, over: Over) -> None:
-        """End: tell all deputies why."""
+        """Close all links, giving deputies the reason."""
         self._closed = True
         self._listening.close()
         for post in self._all():
@@ -340,7 +340,7 @@ class Hub:
             threading.Thread(target=self._serve, args=(accepted,), name="hydragraph-node", daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
-        """Talk with one deputy, until it is heard no more."""
+        """Communicate with one deputy until its link is down."""
         _watched(accepted, SILENT_S)
         connection = Connection(accepted.detach())
         try:
@@ -386,10 +386,10 @@ def _lost(node: int, link: Link) -> str:
 
 
 def reach(nodes: Nodes) -> Link:
-    """Return a deputy's link to the leader, wherever that is now.
+    """Return a deputy's link to the leader, at its current address.
 
     Raises:
-        OSError, RuntimeError: it, or the launcher's store, is not there, or not yet.
+        OSError, RuntimeError: the leader or the launcher's store is not available (yet).
     """
     book = _book(nodes)
     if not book.check(["leader"]):
@@ -411,7 +411,7 @@ def reach(nodes: Nodes) -> Link:
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:
-    """Have the system give a connection up whose other end does not answer."""
+    """Let the system drop a connection whose other end does not answer."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_NODELAY", 1),
@@ -425,12 +425,12 @@ def _watched(connected: socket.socket, patience_s: float) -> None:
 
 
 def _book(nodes: Nodes) -> Any:
-    """Return the store where the leader says where it is."""
+    """Return the store in which the leader publishes its address."""
     if nodes.number == 0 and not nodes.shared:
         store = _kept(nodes.address, nodes.port)
     else:
-        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # a store that is not there
-        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))  # would be complained of at length
+        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast: the client below
+        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))  # logs at length without a store
     return dist.PrefixStore("hydragraph/nodes", store)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The supervisor of a machine that does not lead: it starts and ends processes as told, and tells how they ended."""
+"""Supervisor of a machine that does not lead: it starts and ends processes as ordered, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
 
-ARRIVAL_S = 1800.0  # for the first node to begin
-BACK_S = 300.0  # for it to be heard again
+ARRIVAL_S = 1800.0  # for the first node to start
+BACK_S = 300.0  # for reconnecting to it
 _TRY_S = 0.5  # between two attempts to reach it
-_TOGETHER_S = 1.0  # a request to stop that reaches all machines reaches the leader within it
+_TOGETHER_S = 1.0  # a stop request to all machines reaches the leader within this time
 
 
 class Deputy:
     """Starts, watches and ends the processes of one machine.
 
     Args:
-        context: of multiprocessing, which starts them.
+        context: multiprocessing context that starts them.
         nodes: this machine among all.
         say: prints a sentence.
     """
@@ -60,14 +60,14 @@ class Deputy:
         self._crew: dict[int, RankHandle] = {}
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
-        """Serve until all is over, or this machine has been taken away.
+        """Serve until the run ends or this machine is taken away.
 
         Args:
-            arrival_s, back_s: seconds to wait for the leader at first, and once it is heard no more.
+            arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
 
         Raises:
-            EndedElsewhere: the work has failed.
-            ConnectionError: the leader is heard no more.
+            EndedElsewhere: the run has failed.
+            ConnectionError: the leader cannot be reached.
         """
         before = self._listen()
         try:
@@ -101,7 +101,7 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: this machine is taken away meanwhile."""
+        """Return the link to the leader; None: this machine was taken away meanwhile."""
         end = time.monotonic() + patience_s
         while self._asked_at is None:
             try:
@@ -116,7 +116,7 @@ class Deputy:
         return None
 
     def _serve(self, link: Link) -> Over | None:
-        """Do what the leader says until it is over; None: it is heard no more, or this machine is taken away."""
+        """Follow the leader's orders until the run ends; None: the link is down, or this machine was taken away."""
         stops = Stops()
         with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as kept:  # of mode 0700
             try:
@@ -138,7 +138,7 @@ class Deputy:
                 link.close("")
 
     def _obey(self, link: Link, kept: str) -> Over | None:
-        """Take one order, if there is one within a moment."""
+        """Handle one order if it arrives within a moment."""
         signs = [link.connection, *(s for m in self._live() for s in (m.connection, m.process.sentinel))]
         multiprocessing.connection.wait(signs, BEAT_S / 4)
         message = link.hear(0.0)
@@ -161,7 +161,7 @@ class Deputy:
         return [member for member in self._crew.values() if member.outcome is None]
 
     def _look(self, link: Link, stops: Stops) -> None:
-        """Take in how processes ended, and tell it."""
+        """Record how processes ended, and report it."""
         waiting = self._live()
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, 0)) if signs else set()
@@ -173,13 +173,13 @@ class Deputy:
                 member.outcome = Died(time.monotonic(), stopped[1])
             if member.outcome is not None:
                 link.send(Ended(member.rank, member.outcome))
-                if not isinstance(member.outcome, Returned):  # who returned stays until all have
+                if not isinstance(member.outcome, Returned):  # a process that returned stays until all have
                     forget(self._crew.pop(member.rank))
 
     def _drained(self, link: Link) -> bool:
-        """Pass a notice that this machine is taken away on to its ranks; return whether all have gone.
+        """Forward a notice that this machine is taken away to its ranks; return whether all have left.
 
-        A stop of the whole work (a job that is cancelled) reaches all machines: then the leader's ranks decide.
+        A stop of the whole run (such as a cancelled job) reaches all machines: then the leader's ranks decide.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

@@ -1,4 +1,4 @@
-"""The processes of a launch that goes on when ranks are lost, seen from outside: started, watched, replaced, told."""
+"""Supervisor of an elastic launch: it starts, watches, replaces and coordinates the processes from outside."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from hydragraph.spec.elastic import Elastic
 
 _LOG = logging.getLogger(__name__)
 
-_ARRIVAL = timedelta(minutes=30)  # of all machines
-_LOOK_S = 0.02  # between two looks at what members say
-_GRACE_S = 8.0  # for members to tell their own errors, once one has that would come again
-_REJOIN_S = 0.5  # before a lost process is replaced; twice as long each time that its replacement lives no longer
+_ARRIVAL = timedelta(minutes=30)  # for all machines
+_LOOK_S = 0.02  # between two polls of the members' registers
+_GRACE_S = 8.0  # for members to report their errors, once one has raised an error that would recur
+_REJOIN_S = 0.5  # before a lost process is replaced; doubled each time its replacement lives no longer
 _REJOIN_MOST_S = 60.0
-_SHORT_S = 5.0  # a life, from when it became a rank
-_STARTS = 3  # of processes in one seat that end before they are ready
-_READYING = 3  # times `Elastic.progress_s`: what a newcomer, for which nobody waits, has to get ready in
+_SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
+_STARTS = 3  # processes in one seat that may end before they are ready
+_READYING = 3  # multiple of `Elastic.progress_s` in which a newcomer, for which no rank waits, must become ready
 
-AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would come again
+AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
 
 def run_members(
@@ -72,18 +72,18 @@ def run_members(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, and keep as many going as can be, until their work is done; leave none behind.
+    """Start ranks and keep as many running as possible until their work is done; leave no process running.
 
     Args:
-        elastic: how few may go on, and how the lost are replaced.
-        nodes: of several machines, this one: the first. None: all ranks are on this one.
-        context, ranks, port, work, timeout, prepared, relay: as of `crew.run_crew`.
+        elastic: minimum number of ranks, and how lost ones are replaced.
+        nodes: this machine among several; it is the first. None: all ranks are on this machine.
+        context, ranks, port, work, timeout, prepared, relay: as for `launched_ranks.run_crew`.
 
     Returns:
-        What the ranks of the last generation returned, pickled, by rank.
+        The pickled results of the last generation's ranks, by rank.
 
     Raises:
-        RankFailure, TimeoutError, any other error: as `launch`.
+        RankFailure, TimeoutError, any other error: as for `launch`.
     """
 
     kept = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
@@ -126,7 +126,7 @@ def run_members(
 
 
 def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
-    """Call a function at SIGUSR1, by which a machine tells that devices are back; return what ends that."""
+    """Call a function on SIGUSR1, which signals that devices are back; return a function that undoes this."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before = signal.signal(signal.SIGUSR1, lambda *_: refill())
@@ -141,14 +141,14 @@ class Supervisor:
     """Starts, watches and replaces the members of one launch.
 
     Args:
-        started: starts the process of a member: its number, its seat, and whether the others are at work already.
-        store: where members meet.
-        ranks: how many there are to be.
-        elastic: how few may go on, and how the lost are replaced.
-        hub: of several machines, the way to the others.
+        started: starts a member's process, given its number, its seat, and whether the others are already running.
+        store: store where members meet.
+        ranks: target number of ranks.
+        elastic: minimum number of ranks, and how lost ones are replaced.
+        hub: connections to other machines, if there are several.
 
     Attributes:
-        crew: all processes that live or have told an outcome.
+        crew: all processes that are alive or have reported an outcome.
     """
 
     def __init__(
@@ -168,27 +168,27 @@ class Supervisor:
         self._rules = Rules(ranks, elastic.min_ranks)
         self._record = Record()
         self._seats: dict[int, int] = {}  # by member
-        self._since: dict[int, float] = {}  # when a member became a rank
-        self._waiting: dict[int, float] = {}  # seats that are to be taken anew, and when
-        self._short: dict[int, int] = {}  # how many processes in a row have lived a short life, by seat
-        self._unready: dict[int, int] = {}  # how many have ended before they were ready
+        self._since: dict[int, float] = {}  # time when a member became a rank
+        self._waiting: dict[int, float] = {}  # seats to be refilled, and when
+        self._short: dict[int, int] = {}  # number of consecutive short-lived processes, by seat
+        self._unready: dict[int, int] = {}  # number of processes that ended before they were ready, by seat
         self._lost: list[RankHandle] = []
         self._fatal_at: float | None = None
         self._stop = False
         self._told_stop = False
         self._back = False
         self._held = False  # whether any rank has ever held state; until then all begin together
-        self._late: set[int] = set()  # members that get ready beside others, and join those that hold state
-        self._empty: set[int] = set()  # seats that nobody takes until their devices are said to be back
+        self._late: set[int] = set()  # members that prepare while others run, and then join those that hold state
+        self._empty: set[int] = set()  # seats that stay empty until their devices are reported back
         self._stops = Stops()
-        self._waited: dict[int, float] = {}  # for how long others have waited for a member, in seconds
-        self._readying: dict[int, float] = {}  # for how long a member has been getting ready beside others, in seconds
+        self._waited: dict[int, float] = {}  # seconds that others have waited for a member
+        self._readying: dict[int, float] = {}  # seconds that a member has been preparing while others run
         self._before = time.monotonic()
         self.crew: list[RankHandle] = []
         self._next = 0
 
     def run(self, timeout: timedelta | None) -> None:
-        """Go on until all have told their outcomes, or nobody can."""
+        """Run until all members have reported their outcomes, or none can."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         self._place.order(self._record.orders)
         for seat in range(self._ranks + self._elastic.spares):
@@ -206,20 +206,20 @@ class Supervisor:
             raise TimeoutError(f"launch: processes {members} had not returned after {seconds:g} s")
 
     def terminate(self) -> None:
-        """Pass a request to stop on to all members: the work is stopped, not handed over (see `Relay`)."""
-        self._stop = True  # a signal's handler calls this
+        """Forward a stop request to all members: the work is stopped, not handed over (see `Relay`)."""
+        self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
-        """Start processes in seats that stayed empty: the devices of those that left, or were lost, are back."""
+        """Start processes in empty seats: the devices of processes that left or were lost are back."""
         self._back = True
 
     def results(self) -> list[bytes]:
-        """Return what the members of the last generation returned, by rank; raise what ended the work instead."""
+        """Return the results of the last generation's members, by rank; raise the error that ended the work instead."""
         told = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
         order = [*self._record.current, *sorted(told)]
         if told and self._fatal_at is None:
             return [told[member].value for member in dict.fromkeys(order) if member in told]
-        # What ended the work is an error of its own, where there is one, and not the ranks that were lost before.
+        # Prefer the error that ended the work, if there is one, over earlier losses of ranks.
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), None)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
@@ -238,25 +238,25 @@ class Supervisor:
         return 0 if self._hub is None else self._hub.nodes.of(seat, self._ranks)
 
     def _there(self, seat: int) -> bool:
-        """Say whether a process can be started in a seat."""
+        """Return whether a process can be started in a seat."""
         return self._hub is None or self._hub.present(self._node(seat))
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
 
     def _may_come_back(self) -> bool:
-        """Say whether processes are about to be started, though none lives: what was saved is not lost with them."""
+        """Return whether processes are about to be started though none is alive: saved state survives them."""
         coming = bool(self._waiting) and not self._record.orders.over
         return coming and self._fatal_at is None and not self._stop
 
     def _finished(self) -> bool:
-        """Say whether all that is left to wait for are members that were never needed."""
+        """Return whether only members that were never needed are still running."""
         returned = any(isinstance(member.outcome, Returned) for member in self.crew)
         current = set(self._record.current)
         return returned and not any(member.rank in current for member in self._live())
 
     def _hear(self) -> None:
-        """Wait a moment for outcomes, and take them in."""
+        """Wait briefly for outcomes, and record them."""
         waiting = self._live()
         signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
         ready = set(multiprocessing.connection.wait(signs, _LOOK_S))
@@ -270,7 +270,7 @@ class Supervisor:
                 self._ended(member)
 
     def _ended(self, member: RankHandle) -> None:
-        """Take in that a process has told its outcome, or has died."""
+        """Handle a process that has reported its outcome or died."""
         outcome = member.outcome
         if isinstance(outcome, Returned | Left):
             if isinstance(outcome, Left):
@@ -292,7 +292,7 @@ class Supervisor:
         self._plan_replacement(member)
 
     def _would_come_again(self, member: RankHandle, outcome: Raised) -> bool:
-        """Say whether an error is of the work and not of a device: by its kind, or as two members have raised it."""
+        """Return whether an error comes from the work, not a device: by its type, or because two members raised it."""
         if isinstance(rebuilt(member.rank, outcome), AGAIN):
             return True
         same = [o for o in self._lost if isinstance(o.outcome, Raised) and o.outcome.summary == outcome.summary]
@@ -303,7 +303,7 @@ class Supervisor:
         forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
-        """Decide when another process takes a lost one's seat."""
+        """Schedule a replacement for a lost process."""
         seat = self._seats[member.rank]
         ready = self._held and (member.rank in self._record.current or self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
@@ -334,7 +334,7 @@ class Supervisor:
                 self._start(seat, late=self._held or seat >= self._ranks)
 
     def _welcome(self, node: int) -> None:
-        """Have processes started in the seats of a machine that has come back: its past counts no more."""
+        """Schedule processes in the seats of a machine that has come back; its history is cleared."""
         taken = {self._seats[member.rank] for member in self._live()}
         seats = {seat for seat in self._seats.values() if self._node(seat) == node} - taken
         self._waiting |= dict.fromkeys(seats, time.monotonic())
@@ -344,7 +344,7 @@ class Supervisor:
             self._unready.pop(seat, None)
 
     def _coordinate(self) -> None:
-        """Look at what members say, and tell what follows."""
+        """Read the members' registers and write the resulting orders."""
         said = self._said()
         self._give_up(said)
         if self._stop and not self._told_stop and self._hub is not None:
@@ -364,10 +364,10 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that others have waited for too long, and newcomers that do not get ready: they hang."""
+        """Give up members that others have waited for too long, and newcomers that do not become ready: they hang."""
         now = time.monotonic()
-        elapsed, self._before = min(now - self._before, PAUSE_S), now  # while this process was stopped nobody was late
-        late = awaited(self._record, said) if self._held else ()  # until there is state all begin together
+        elapsed, self._before = min(now - self._before, PAUSE_S), now  # a pause of this process makes no member late
+        late = awaited(self._record, said) if self._held else ()  # until there is state, all begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]
         self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}
@@ -386,7 +386,7 @@ class Supervisor:
         done = [member for member in self.crew if isinstance(member.outcome, Returned)]
         said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
         self._held = self._held or any(one.holds for one in said.values())
-        # Whoever is to be brought in has nothing to begin with.
+        # Until state exists, late members cannot join.
         return said if self._held else {member: one for member, one in said.items() if member not in self._late}
 
 
