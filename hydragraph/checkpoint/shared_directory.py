@@ -40,8 +40,8 @@ def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
     """Read a checkpoint's manifest, which must be identical on every host.
 
     Raises:
-        ValueError: on all ranks: there is none, or some ranks, which the error names, see none or a different one than
-            rank 0.
+        ValueError: on all ranks: no rank sees a checkpoint, or some ranks, which the error names, see none or another
+            one than rank 0.
     """
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:

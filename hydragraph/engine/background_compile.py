@@ -178,7 +178,7 @@ def made(asked: _Asked) -> Made:
 
 
 def end_with_stdin() -> None:
-    """End this process when its parent has ended: its result is not needed any more."""
+    """End this process when its parent has ended: its result is no longer needed."""
     os.read(0, 1)  # not `sys.stdin`, whose lock, held here, would end the interpreter with an error
     os._exit(1)
 

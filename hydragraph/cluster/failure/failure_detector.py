@@ -1,4 +1,4 @@
-"""Failure detector: decides from observations of ranks which one has failed, counting only time when it was running.
+"""Failure detector: decides from observations of ranks which one has failed, counting only its own running time.
 
 A rank is accused when
 - its process has ended without announcing that it leaves;

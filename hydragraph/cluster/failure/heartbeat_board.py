@@ -27,7 +27,7 @@ class Progress:
         instruction: index of the current instruction; None outside a step.
         call: description of the current call outside a step; "" in other code.
         waiting: whether it waits for other ranks.
-        left: whether it has announced that it needs the others no more.
+        left: whether it has announced that it no longer needs the others.
     """
 
     moves: int
@@ -55,7 +55,7 @@ class Board:
     _SECONDS = struct.Struct("d")
     # Offsets in bytes within a line, after the three numbers of _PLACE.
     _WAITING = 24  # flag: the rank waits for others
-    _LEFT = 25  # flag: it needs the others no more
+    _LEFT = 25  # flag: it no longer needs the others
     _FINISHED = 26  # flag: its watch is closed, even after a fault
     _CALL = 27  # one byte of length, then text: the current call
 
@@ -120,7 +120,7 @@ class Board:
         self._memory[rank * self._LINE + self._WAITING] = waiting
 
     def leave(self, rank: int) -> None:
-        """Record that a rank needs the others no more."""
+        """Record that a rank no longer needs the others."""
         self._memory[rank * self._LINE + self._LEFT] = True
 
     def finish(self, rank: int) -> None:

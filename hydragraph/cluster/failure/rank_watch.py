@@ -1,14 +1,12 @@
-"""Failure watch of a process's ranks, from the moment they meet until none needs another any more.
+"""Failure watch of a process's ranks, from the moment they meet until none needs the others.
 
 Failures and their detection:
 
-| failure | detected by | how |
-|---|---|---|
-| a rank raises in a watched call, or an exception ends its process | itself | writes the fault to the store |
-| a process ends or is stopped | the ranks of its machine; the launcher; with several machines a sentinel | its state |
-| a machine or its link | the sentinels of the others | its sentinel's heartbeat in the store stops |
-| the store or its link | every rank for itself | no answer, counted on a separate thread |
-| no rank makes progress | the ranks of a single machine, else a sentinel | boards unchanged for `progress_s` |
+| failure | detected by | how | |---|---|---| | a rank raises in a watched call, or an exception ends its process |
+itself | writes the fault to the store | | a process ends or is stopped | the ranks of its machine; the launcher; with
+several machines a sentinel | its state | | a machine or its link | the sentinels of the others | its sentinel's
+heartbeat in the store stops | | the store or its link | every rank for itself | no answer, counted on a separate thread
+| | no rank makes progress | the ranks of a single machine, else a sentinel | boards unchanged for `progress_s` |
 
 A slow rank is not accused: the operating system, not the interpreter, is asked whether a process is alive
 (`failure_detector`).
@@ -435,7 +433,7 @@ class Watch:
         return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
     def close(self) -> None:
-        """Stop watching: this rank needs the others no more."""
+        """Stop watching: this rank no longer needs the others."""
         if self._thread is None or self._pid != os.getpid():
             self._stopped.set()
             return

@@ -39,7 +39,7 @@ def threads_of(ranks: int) -> int:
 
     OMP_NUM_THREADS sets it, as everywhere in PyTorch; otherwise ranks share the machine's cores.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of a list: nested levels come behind
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first value; others are nested levels
     if asked.isdecimal() and int(asked):
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -64,7 +64,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """The process is not a rank any more, without an error; `why` is the reason."""
+    """The process is no longer a rank, without an error; `why` is the reason."""
 
     why: str
 

@@ -32,7 +32,7 @@ CALLED = 1000  # a called member's value of `Executable.stopping`; signal number
 
 
 class Dismissed(BaseException):
-    """This process is not a rank any more, without an error: it handed over its state, or all the work is done."""
+    """This process is no longer a rank, without an error: it handed over its state, or all the work is done."""
 
 
 class Member:
@@ -98,7 +98,7 @@ class Member:
             failure: the failure that names the rank at fault; None: it was called, or is new.
 
         Raises:
-            Dismissed: it is not needed any more.
+            Dismissed: it is no longer needed.
         """
         while True:
             accuses = self._accused(failure)
@@ -118,7 +118,7 @@ class Member:
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Announce that it needs the others no more.
+        """Announce that it no longer needs the others.
 
         Args:
             done: whether all the work is done.

@@ -37,7 +37,7 @@ class Said:
         holds: generation whose layout its state has; 0: it holds no state.
         accuses: members of the generation it left that it knows to have failed.
         leaving: whether it was asked to end, and wants to hand over its state.
-        left: whether it needs the others no more, and will do no more for them.
+        left: whether it no longer needs the others, and will do no further work for them.
         done: whether it has left because all the work is done.
     """
 
