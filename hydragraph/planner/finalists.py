@@ -1,15 +1,15 @@
-"""From many proposals to the few that are looked at exactly: what is cheap to know decides what is worth more.
+"""Selection of the few proposals that are settled exactly: cheap estimates decide where expensive ones are worthwhile.
 
-its pipelines' recurrence   every proposal              no iteration ends sooner,
-what cards must carry       every proposal              nor before this
-with traffic (`exchange`)   while that is below the best that is known
-with fewer pipelines        the best of these, while less traffic saves more than the pipelines did
-with its own micro-batches  those that may then be best, each in its turn: cut for each pipeline, as a run cuts them
-memory and owners           those that may still be the best, and what is chosen among
-a simulation                the best, and whatever is estimated to end before it
+pipeline recurrence         every proposal              lower bound of an iteration
+traffic of each card        every proposal              another lower bound
+with traffic (`exchange`)   while the bounds are below the best known time
+with fewer pipelines        the best of these, while reduced traffic saves more than the pipelines did
+with its own micro-batches  those that may then be best, in turn: cut for each pipeline, as a run cuts them
+memory and owners           those that may still be the best, and those to choose among
+a simulation                the best, and any that is estimated to end before it
 
-Every pipeline pulls all weights, so one behind a slow link may cost more than it computes: the search, which knows
-links only roughly, cannot tell. A pipeline that gets no micro-batch costs only.
+Every pipeline pulls all weights, so a pipeline behind a slow link may cost more than it contributes; the search models
+links too coarsely to detect that. A pipeline without micro-batches only adds cost.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-# Ranks up to which three plans are simulated, and up to which two are.
+# Maximum number of ranks with three simulated plans, and with two.
 FEW = 16
 MANY = 64
-# What is estimated to save less than this part is not simulated: estimates are seldom nearer than that.
+# Plans estimated to save less than this fraction are not simulated: estimates are seldom more accurate.
 SAVES = 0.003
-# Plans that are settled at most, where one is chosen among near-equal ones.
+# Maximum number of settled plans when choosing among nearly equal ones.
 SETTLED = 6
-# Of the best by estimate, how many are tried with fewer pipelines.
+# Number of the best estimates that are tried with fewer pipelines.
 LEANER = 3
-# Of the best by estimate, how many are given the micro-batches that a run would give them.
+# Number of the best estimates that get the micro-batches of an actual run.
 CUT = 4
-# What they then take is seldom less than this part of what was promised.
+# The resulting time is seldom less than this fraction of the promised one.
 PROMISED = 0.97
-# Whether others can do the work of pipelines in time is estimated to about this part.
+# Relative accuracy of the estimate of whether other pipelines can take over the work in time.
 ROUGHLY = 0.95
-# Where pull and push make an iteration so many times as long, equal owners are tried, too.
+# Equal owners are also tried if pull and push lengthen an iteration by this factor.
 WAITING = 1.05
-# A simulation takes about so many times as long as the estimate of it.
+# Cost of a simulation relative to an estimate.
 SIMULATION = 40
 
-# Bytes of state that change their owner when ranks own it like this.
+# Returns the bytes of state that change their owner under a home.
 Moved = Callable[[Home], int]
-# The same with the seconds of a simulation.
+# Returns the same plan with simulated seconds.
 Exactly = Callable[[Settled], Settled]
 
 
@@ -79,11 +79,11 @@ class Proposal:
 
     Attributes:
         strategy, assignment: what would run.
-        last_s: when its last pipeline ends, beside pull, push and update.
-        expected_s: seconds of an iteration, roughly.
-        origin: which way of searching it came from.
-        across: the same with its pipelines placed otherwise, if that is possible.
-        least_s: what no iteration of it is below, by its pipelines and by what cards carry.
+        last_s: end of its last pipeline, without pull, push and update.
+        expected_s: approximate seconds of an iteration.
+        origin: the search that it came from.
+        across: the same strategy with another placement of its pipelines, if there is one.
+        least_s: lower bound of an iteration, from its pipelines and the traffic of cards.
     """
 
     strategy: Strategy
@@ -97,11 +97,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Finalists:
-    """What is known at the end.
+    """Results of the selection.
 
     Attributes:
         settled: strategies that fit, with their memory and owners.
-        passed: proposals that were left before that: they were expected to take longer.
+        passed: proposals that were not settled because they were expected to take longer.
         short: strategies that do not fit.
     """
 
@@ -117,7 +117,7 @@ def proposals(
     stages: Sequence[Staged],
     simple: Sequence[Simple],
 ) -> list[Proposal]:
-    """Return strategies on ranks with sequences shared out, the most promising first; of equal ones the first."""
+    """Return strategies on ranks with assigned sequences, the most promising first; duplicates keep the first."""
     found: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         strategy, *others = strategies_of(candidate)
@@ -132,7 +132,7 @@ def proposals(
             found[each.strategy] = Proposal(each.strategy, assignment, last, last, "simple")
     for one in stages:
         if one.seconds is not None and one.strategy not in found:
-            # Where stages are shared, the seconds are those of a simulation, and only owners can make them fewer.
+            # With shared stages the seconds come from a simulation, and only owners can reduce them.
             shares = one.strategy.shares
             last = one.seconds if shares else costs.pipelines_end(one.strategy, one.assignment)
             found[one.strategy] = Proposal(one.strategy, one.assignment, last, one.seconds, "search")
@@ -145,14 +145,14 @@ def proposals(
 
 
 def _carried(cards: Cards, proposal: Proposal) -> Proposal:
-    """Return it as expected to end when cards have carried all, at least."""
+    """Raise the expected time to the time that cards need for their traffic."""
     strategies = [each for each in (proposal.strategy, proposal.across) if each is not None and not each.shares]
     least = min(map(cards.least_s, strategies), default=0.0)
     return replace(proposal, expected_s=max(proposal.expected_s, least), least_s=max(proposal.last_s, least))
 
 
 def _busy(proposal: Proposal) -> Proposal:
-    """Return it without the pipelines that run no micro-batch."""
+    """Drop the pipelines that run no micro-batch."""
     assignment = proposal.assignment
     runs = [bool(count) for count in assignment.counts]
     if all(runs):
@@ -177,16 +177,16 @@ def finalists(
     moved: Moved | None = None,
     exactly: Exactly | None = None,
 ) -> Finalists:
-    """Look at the most promising proposals exactly.
+    """Settle the most promising proposals exactly.
 
     Args:
         found: see `proposals`.
-        near: what is within this part of the best is settled, too.
-        until: after this time (of `time.monotonic`) nothing more is looked at than one plan that fits.
-        known: what was looked at before; what is looked at here is added.
-        moved: bytes that change their owner for a home; of proposals within `near` of each other, those are looked at
-            first that move fewest. None: those first that end first.
-        exactly: simulates; default: with these costs.
+        near: proposals within this fraction of the best are also settled.
+        until: after this time (of `time.monotonic`) only one plan that fits is still searched for.
+        known: results of earlier calls; this call adds its own.
+        moved: bytes that change their owner under a home; among proposals within `near` of each other, those that move
+            the fewest bytes come first. None: the fastest come first.
+        exactly: simulates a plan; default: with these costs.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -194,7 +194,7 @@ def finalists(
     clock = _Clock(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
-    # Without an estimate they are looked at only while nothing fits.
+    # Proposals without an estimate are settled only while nothing fits.
     estimated = {one.strategy for one in estimates}
     others = [each for each in found if each.strategy not in estimated]
     queue = _Queue(costs, clock, estimates, others, until, near, moved)
@@ -209,7 +209,7 @@ def finalists(
         if proposal is None:
             break
         if proposal.strategy in settled:
-            continue  # with better micro-batches
+            continue  # already settled with better micro-batches
         able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
@@ -229,14 +229,14 @@ def finalists(
 
 
 class _Queue:
-    """Proposals, the most promising first, each with micro-batches as a run cuts them where it then ends sooner.
+    """Queue of proposals, the most promising first, with micro-batches cut as in a run where that is faster.
 
-    Traffic hides behind the first and the last micro-batch of a pipeline, so larger ones also hide more of it. How long
-    they may be takes a while to find out: they are cut when it is their turn, by what may be promised (`promised`).
+    Traffic overlaps the first and last micro-batch of a pipeline, so larger micro-batches also hide more of it. Finding
+    the largest sizes is expensive: proposals are cut in their turn, ordered by an optimistic time (`promised`).
 
     Args:
-        estimates: with their traffic.
-        others: those that come last.
+        estimates: proposals with their traffic.
+        others: proposals that come last.
     """
 
     def __init__(
@@ -255,9 +255,9 @@ class _Queue:
         self._near = near
         self._moved = moved
         self._cut = 0
-        self._cut_s = 0.0  # that one took at most
+        self._cut_s = 0.0  # maximum so far
         self._numbers = count()
-        # Seconds, in which order of equal ones, and whether it is still to be cut.
+        # Seconds, insertion number to break ties, whether it is still to be cut, and the proposal.
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for each in estimates:
             self._add(each.expected_s, each)
@@ -271,12 +271,12 @@ class _Queue:
         heappush(self._heap, (seconds, next(self._numbers), uncut, proposal))
 
     def next(self, limit: float) -> Proposal | None:
-        """Return the next one, if it may take fewer seconds than so many; others only without a limit."""
+        """Return the next proposal that may take less than `limit` seconds; `others` only without a limit."""
         while self._heap and self._heap[0][0] < limit:
             uncut, each = self._pop(limit)
             if not uncut:
                 return each
-            # What is cut is settled next, which takes about as long.
+            # A cut proposal is settled next, which takes about as long as the cut.
             if self._cut < CUT and not _late(self._until, 2 * self._cut_s):
                 self._cut += 1
                 began = time.monotonic()
@@ -285,7 +285,7 @@ class _Queue:
         return self._others.popleft() if self._others and math.isinf(limit) else None
 
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
-        """Take the most promising one out; or, of those about as promising, the one that moves fewest bytes."""
+        """Pop the most promising entry or, among equally promising ones, the one that moves the fewest bytes."""
         if self._moved is None:
             return heappop(self._heap)[2:]
         limit = min(limit, self._heap[0][0] * (1 + self._near))
@@ -297,23 +297,23 @@ class _Queue:
         return entry[2:]
 
     def _try(self, each: Proposal) -> None:
-        """Add it as it is cut, if that ends sooner."""
+        """Add the cut proposal if it is faster."""
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # a sequence is too long for equal owners, which a plan need not have
+        except Unsupported:  # a sequence is too long with equal owners, but a plan may have other owners
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
             self._add(seconds, _busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
 
     def left(self) -> list[Proposal]:
-        """Return those that were never looked at, the most promising first."""
+        """Return the proposals that were never settled, the most promising first."""
         found = [each for _, _, uncut, each in self._heap if not uncut]
         return sorted([*found, *self._others], key=lambda each: each.expected_s)
 
 
 def _owned(costs: Costs, one: Settled) -> Settled:
-    """Return it with the owners with which it ends soonest: as they are, equal ones, or such as suit each block."""
+    """Return the plan with its fastest owners: the current ones, equal ones, or owners chosen for each block."""
     one = _equally_owned(costs, one)
     found = None if one.strategy.shares else owners_by_block(costs, one.strategy, one.assignments[0])
     if found is None or found[0] == one.home:
@@ -325,9 +325,9 @@ def _owned(costs: Costs, one: Settled) -> Settled:
 
 
 def _equally_owned(costs: Costs, one: Settled) -> Settled:
-    """Return it with equal owners, of the ranks that train, where memory suffices for them and it then ends sooner.
+    """Return the plan with equal owners among the training ranks, if they fit in memory and are faster.
 
-    Owners of unlike parts hold pieces of others' shards, which travel; what a rank owns of its own shard does not.
+    With unequal shares, owners hold pieces of other ranks' shards, which travel; a rank's own shard does not.
     """
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
@@ -345,7 +345,7 @@ def _equally_owned(costs: Costs, one: Settled) -> Settled:
 def _estimated(
     costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
-    """Return proposals with their traffic, but for those that cannot end before the best."""
+    """Return proposals with their traffic, except those that cannot beat the best."""
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
@@ -363,7 +363,7 @@ def _estimated(
 
 
 class _Clock:
-    """Estimates seconds with traffic, by owners as they would be with memory for all: rooms are looked at later."""
+    """Estimates seconds with traffic, assuming owners with unlimited memory; memory is checked later."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -378,7 +378,7 @@ class _Clock:
         return min(each.seconds(assignment) for each in self._known[strategy])
 
     def home(self, strategy: Strategy) -> Home:
-        """Return who would own the state."""
+        """Return the expected owners of the state."""
         if strategy not in self._homes:
             found = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
             self._homes[strategy] = found or self._costs.home
@@ -386,7 +386,7 @@ class _Clock:
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
-    """Return what the best become without some pipelines, as long as leaving more of them out gains."""
+    """Remove pipelines from the best estimates as long as that gains time."""
     known = {each.strategy for each in estimates}
     found: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:
@@ -408,7 +408,7 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
 
 
 def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
-    """Yield it without the pipelines of a node, and with those of one kind only, where that may end before it."""
+    """Yield variants without one node's pipelines or with one kind only, where they may be faster."""
     strategy, assignment = proposal.strategy, proposal.assignment
     nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
@@ -422,7 +422,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # Pipelines that ran so much of the work run more micro-batches for all of it, and fill once.
+        # The remaining pipelines run proportionally more micro-batches, and fill once.
         longer = (each / share + filling) / (each + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -433,10 +433,10 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind: alike are those that are built alike and run as many pipelines of each form.
+    """Yield one node of each kind: nodes of a kind have the same hardware and as many pipelines of each form.
 
     Args:
-        forms, nodes: of each pipeline.
+        forms, nodes: form and nodes of each pipeline.
     """
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
@@ -451,10 +451,10 @@ def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> 
 
 
 def _late(until: float | None, needed_s: float) -> bool:
-    """Return whether something that takes so long would end after a time."""
+    """Return whether work of `needed_s` seconds would end after `until`."""
     return until is not None and time.monotonic() + needed_s > until
 
 
 def _simulations(costs: Costs) -> int:
-    """Return how many plans are simulated: fewer where that takes longer."""
+    """Return the number of plans to simulate: fewer on larger clusters, where a simulation takes longer."""
     return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1

@@ -1,12 +1,12 @@
-"""A good plan at once, for a run that waits for one: what costs most to know of a plan is left out, or known of few.
+"""A good plan immediately, for a run that waits for one: expensive estimates are skipped or limited to a few plans.
 
-    what runs, with layers by rates where ranks are slow, with these ranks and without, or without their pipelines; what
-    ran before ranks were lost, without these
-    the search, and equal pipelines in node order     by equal sequences as long as all are on average
-    one mini-batch                                    of these, assigned quickly, traffic in line
+    candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
+    pipelines; what ran before ranks were lost, if it does not use them
+    the search, and equal pipelines in node order     with equal sequences of the mean length
+    one mini-batch                                    for these, assigned quickly, traffic in order
     memory                                            from the best on, until one fits
 
-Nothing is simulated, and the state stays where it is. `hg.plan` looks at all mini-batches, and finds better plans.
+Nothing is simulated, and the state is not moved. `hg.plan` considers all mini-batches, and finds better plans.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # after which the best so far is taken
-# Strategies that are estimated: at most of those that run, and of what is searched; of all, whatever the time is.
+# Maximum number of estimated strategies from those that run, and from the search; minimum number whatever the time.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
-SEARCHING = 0.6  # the part of the time there is that the search may take
+SEARCHING = 0.6  # fraction of the deadline for the search
 SLOW = 1.5  # a rank of a higher rate may be better left idle
 
 
@@ -47,9 +47,9 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        strategy, pipelines: what runs, and what it costs.
-        assignment: of the mini-batch that it was estimated by.
-        seconds: of that iteration.
+        strategy, pipelines: what runs, and its costs.
+        assignment: assignment of the mini-batch used for the estimate.
+        seconds: seconds of that iteration.
     """
 
     strategy: Strategy
@@ -59,21 +59,21 @@ class Estimate:
 
     @property
     def charge(self) -> float:
-        """What it takes beside its slowest pipeline."""
+        """Seconds beyond its slowest pipeline."""
         return max(0.0, self.seconds - self.assignment.seconds)
 
 
 def plan_at_once(
     costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
-    """Return the best strategy that is found in about so many seconds; None: nothing fits.
+    """Return the best strategy found within about `deadline_s`; None if nothing fits.
 
     Args:
-        costs: whose home stays.
+        costs: costs whose home is kept.
         workload: mini-batches of varying lengths.
-        others: strategies that are estimated, too, such as what runs. Of what ran before ranks were lost, these have
-            numbers beyond the cluster's.
-        deadline_s: after it nothing more is estimated. What fits may take longer to find out.
+        others: further strategies to estimate, such as the running one. The numbers of lost ranks in earlier
+            strategies are beyond the cluster's.
+        deadline_s: no estimate starts after this time. Checking memory may take longer.
     """
     began = time.monotonic()
     batch = sample(workload)
@@ -84,7 +84,7 @@ def plan_at_once(
     for strategy in in_turns:
         if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
             break
-        # The search's own line of memory says that all of its pipelines hold the longest sequence.
+        # The search's own memory estimate says that all of its pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             found.append(_estimate(costs, strategy, pipelines, batch, QUICK))
@@ -100,13 +100,13 @@ def plan_at_once(
 
 
 def sample(workload: Workload) -> tuple[int, ...]:
-    """Return the mini-batch of which half of the others have less work in their attention, and half more."""
+    """Return the mini-batch with the median attention work."""
     ordered = sorted(workload.batches, key=lambda batch: sum(n * n for n in batch))
     return ordered[len(ordered) // 2]
 
 
 def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
-    """Return strategies that run, where no rank of theirs is lost, and what is near the first of them."""
+    """Return running strategies without lost ranks, and variants of the first of them."""
 
     def rate(rank: int) -> float:
         return costs.health.rate(rank) if rank < costs.ranks else math.inf
@@ -120,7 +120,7 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
         return every
     yard = Yard(costs, workload, workload.longest, SAFETY)
     number = len(first.pipelines)
-    # The slow pipelines go on without the slow ranks, or with those that are not lost, or not at all.
+    # The slow pipelines continue without the slow ranks, with all ranks that are not lost, or not at all.
     for most in (SLOW, math.inf, 0.0):
         kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
         anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
@@ -131,7 +131,7 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
 
 
 def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
-    """Return strategies all of whose pipelines hold the longest sequence, the most promising for equal ones first."""
+    """Return strategies whose pipelines all hold the longest sequence, the most promising for equal ones first."""
     typical = workload.typical
     count, length = typical.sequences, typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER

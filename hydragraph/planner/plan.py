@@ -1,7 +1,7 @@
-"""Which devices form which pipelines and stages, and who owns the state, when devices differ: `hg.plan`.
+"""Planning for heterogeneous devices, `hg.plan`: the pipelines and stages they form, and the owners of the state.
 
-Every way of searching (`WAYS`) gives candidates by the numbers of `prices`; the best are settled exactly: on ranks,
-with their assignment, owners and memory. The one that ends first is the plan; what the others lost by is told.
+Each search (`WAYS`) produces candidates priced with the numbers of `prices`. The best candidates are settled exactly:
+on ranks, with an assignment, owners and memory. The fastest is the plan; the plan also reports why the others lost.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
 
-# Parts of devices' memory that the search plans with, one after the other while all that it finds is too large.
+# Fractions of device memory that the search plans with, tried in turn while everything it finds is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# Where the state takes more than a part of all memory, the search also looks at what would fit with so many times it.
+# If the state takes more than TIGHT of all memory, the search also tries ROOMY times the memory limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Candidates of each way that are looked at exactly, unlike one another, and of each shape at most.
+# Maximum number of candidates per search that are settled exactly, and the maximum number of each shape.
 SETTLED = 6
 ALIKE = 1
-# Ranks up to which Metis's search is among all ways.
+# Maximum number of ranks for which "auto" includes Metis's search.
 FEW = 64
-# Plans of Metis's search that are looked at.
+# Number of plans from Metis's search that are settled.
 STAGED = 2
-# Plans within this part of the best count as equally good; the one that moves fewest bytes is taken. Moving the
-# state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a plan that saves more soon pays for it.
+# Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins. Moving the
+# state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a faster plan soon pays for the move.
 NEAR = 0.005
-# Of a deadline, the part after which nothing more is begun; and of that, the part after which ways of searching end, so
-# that what they found is looked at: without traffic, nobody knows what is best. (Metis's own search, where it is asked
-# for, ends by the first.)
+# Fraction of the deadline after which no new work starts, and the fraction of that time after which the searches end.
+# The rest is for settling what they found: plans cannot be ranked without their traffic. (Metis's own search, if
+# requested explicitly, ends at the first limit.)
 SEARCHING = 0.9
 FINDING = 0.65
-# Plans that are improved for varying lengths.
+# Number of plans that are improved for varying lengths.
 CLIMBS = 3
-# Candidates of which the iteration planner takes the best, where lengths vary; each must save this part of the time.
+# Number of candidates for the iteration planner when lengths vary; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -80,24 +80,25 @@ MOVED_BYTES = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """How devices that differ train a model together.
+    """A training plan for heterogeneous devices.
 
     Attributes:
-        strategy: runs as it is: `hg.compile(model, plan.strategy, home=plan.home)`.
-        home: who owns how much of the state.
-        strategies: candidates for the iteration planner, where lengths vary; the strategy is the first of them.
-        seconds: of an iteration of the strategy, on average over the workload's mini-batches.
-        choosing_s: the same, if each of them runs the quickest of the strategies.
-        memory: bytes that each rank holds when it holds most.
-        limits: bytes that each may hold.
-        bound: seconds that no strategy beats on these devices.
-        rivals: what lost, the nearest first.
-        assignment: of the first mini-batch.
-        moved_bytes: state that changes its owner, from what runs now.
-        origin: the way of searching that found it.
-        simulated: whether the seconds were simulated; else they are the slowest pipeline's and an estimate of traffic.
-        took_s: how long planning took.
-        text: for `explain`.
+        strategy: ready to run: `hg.compile(model, plan.strategy, home=plan.home)`.
+        home: the owners of the state and their shares.
+        strategies: candidates for the iteration planner if lengths vary; the first one is `strategy`.
+        seconds: time of an iteration of `strategy`, averaged over the workload's mini-batches.
+        choosing_s: the same if each mini-batch runs the fastest of `strategies`.
+        memory: peak bytes of each rank.
+        limits: memory limit of each rank, in bytes.
+        bound: lower bound of the seconds of any strategy on these devices.
+        rivals: rejected strategies, the closest first.
+        assignment: assignment of the first mini-batch.
+        moved_bytes: state that changes its owner relative to the running plan.
+        origin: the search that found the plan.
+        simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
+            traffic.
+        took_s: planning time.
+        text: the text that `explain` returns.
     """
 
     strategy: Strategy
@@ -118,11 +119,11 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far above the bound it is: 0.05 is 5 %."""
+        """Relative distance from the bound: 0.05 is 5 %."""
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
-        """Return the plan in words: pipelines, stages, memory, owners, and what the rivals lost by."""
+        """Return a description of the plan: pipelines, stages, memory, owners, and why the rivals lost."""
         return self.text
 
     def __str__(self) -> str:
@@ -138,28 +139,29 @@ def plan(
     seed: int = 0,
     solver: Solver | None = None,
 ) -> Plan:
-    """Plan devices that differ by type, memory, or how fast they are today.
+    """Plan training on devices that differ by type, memory or current speed.
 
     Args:
         costs: profile of the model for every type of device, the cluster, and its health.
-        workload: of one iteration.
+        workload: workload of one iteration.
         method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
-            "straggler" for rates (Malleus), "auto" for all at once (Metis's search up to
-            64 ranks and without a deadline only: among so many it takes ten seconds).
-        running: what runs now, a plan, a strategy or its text; among plans that are nearly as good, that which moves
-            fewest bytes is taken.
-        deadline_s: after so many seconds the best plan so far is returned; None: the search ends by itself, and equal
-            arguments give equal plans.
-        seed: of what is drawn; nothing is, today.
-        solver: "scip" groups devices into pipelines as AutoHet published it (its equation 3, through cvxpy), instead
-            of our search; for method "mixed" and few devices.
+            "straggler" for rates (Malleus), "auto" for all at once (including Metis's search only up to
+            64 ranks and without a deadline: with more ranks it takes ten seconds).
+        running: the current plan, strategy or strategy text; among nearly equal plans, the one that moves the fewest
+            bytes is chosen.
+        deadline_s: time limit, after which the best plan so far is returned; None: the search runs to completion, and
+            equal arguments give equal plans.
+        seed: random seed; currently unused.
+        solver: "scip" groups devices into pipelines with AutoHet's published program (its equation 3, through cvxpy)
+            instead of our search; for method "mixed" and few devices.
 
     Returns:
         the plan.
 
     Raises:
-        Unsupported: nothing fits (how far off, and what would help), a type was not measured, or all devices are lost.
-        ValueError: there is no such method or solver, the deadline is no time, or what runs is no strategy.
+        Unsupported: nothing fits (the message gives the shortage and remedies), a type was not measured, or all
+            devices are lost.
+        ValueError: an invalid method, solver, deadline or `running`.
     """
     check_question(method, deadline_s, solver)
     del seed
@@ -174,10 +176,10 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check what is asked of `plan` apart from costs and workload, which may take a while to make.
+    """Check the arguments of `plan` other than costs and workload, which may be expensive to make.
 
     Raises:
-        ValueError: there is no such method or solver, or the deadline is no time.
+        ValueError: an invalid method, solver or deadline.
     """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: use {', '.join(map(repr, get_args(Method)))}")
@@ -193,7 +195,7 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from looking through all of a program's objects for planning's many small ones."""
+    """Disable garbage collection: planning creates many small objects, and each pass scans the whole program's."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -216,7 +218,7 @@ def _plan(
     check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
     near = NEAR if running is not None else 0.0
-    # A rank that has become slow keeps its place among those that a plan is made for anew: else its state would move.
+    # Order by healthy rates if a plan is running: a rank that became slow keeps its place, so its state need not move.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
@@ -234,7 +236,7 @@ def _plan(
         return moved(home if listed else home.reordered(places))
 
     def exactly(each: Settled) -> Settled:
-        """Simulate it on the ranks as given: what ranks own follows their order, and with it traffic."""
+        """Simulate on the ranks as given: ownership follows their order, and traffic follows ownership."""
         found = simulated(costs, each if listed else as_told(each, order))
         return replace(each, by_batch=found.by_batch, simulated=True)
 
@@ -250,7 +252,7 @@ def _plan(
     )
     market = Market(ordered)
     looked = Finalists((), (), ())
-    # The search's lines are near the exact walk: where that finds everything too large, it searches with less memory.
+    # The search's memory model is approximate: if the exact walk finds every plan too large, search with less memory.
     short: list[Shortage] = []
     for safety in SAFETIES:
         looked = ask(ordered, safety=safety, market=market)
@@ -259,21 +261,21 @@ def _plan(
             break
     least = bound_of(costs, workload.batches) if looked.settled else math.inf
     if method != "search" and PUBLISHED not in ways:  # these plan on all devices
-        # By the widest way, and without what improves only the best: each set of nodes is a problem of its own.
+        # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
         quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
         looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
     looked = replace(looked, short=tuple(short))
     looked = looked if listed else told(looked, order)
     settled = looked.settled
     passed = looked.passed
-    # Where lengths vary, a strategy that does not take the longest sequence can still be a candidate for others.
+    # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety)
     best = min(each.seconds for each in able)
     equal = [each for each in able if each.seconds <= best * (1 + near)]
     chosen = min(equal, key=lambda each: (moved(each.home), each.strategy != before, each.seconds))
-    # Where lengths vary, they were simulated in the order of planning.
+    # If lengths vary, the simulation used the planning order.
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
@@ -313,7 +315,7 @@ def _looked_at(
     moved: Moved | None,
     exactly: Exactly,
 ) -> Finalists:
-    """Search by every way, and look at what each of them finds as if it were alone: so all ways are never worse."""
+    """Run each search and settle its candidates as if it ran alone, so "auto" is never worse than a single search."""
     typical = workload.typical
     reaches = _reaches(workload)
     now = time.monotonic()
@@ -327,13 +329,13 @@ def _looked_at(
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not _late(ended):
-                # What is a little too large as long as all own alike may fit where first stages own less.
+                # A plan slightly too large with equal shares may fit if first stages own less.
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
-    # Among more ranks its search takes long, so there it has to be asked for.
+    # Metis's search is slow with many ranks, so there it must be requested explicitly.
     if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
-    # What was published has no such candidates.
+    # The published method has no such candidates.
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
@@ -343,7 +345,7 @@ def _looked_at(
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
         for each in finalists(costs, found, near, until, known, moved, exactly).passed:
             passed.setdefault(each.strategy, each)
-    # One strategy may have been looked at with several assignments.
+    # A strategy may have been settled with several assignments.
     settled: dict[Strategy, Settled] = {}
     short: dict[Strategy, Shortage] = {}
     for (strategy, _), one in known.items():
@@ -365,10 +367,10 @@ def _expected(proposal: Proposal) -> float:
 def _on_fewer(
     costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
 ) -> Finalists:
-    """Return also what is found on fewer nodes, where that may be better than the best so far.
+    """Add what is found on fewer nodes, where that may beat the best so far.
 
     Args:
-        whole_s: what looking at all nodes took: of fewer ones about as much less is expected.
+        whole_s: seconds that settling on all nodes took; a subset is expected to take proportionally less.
     """
     found = {each.strategy: each for each in looked.settled}
     passed = {each.strategy: each for each in looked.passed}
@@ -390,18 +392,18 @@ def _on_fewer(
 
 
 def _tight(costs: Costs) -> bool:
-    """Whether the state takes so much of all memory that who owns it decides what fits."""
+    """Return whether the state takes so much of all memory that its owners decide what fits."""
     running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
 
 
 def _late(until: float | None, needed_s: float = 0.0) -> bool:
-    """Return whether something that takes so long would end after a time."""
+    """Return whether work of `needed_s` seconds would end after `until`."""
     return until is not None and time.monotonic() + needed_s > until
 
 
 def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:
-    """Return candidates whose layers make the most of all memory, where the search's do not."""
+    """Return variants of the candidates whose layers use all memory, where the search's own do not."""
     found: list[Candidate] = []
     for candidate in candidates:
         if until is not None and time.monotonic() > until:
@@ -411,7 +413,7 @@ def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], u
 
 
 def _check_copies(costs: Costs) -> None:
-    """Refuse copies on another node where all devices that still run are on one of several."""
+    """Reject copies on different nodes if all running devices of a multi-node cluster are on one node."""
     running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
@@ -423,14 +425,14 @@ def _check_copies(costs: Costs) -> None:
 
 
 def _reaches(workload: Workload) -> list[int]:
-    """Return the tokens that every pipeline must hold: the longest sequence; or less, where lengths vary."""
+    """Return the token counts that every pipeline must hold: the longest sequence, or less if lengths vary."""
     if not workload.lengths:
         return [0]
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
 def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the most promising candidates, few of each shape."""
+    """Return the most promising candidates, with few of each shape."""
     shapes: Counter[object] = Counter()
     found = []
     for candidate in candidates:
@@ -441,11 +443,11 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
-    """Return what Metis's search finds: stages of all devices, whose data parallelism may change."""
+    """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
         found = staged(costs, typical.sequences, typical.length, "exact", until)
     except Unsupported:
-        # Its space has no plan that fits, or it does not know so many kinds of devices; other ways may.
+        # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
         if method == "search":
             raise
         return []
@@ -461,7 +463,7 @@ def _varying(
     until: float | None,
     safety: float,
 ) -> Finalists:
-    """Look at what each way finds by the mini-batches as they are; then, if asked, improve the best of them."""
+    """Settle each search's results on the actual mini-batches; then improve the best of them if requested."""
     varied = Varied(costs, workload.batches)
     known: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
@@ -489,9 +491,9 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return what is to be improved: the best that is known, and the best whose pipelines are all of one shape.
+    """Return the strategies to improve: the best known one, and the best whose pipelines all have one shape.
 
-    Moves of one pipeline seldom lead to groups of another size everywhere: what is in between is worse than both.
+    Moves of one pipeline seldom change the group size everywhere: the steps between are worse than both ends.
     """
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
@@ -506,7 +508,7 @@ def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apa
 
 
 def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:
-    """Return strategies, the most promising first, and which way of searching each came from."""
+    """Return strategies, the most promising first, and the search that each came from."""
     found: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         found.setdefault(strategies_of(candidate)[0], candidate.origin)
@@ -537,7 +539,7 @@ def _rivals(
 
 
 def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
-    """Return the plan's strategy, and those from which choosing for every mini-batch gains most, by its owners."""
+    """Return the plan's strategy and those that gain most by choosing per mini-batch, with the plan's owners."""
     varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)

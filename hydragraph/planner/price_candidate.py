@@ -1,7 +1,7 @@
-"""From a candidate of the search to what can run: ranks in their places, sequences shared out, exact seconds, memory.
+"""Conversion of a search candidate to a runnable strategy: rank placement, assignment, exact seconds and memory.
 
-The search goes by forms of groups and mean layers. Here groups become ranks again, micro-batches are shared out by the
-exact 1F1B recurrence with messages between stages, memory is walked (`cost.memory.Walk`), the state gets its owners.
+The search works with forms of groups and average layers. This module maps groups to ranks, distributes micro-batches by
+the exact 1F1B recurrence with messages between stages, walks memory (`cost.memory.Walk`), and chooses state owners.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-Line = tuple[float, float]  # bytes, and bytes of all that can be owned
+Line = tuple[float, float]  # bytes, and bytes per unit share of the state
 
-# Micro-batches that are moved between pipelines at most, beyond the first sharing.
+# Maximum number of micro-batches moved between pipelines after the initial distribution.
 MOVES = 64
-# Of a device's memory, what may be planned to be held: walks with messages seldom hold more than is said here.
+# Fraction of a device's memory that plans may use: walks with messages seldom exceed the estimate.
 NEAR_LIMIT = 0.99
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the search found: pipelines of forms.
+    """A result of the search: pipelines of forms.
 
     Attributes:
-        bench: that priced it.
-        partition: which forms make which pipelines.
-        groups: of ranks, of these forms.
+        bench: the bench that priced it.
+        partition: the forms of each pipeline.
+        groups: groups of ranks with these forms.
         together: sequences in a micro-batch.
-        origin: which way of searching it came from.
-        layout: each kind of pipeline, where it is not laid as the bench lays it.
+        origin: the search that found it.
+        layout: layout of each kind of pipeline, if it differs from the bench's.
     """
 
     bench: Bench
@@ -60,40 +60,40 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """What the search expects."""
+        """Seconds that the search expects."""
         return self.partition.seconds
 
     @property
     def shape(self) -> object:
-        """What candidates that are much alike have in common: degrees, and how many pipelines of how many stages."""
+        """Key that similar candidates share: degrees, and the number of pipelines of each depth."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
 
     def laid(self) -> list[Laid]:
-        """Return every pipeline as the search laid it."""
+        """Return the layout of every pipeline."""
         count = max(1, round(self.bench.micro_batches / self.partition.count))
         layout = self.layout or [self.bench.lay(m, count) for m, _ in self.partition.pipelines]
         return [each for each, (_, times) in zip(layout, self.partition.pipelines, strict=True) for _ in range(times)]
 
     def exposed_s(self) -> float:
-        """Return what of pull and push nothing hides, on the pipeline where that is most."""
+        """Return the largest time of pull and push that a pipeline cannot overlap."""
         laid = self.laid()
         return max(each.exposed_s + more for each, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A strategy that runs, and all that is known of it.
+    """A runnable strategy with its home, assignments, seconds and memory.
 
     Attributes:
         strategy, home: what runs.
-        assignments: of each mini-batch.
-        by_batch: seconds of each; infinite where it cannot take the longest sequence.
-        memory: bytes of every rank when it holds most.
+        assignments: assignment of each mini-batch.
+        by_batch: seconds of each mini-batch; infinite if it cannot take the longest sequence.
+        memory: peak bytes of every rank.
         origin: see `Candidate`.
-        simulated: whether the seconds are those of a simulation, rather than its slowest pipeline and an estimate of
-            what traffic adds.
+        simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
+            traffic.
     """
 
     strategy: Strategy
@@ -106,13 +106,13 @@ class Settled:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, on average."""
+        """Mean seconds of an iteration."""
         return math.fsum(self.by_batch) / len(self.by_batch)
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit: which rank lacks most, and how many bytes."""
+    """A strategy that does not fit: the rank that is shortest of memory, and the missing bytes."""
 
     strategy: Strategy
     rank: int
@@ -123,7 +123,7 @@ class Shortage:
 
 
 def strategies_of(candidate: Candidate) -> list[Strategy]:
-    """Return the candidate's pipelines on ranks: each within as few nodes as can be, and each across nodes."""
+    """Return the pipelines placed on ranks: each within as few nodes as possible, and each across nodes."""
     laid = candidate.laid()
     found = [_placed(candidate, laid, by_stage=False)]
     across = _placed(candidate, laid, by_stage=True)
@@ -131,7 +131,7 @@ def strategies_of(candidate: Candidate) -> list[Strategy]:
 
 
 def _placed(candidate: Candidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
-    """Give ranks to stages, pipeline by pipeline or stage by stage."""
+    """Assign ranks to stages, pipeline by pipeline or stage by stage."""
     waiting: dict[int, list[Group]] = {}
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
     for group in candidate.groups:
@@ -149,18 +149,18 @@ def _placed(candidate: Candidate, laid: Sequence[Laid], by_stage: bool) -> Strat
             for s, (layers, kind) in enumerate(zip(each.layers, each.kinds, strict=True))
         )
         pipelines.append(Pipeline(stages))
-    # The same strategy however the search came upon it.
+    # Canonical order, so that the same strategy found in different ways compares equal.
     return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
 class Ends:
-    """When pipelines end that run so many equal micro-batches, exactly; equal pipelines are computed once."""
+    """Exact end times of pipelines that run equal micro-batches; equal pipelines are computed once."""
 
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
         self._schedule = strategy.schedule
         self._parts: list[tuple[StageCost, ...]] = []
-        self._rows: list[NDArray[np.float64]] = []  # what a micro-batch takes, by stage, as `end_of` asks for it
+        self._rows: list[NDArray[np.float64]] = []  # times of a micro-batch by stage, as `end_of` takes them
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
@@ -174,7 +174,7 @@ class Ends:
         self._ends: dict[tuple[int, int], float] = {}
 
     def end(self, pipeline: int, count: int) -> float:
-        """Return when a pipeline has run so many micro-batches."""
+        """Return the time when a pipeline has run `count` micro-batches."""
         key = (self._alike[pipeline], count)
         if key not in self._ends:
             self._ends[key] = self._end(*key)
@@ -189,9 +189,9 @@ class Ends:
         return float(end_of(self._rows[kind], order, count, len(parts), self._schedule == "gpipe", scratch))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return how many micro-batches each pipeline runs, so that the last one ends first."""
+        """Return the number of micro-batches of each pipeline that minimizes the end of the last one."""
         number = len(self._alike)
-        # A pipeline that has filled ends with each further micro-batch one step of its slowest stage later.
+        # Once full, a pipeline takes one more step of its slowest stage for each further micro-batch.
         first = np.array([self.end(p, 1) for p in range(number)])
         steps = [float((row[0, :, 0] + row[0, :, 1] + row[0, :, 2]).max()) for row in self._rows]
         each = np.array([steps[k] for k in self._alike])
@@ -222,7 +222,7 @@ def _row(stage: StageCost, lengths: Sequence[int]) -> tuple[float, ...]:
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return what decides a pipeline's seconds: types, rates and links of ranks. Those of one form are priced once."""
+    """Return the key that determines a pipeline's seconds: types, rates and links of its ranks."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -235,13 +235,13 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
 
 
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
-    """Share out equal sequences in micro-batches of so many.
+    """Distribute equal sequences in micro-batches of `together`.
 
     Args:
-        lengths: of all sequences, equal ones.
+        lengths: lengths of all sequences, which are equal.
 
     Returns:
-        the assignment, and when its last pipeline ends, beside pull, push and update.
+        the assignment, and the end of its last pipeline without pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -258,7 +258,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Walk the memory of a strategy for equal sequences, and give the state its owners.
+    """Walk the memory of a strategy for equal sequences, and choose the owners of the state.
 
     Args:
         expected: seconds of an iteration.
@@ -271,7 +271,7 @@ def settle(
 
 
 def simulated(costs: Costs, settled: Settled) -> Settled:
-    """Return it with the seconds of a simulation."""
+    """Return the plan with simulated seconds."""
     owned = costs.changed(home=settled.home)
     seconds = tuple(owned.simulate(settled.strategy, assignment).seconds for assignment in settled.assignments)
     return replace(settled, by_batch=seconds, simulated=True)
@@ -280,12 +280,12 @@ def simulated(costs: Costs, settled: Settled) -> Settled:
 def owners(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None = None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return who owns the state, and what every rank then holds when it holds most.
+    """Return the owners of the state, and the resulting peak memory of every rank.
 
-    An owner also holds messages, in proportion to what it owns: see `_messages`.
+    An owner also holds messages, in proportion to its share: see `_messages`.
 
     Args:
-        home: who owns it, where that is given.
+        home: fixed owners, if given.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -306,7 +306,7 @@ def owners(
 
 
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
-    """Return owners that are chosen for each block, and what every rank then holds; None where that is too much.
+    """Return owners chosen for each block, and the resulting peak memory of every rank; None if they do not fit.
 
     Stages that own what they use send and receive less than `owners` plans for, so memory is walked exactly.
     """
@@ -321,10 +321,10 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 
 
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
-    """Return the bytes that every rank holds when it holds most, of several mini-batches of varying lengths.
+    """Return the peak bytes of every rank over several mini-batches of varying lengths.
 
-    It is told in one for pipelines of one shape, whose largest micro-batches are taken together: the next mini-batch
-    may give any of them what one has in this.
+    Pipelines of one shape share one estimate from their largest micro-batches: in the next mini-batch, any of them may
+    get what another has in this one.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [tuple((s.layers, s.kind) for s in pipeline.stages) for pipeline in strategy.pipelines]
@@ -342,7 +342,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return what every rank holds by the part of the state that it owns: with most activations, and at the end."""
+    """Return each rank's memory as a function of its share of the state: at peak activations, and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -356,11 +356,11 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return what messages of an owner of all the state would hold, while its stage has most activations and at the
-    end, and the stage's gradients, which are then on their way; bytes of every rank.
+    """Return the message bytes of an owner of the whole state, per rank: at peak activations, and at the end.
 
-    Until the commit nobody knows that weights which it sent to other stages have arrived. Gradients of the stages
-    behind come while a stage computes, from every pipeline.
+    The third number is the stage's gradients, in flight at the end. Until the commit an owner cannot know that the
+    weights it sent to other stages have arrived. Gradients of later stages arrive from every pipeline while a stage
+    computes.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -388,9 +388,9 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes that each rank needs for its stage, beside its share of the state and messages."""
+    """Return the bytes that each rank needs for its stage, excluding its share of the state and messages."""
     everything = micro_batches_of(strategy, assignment)
-    # Once a pipeline is full, further equal micro-batches change nothing but the tokens that are there.
+    # Once a pipeline is full, further equal micro-batches add only their tokens.
     most = [_most(len(pipeline.stages), strategy.schedule) for pipeline in strategy.pipelines]
     shown = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
     return _needed(costs, strategy, shown, [_tokens([batches]) for batches in everything], _tokens(everything))
@@ -403,10 +403,10 @@ def _needed(
 
     Args:
         shown: the largest micro-batches of each pipeline, largest first, enough to fill it.
-        tokens: of all micro-batches of each.
+        tokens: tokens of all micro-batches of each pipeline.
         every: tokens of the mini-batch.
     """
-    # Lost ranks hold nothing, the others see how long all sequences are.
+    # Lost ranks hold no data; all others receive the lengths of all sequences.
     found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
@@ -419,9 +419,9 @@ def _needed(
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
-            # Under GPipe all are in flight at once.
+            # Under GPipe all micro-batches are in flight at once.
             few = largest[: telling(len(pipeline.stages), position)] if strategy.schedule == "1f1b" else largest
-            # All devices hold the same of the same stage.
+            # All devices of a stage hold the same amount.
             key = (shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
@@ -432,7 +432,7 @@ def _needed(
 
 
 def _most(stages: int, schedule: str) -> int | None:
-    """Return how many micro-batches show the most that any stage of a pipeline holds; None: all."""
+    """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
     return None if schedule != "1f1b" else stages + 2
 
 
@@ -447,10 +447,10 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """Return the largest micro-batches, largest first; so many of them, where that is said.
+    """Return the `most` largest micro-batches (None: all), largest first.
 
-    Where there are fewer, the largest counts several times: a run cuts every mini-batch by what fits while a pipeline
-    is full (`Costs.max_len`), so what would fit only otherwise is refused there.
+    With fewer micro-batches than `most`, the largest is repeated: a run cuts every mini-batch by what fits in a full
+    pipeline (`Costs.max_len`), so it would reject a plan that fits only when the pipeline is not full.
     """
     found = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return found[:1] * ((most or 0) - len(found)) + found

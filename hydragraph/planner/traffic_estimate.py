@@ -1,15 +1,15 @@
-"""When an iteration ends, pull and push included, without a simulation: pipelines by their recurrence, traffic in line.
+"""Estimate of an iteration's end with pull and push, without a simulation: pipelines by recurrence, traffic in order.
 
-All owners take part in every exchange of a bucket, so exchanges go through the cluster one after another: the pulls in
-the order of the blocks, the pushes in reverse. With p_b and q_b the seconds of the slowest rank in them,
+All owners take part in every exchange of a bucket, so exchanges pass through the cluster one after another: the pulls
+in the order of the blocks, the pushes in reverse. With p_b and q_b the seconds of the slowest rank in them,
 
-    a bucket is there at      P_b = p_0 + ... + p_b, before which no pipeline's first forward gets beyond it
+    a bucket arrives at       P_b = p_0 + ... + p_b; no pipeline's first forward passes it before
     its gradient is complete  C_b = when the last of the pipelines has run its last backward of the blocks that use it
     and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
-    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, where there are any, with h_b of handing it on
+    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, if there are any; h_b is the time to hand it on
 
-and the iteration ends at max(Q_0, H_0, pipelines' ends), the commit and the slowest update later. What the simulation
-knows besides: ports that transfers and messages between stages share, and owners that meet with some partners earlier.
+The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update. The simulation also models
+ports shared by transfers and messages between stages, and owners that exchange with some partners earlier.
 
 Example: two blocks, one stage, forwards of 1 s, backwards of 2 s, p = q = 1.5 s. Pulls end at 1.5 and 3, forwards at
 2.5 and 4, backwards at 6 and 8; pushes at 7.5 and 9.5.
@@ -36,16 +36,16 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return about the seconds of an iteration; arguments as of `Iterations`."""
+    """Return the approximate seconds of an iteration; see `Iterations` for the arguments."""
     return Iterations(costs, strategy).seconds(assignment)
 
 
 class Iterations:
-    """About the seconds of one strategy's iterations; what is the same for all mini-batches is computed once.
+    """Approximate seconds of a strategy's iterations; computes once what is common to all mini-batches.
 
     Args:
-        costs: whose home is that of the plan.
-        strategy: without shared stages.
+        costs: costs with the plan's home.
+        strategy: a strategy without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
@@ -61,7 +61,7 @@ class Iterations:
         self._ending = _ending(costs)
 
     def seconds(self, assignment: Assignment) -> float:
-        """Return about the seconds of an iteration."""
+        """Return the approximate seconds of an iteration."""
         outline = self._costs.outline
         complete = dict.fromkeys(self._names, 0.0)
         last = 0.0
@@ -85,7 +85,7 @@ class Iterations:
 
 
 def _ending(costs: Costs) -> float:
-    """Return what the commit and the slowest update take."""
+    """Return the seconds of the commit and the slowest update."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     commit = 0.0
     norm = 0.0
@@ -104,7 +104,7 @@ def _ending(costs: Costs) -> float:
 
 
 def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return what the slowest rank takes for every bucket's pull, push and handing on, whatever the mini-batch."""
+    """Return the slowest rank's seconds for every bucket's pull, push and handing on; the mini-batch has no effect."""
     work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
@@ -112,7 +112,7 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
     idle = np.flatnonzero(group < 0)
     group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
     roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
-    # Equal buckets of blocks between which no pipeline is cut have the same transfers.
+    # Equal buckets have the same transfers if no pipeline is cut between their blocks.
     cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
     users = dict(costs.outline.buckets)
     known: dict[object, tuple[float, ...]] = {}
@@ -129,14 +129,14 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
 
 
 class _Blocks:
-    """What a pipeline's stages and their blocks take for micro-batches."""
+    """Seconds of a pipeline's stages and blocks for given micro-batches."""
 
     def __init__(self, costs: Costs, pipeline: Pipeline) -> None:
         self._outline = costs.outline
         self._stages = costs.stages(pipeline)
         self._spans = _spans(costs, pipeline)
         self._templates = costs.profile.blocks
-        # By stage and template: what one block of it takes, whichever.
+        # By stage and template: the cost of one block, which is the same for all blocks of the template.
         places = [{costs.profile.blocks[at]: at for at in range(*span)} for span in self._spans]
         self._alone = [
             {template: costs.stage(stage, (at, at + 1)) for template, at in of.items()}
@@ -144,10 +144,10 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when the last backward of every block has run, if weights are there at these times."""
+        """Return when the last backward of every block has run if weights arrive at the times in `there`."""
         stages = self._stages
         early, forward, backward, ahead, back = _rows(stages, batches)
-        # What the first forward waits for weights, on every stage.
+        # Time that the first forward waits for weights on every stage.
         now = 0.0
         below = []
         for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
@@ -160,7 +160,7 @@ class _Blocks:
             forward[s][0] += max(0.0, now - arrived - sum(forwards))
             if s < len(stages) - 1:
                 now += ahead[s][0]
-            # The last block's backward comes first: those of the blocks below it follow.
+            # The last block's backward comes first, followed by those of the blocks below it.
             below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
         ends = stage_ends(early, forward, backward, ahead, back, schedule)
         return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
@@ -172,7 +172,7 @@ def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
 
 
 def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """Return what `stage_ends` asks for: seconds of each micro-batch on each stage."""
+    """Return the arguments of `stage_ends`: seconds of each micro-batch on each stage."""
     rows: list[list[list[float]]] = [[], [], [], [], []]
     for stage in stages:
         priced = {m: stage.apart(m) for m in dict.fromkeys(map(tuple, batches))}

@@ -1,24 +1,24 @@
-"""Seconds that no pipelines of whole layers and whole sequences beat: nearer than `bound`, and found in minutes.
+"""Lower bound for pipelines of whole layers and whole sequences: tighter than `bound`, and found in minutes.
 
-`bound` has all devices busy all the time. No pipelines are: sequences and layers do not split, a pipeline fills and
-empties, memory is what it is. For equal micro-batches, stages s = 1, ..., S of l_s layers, t_s = f_s + b_s seconds
+`bound` keeps all devices busy all the time. Real pipelines cannot: sequences and layers do not split, a pipeline fills
+and drains, and memory is limited. For equal micro-batches, stages s = 1, ..., S of l_s layers, t_s = f_s + b_s seconds
 (forward, backward) and X = sum t_s, a pipeline runs m micro-batches under 1F1B in at least
 
     X + (m - 1) t_s - min(S - s, m - 1) f_s        for every stage s,
 
-for stage s has done at most S - s forwards beside its first when the first backward comes back to it, which has then
-been through all stages once; GPipe takes X + (m - 1) t_s. So whether a pipeline can end by T is asked of every X in
-turn, in intervals [X0, X1]: stage s then has at most (T - X0) / (m - 1 - min(S - s, m - 1) f_s / t_s) seconds, which
-is so many layers of each way to run them (option), as far as memory allows; all stages together have at most X1
-seconds and, all devices having to hold the state besides, at most so many bytes. Prices for both (Lagrange) leave a
-knapsack over stages: the most layers of given numbers of devices of each kind. A second one, over pipelines, gives the
-most micro-batches of all devices by T. Where those are too few, T is a bound; bisection finds the largest.
+because stage s has done at most S - s forwards besides its first when the first backward returns to it, after passing
+through all stages once; GPipe takes X + (m - 1) t_s. The test whether a pipeline can end by T is repeated for
+intervals [X0, X1] of X: stage s then has at most (T - X0) / (m - 1 - min(S - s, m - 1) f_s / t_s) seconds, which
+limits its layers for each execution option, as does its memory; all stages together have at most X1 seconds and,
+because all devices must also hold the state, a limited number of bytes. Prices for both (Lagrange) leave a
+knapsack over stages: the most layers for given numbers of devices of each kind. A second knapsack, over pipelines,
+gives the most micro-batches of all devices by T. If there are too few, T is a bound; bisection finds the largest.
 
-Left out, so that the bound is lower: pull and push, messages between stages, in which node devices are, messages in
-memory. Not covered: stages that several pipelines share, and micro-batches of different sizes in one iteration.
+Omitted, which lowers the bound: pull and push, messages between stages, the node of each device, and messages in
+memory. Not covered: stages shared by several pipelines, and micro-batches of different sizes in one iteration.
 
-Example: two devices, two layers of 1 s, three sequences, which `bound` has done in 3 s. Alone, a device runs one of
-them in 2 s, two in 4 s. Both in line have X = 2: 2 + 2 * 1 = 4 s for the last stage. So it is 4 s.
+Example: two devices, two layers of 1 s, three sequences: `bound` gives 3 s. Alone, a device runs one of
+them in 2 s, two in 4 s. Both in line have X = 2: 2 + 2 * 1 = 4 s for the last stage. So the bound is 4 s.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from hydragraph.spec.strategy import Stage
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Intervals of X: each ends so many times its beginning later.
+# Ratio of the ends of an interval of X.
 WIDTH = 1.04
-# The bound is found to this part.
+# Relative precision of the bound.
 NEARLY = 0.002
-# Kinds and numbers of devices that are looked at, at most: the product of all (count + 1).
+# Maximum number of states: the product of (count + 1) over the kinds of devices.
 STATES = 20_000
-# Stages that are told apart, counted from a pipeline's end; those before them are taken for as many as there may be.
-# Beyond as many as there are micro-batches, all are alike.
+# Number of stages treated individually, counted from a pipeline's end; the stages before them are merged and may be
+# any number. All stages beyond the number of micro-batches are alike.
 DEEP = 40
-# From so many micro-batches of a pipeline on, only every one, two, three, ... in so many is looked at.
+# Beyond this number of micro-batches of a pipeline, only multiples of one, two, three, ... are examined.
 FINE = 64
-# Seconds that no iteration takes.
+# Upper limit of the seconds of an iteration.
 MOST = 1e9
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """What is not asked of plans, to say what a bound comes from.
+    """Constraints that the bound ignores, to show their effect on it.
 
     Attributes:
-        memory: devices have as much as they like.
-        layers: layers split.
+        memory: whether memory is unlimited.
+        layers: whether layers may be split.
     """
 
     memory: bool = False
@@ -73,18 +73,18 @@ class Relaxed:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Groups that devices can form, and what they take.
+    """Groups that devices can form, with their times and memory.
 
     Attributes:
         counts: devices of each kind [K].
-        uses: of each group, devices of each kind [G, K].
-        forward, backward, last, state, kept: of each group and option [G, O]: seconds of a layer's forward and
-            backward, of the last block, bytes of a layer on each rank, and of what a micro-batch in flight keeps.
-        ranks: of each group [G].
-        memory: of a rank of each group, bytes [G].
+        uses: devices of each kind in each group [G, K].
+        forward, backward, last, state, kept: for each group and option [G, O]: seconds of a layer's forward and
+            backward, of the last block, bytes of a layer on each rank, and bytes kept by a micro-batch in flight.
+        ranks: ranks of each group [G].
+        memory: bytes of a rank of each group [G].
         layers: L.
-        spare: bytes of all devices beside the state.
-        least: bytes that a pipeline takes at least.
+        spare: bytes of all devices after the state.
+        least: minimum bytes of a pipeline.
     """
 
     counts: Ints
@@ -109,13 +109,13 @@ def whole_bound(
     relaxed: Relaxed = Relaxed(),
     below_s: float = math.inf,
 ) -> float:
-    """Return seconds that no strategy beats whose pipelines have stages of their own and equal micro-batches.
+    """Return a lower bound of the seconds of strategies with unshared stages and equal micro-batches.
 
     Args:
-        sequences, length: of an iteration.
-        sizes: sequences that a micro-batch may have.
-        relaxed: what is not asked of plans.
-        below_s: the bound need not be larger than this: seconds of a plan.
+        sequences, length: number and length of the sequences of an iteration.
+        sizes: allowed numbers of sequences in a micro-batch.
+        relaxed: constraints to ignore.
+        below_s: seconds of a plan; the bound is not computed beyond it.
     """
     simple = bound(costs, [[length] * sequences])
     found = [
@@ -147,11 +147,11 @@ def _bound(
 
 
 def _possible(problem: _Problem, micro_batches: int, seconds: float, relaxed: Relaxed) -> bool:
-    """Whether nothing here speaks against running so many micro-batches within so many seconds."""
+    """Return whether the relaxed problem can run `micro_batches` within `seconds`."""
     most = int(min(problem.counts.sum(), micro_batches))
     if not relaxed.memory:
         most = min(most, int(problem.spare // problem.least))
-    # Few pipelines leave one of them more memory: their numbers are looked at from 1 to 1, 2 to 2, 3 to 4, 5 to 8, ...
+    # Fewer pipelines leave more memory for one: their number is examined in ranges 1 to 1, 2 to 2, 3 to 4, 5 to 8, ...
     low = 1
     while low <= most:
         high = low if low < 3 else 2 * (low - 1)
@@ -219,7 +219,7 @@ def _problem(costs: Costs, lengths: Sequence[int], relaxed: Relaxed) -> _Problem
 
 
 def _least(costs: Costs, stage: Stage, lengths: Sequence[int], rate: float) -> tuple[float, float]:
-    """Return the seconds of forward and backward of the cheapest layer on a group of a rate."""
+    """Return the seconds of forward and backward of the cheapest layer on a group of the given rate."""
     healthy = costs.changed(health=Health())
     found = []
     names = costs.profile.blocks
@@ -228,7 +228,7 @@ def _least(costs: Costs, stage: Stage, lengths: Sequence[int], rate: float) -> t
         cost = healthy.stage(stage, (at, at + 1))
         _, *both = cost.apart(lengths)
         rings = [0.0, 0.0] if cost.rings is None else [ring.seconds(sum(lengths)) for ring in cost.rings]
-        # A slow rank computes slowly; what the ring takes beyond that is not counted.
+        # A slow rank slows the computation; its effect on the ring is not counted.
         found.append([rate * (s - ring) + ring for s, ring in zip(both, rings, strict=True)])
     return min(one for one, _ in found), min(two for _, two in found)
 
@@ -252,7 +252,7 @@ def _able(
     stages: int,
     width: float,
 ) -> Ints:
-    """Return the most micro-batches of one pipeline, of every number of devices of each kind [states]."""
+    """Return the most micro-batches of one pipeline for every number of devices of each kind [states]."""
     groups, options = forward.shape
     kinds = len(counts)
     stride = np.ones(kinds, np.int64)
@@ -274,7 +274,7 @@ def _able(
             for k in range(kinds):
                 fits = fits and has[i, k] + uses[g, k] <= counts[k]
             usable[g, i] = fits
-    # Prices: of seconds, 1 / y for every different y; of bytes, some of which one lies near what a layer costs.
+    # Prices: for seconds, 1 / y for every different y; for bytes, a geometric range that covers a layer's cost.
     quickest = np.inf
     slope = np.zeros(12)
     prices = 1
@@ -304,7 +304,7 @@ def _able(
     duals = prices + (7 if room < np.inf else 0)
     m = 0
     while m < micro_batches:
-        # Who can do no more than m, but perhaps fewer than the next number that is looked at, is taken to do those.
+        # If m is possible and the next examined number is not, the numbers in between are assumed possible.
         skipped = m
         m = min(m + 1 + m // FINE, micro_batches)
         deep = min(DEEP, stages, m)
@@ -322,7 +322,7 @@ def _able(
                 now[:] = -np.inf
                 now[0] = 0.0
                 for j in range(deep + (deep < stages)):
-                    # The stages before those told apart wait least and hold least.
+                    # The merged stages wait least and hold least.
                     waits = min(j if j < deep else stages, m - 1)
                     flying = min(j + 1, m)
                     for g in range(groups):
@@ -353,7 +353,7 @@ def _able(
                         if value[g] > -np.inf:
                             for i in range(states - step[g]):
                                 if usable[g, i]:
-                                    # In place, any number of such stages.
+                                    # An in-place update allows any number of merged stages.
                                     w = (now[i] if j < deep else after[i]) + value[g]
                                     if w > after[i + step[g]]:
                                         after[i + step[g]] = w
@@ -373,7 +373,7 @@ def _able(
                 done[i] = m - 1
         if not some:
             break
-    # What fewer devices can do, more can.
+    # More devices can do at least what fewer can.
     for k in range(kinds):
         for i in range(states):
             if has[i, k] and done[i - stride[k]] > done[i]:
@@ -383,13 +383,13 @@ def _able(
 
 @compiled
 def _packed(counts: Ints, done: Ints, most: int) -> int:
-    """Return the most micro-batches of up to so many pipelines that share all devices."""
+    """Return the most micro-batches of at most `most` pipelines that share all devices."""
     kinds = len(counts)
     states = len(done)
     stride = np.ones(kinds, np.int64)
     for k in range(kinds - 1):
         stride[k + 1] = stride[k] * (counts[k] + 1)
-    # Only pipelines that do more than those with fewer devices are worth their devices.
+    # A pipeline is useful only if it does more than those with fewer devices.
     useful = np.zeros(states, np.bool_)
     for i in range(states):
         useful[i] = done[i] > 0

@@ -1,21 +1,21 @@
-"""Metis's search, and the memory-aware one: every division of the devices into stages, then degrees step by step.
+"""Metis's search and its memory-aware variant: every division of the devices into stages, then degrees step by step.
 
 For each order of types, each division of the ranks into stages and each number of micro-batches, every stage begins
-with data parallelism only. Layers go to stages by speed; where some do not fit, speeds are corrected by memory and the
+with data parallelism only. Layers go to stages by speed; if some do not fit, speeds are corrected by memory and the
 layers divided again, at most three times. A *step* is a change of degrees (one stage halves dp and doubles tp) or a
 correction. The two orders differ in which stage changes first:
 
-    NAIVE   the one with least memory left in the division that fitted last; where none did, the one of largest dp
-    MEMORY  the one that lacked most memory at the first attempt; where all fitted, the one with least memory left
+    NAIVE   the one with least memory left in the last division that fitted; if none did, the one of largest dp
+    MEMORY  the one that was shortest of memory at the first attempt; if all fitted, the one with least memory left
 
-A walk ends with the first plan that fits at its first attempt, or with no stage left to change; what steps led to no
-plan is not counted (Table 1 does not either).
+A walk ends with the first plan that fits at its first attempt, or when no stage can change; steps that led to no
+plan are not counted (nor does Table 1 count them).
 
 Metis's program prices some plans by their first stage only: from the second order of types on it begins with divisions
-into two stages and still counts one. `Best.claimed` has what it then takes for the best; everything else prices plans
-in full, and leaves out those that lose layers or leave a stage without any.
+into two stages but still counts one. `Best.claimed` is the plan it then reports as best; everything else prices plans
+in full, and skips those that lose layers or leave a stage without any.
 
-    capacity[s]  [S]  the speed of stage s, as part of all stages' speeds
+    capacity[s]  [S]  the speed of stage s, as a fraction of all stages' speeds
     split[q]     [7 L]  each layer in seven equal pieces, which are divided before whole layers are
     owner[q]     [7 L]  the stage of a piece; -1: none yet
 """
@@ -43,7 +43,7 @@ MEMORY = 1
 # Pieces of a layer: a stage has a layer if it has more than half of its pieces.
 PIECES = 7
 ATTEMPTS = 3
-# What a stage of no layers needs, in MB.
+# Memory of a stage without layers, in MB.
 LEAST_MB = 0.001
 
 
@@ -51,14 +51,14 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: of all walks that led to a plan.
-        visited: plans that fitted.
-        cost: the least, priced in full, of plans that can train; infinite without any.
-        batches: of that plan.
-        plan: of that plan.
-        claimed: the least cost as Metis's program prices: in full and, if `stages` says so, by a plan's first only.
-        claimed_batches: of the plan that it would print.
-        claimed_plan: of the plan that it would print.
+        steps: steps of all walks that led to a plan.
+        visited: number of plans that fitted.
+        cost: the lowest full price of a plan that can train; infinite without any.
+        batches: micro-batches of that plan.
+        plan: that plan.
+        claimed: the lowest price by Metis's program: in full and, depending on `stages`, by a plan's first only.
+        claimed_batches: micro-batches of the plan that it would print.
+        claimed_plan: the plan that it would print.
     """
 
     steps: int
@@ -87,12 +87,12 @@ def walk(
     Args:
         tables: see `Tables`.
         kinds: the type of each rank [N].
-        places: what the ranks of a replica must have in common, unless `mixed_tp` [N].
+        places: label that the ranks of a replica must share unless `mixed_tp` [N].
         divisions: ranks of each stage, a row per division [G, S].
         order: NAIVE or MEMORY.
         max_tp: the largest degree.
         mixed_tp: whether a replica may have devices of several types.
-        stages: by how many stages Metis prices these plans before it comes to them again.
+        stages: number of stages with which Metis prices these plans at first.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -121,7 +121,7 @@ def walk(
             dp[:] = groups
             tp[:] = 1
             taken = 0
-            # Whether `left` and `lacking` hold something: what the order of changes looks at.
+            # Whether `left` and `lacking` are set; the order of changes depends on them.
             has_left = False
             has_lacking = False
             more = True
@@ -166,7 +166,7 @@ def walk(
 
 @compiled
 def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
-    """Write a plan down."""
+    """Store a plan."""
     count = groups.size
     plan[0, :count] = groups
     plan[1, :count] = dp
@@ -176,7 +176,7 @@ def keep(plan: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints) -> None:
 
 @compiled
 def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, mixed_tp: bool) -> bool:
-    """Return whether a plan has every layer, no stage without, and no replica of several types that may not be."""
+    """Return whether a plan has all layers, no empty stage, and no replica of mixed types unless allowed."""
     if bounds[-1] != layers:
         return False
     start = 0
@@ -191,7 +191,7 @@ def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, m
 
 @compiled
 def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
-    """Return whether each tp ranks of a group are of one type."""
+    """Return whether every run of tp ranks of a group has one type."""
     if tp == 1 or one_type(kinds, start, size):
         return True
     for first in range(start, start + size, tp):  # noqa: SIM110
@@ -202,7 +202,7 @@ def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
 
 @compiled
 def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: int) -> bool:
-    """Return whether every stage has samples for each replica, of a size and at a degree that may be."""
+    """Return whether every replica gets samples, at a valid size and degree."""
     for s in range(dp.size):
         mbs = tables.batch // dp[s] // batches
         if mbs == 0 or mbs >= tables.size_at.size or tp[s] > max_tp:
@@ -212,7 +212,7 @@ def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: 
 
 @compiled
 def change(dp: Ints, tp: Ints, left: Floats) -> bool:
-    """Halve dp and double tp of the stage with least left that can; return whether there is one."""
+    """Halve dp and double tp of the stage with least left among those that can; return whether there is one."""
     least = -1
     for s in range(dp.size):
         if dp[s] != 1 and (least < 0 or left[s] < left[least]):
@@ -226,7 +226,7 @@ def change(dp: Ints, tp: Ints, left: Floats) -> bool:
 
 @compiled
 def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
-    """Write how many MB the devices of each stage have: together, or where each needs all, the least of any."""
+    """Write the MB of each stage's devices: their sum or, if each needs all, their minimum."""
     start = 0
     for s in range(groups.size):
         limits[s] = 0.0
@@ -256,10 +256,10 @@ def divide(
     left: Floats,
     lacking: Floats,
 ) -> tuple[int, int]:
-    """Divide the layers over stages by speed and memory; write bounds, what is left, and what the first attempt lacked.
+    """Divide the layers over stages by speed and memory; write bounds, memory left, and the first attempt's shortage.
 
     Returns:
-        Which attempt fitted; 0: none; -1: something was not measured. And how many attempts did not fit.
+        The attempt that fitted (0: none; -1: something was not measured), and the number of attempts that did not.
     """
     count = groups.size
     speed = np.zeros(count)
@@ -285,7 +285,7 @@ def divide(
 
 @compiled
 def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
-    """Write each stage's speed over all layers, as a part of all of them; return whether it was measured."""
+    """Write each stage's speed over all layers, as a fraction of the total; return whether it was measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
@@ -310,9 +310,9 @@ def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batche
 def memory_mb(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
 ) -> bool:
-    """Write how many MB each stage needs as Metis's search counts; return whether it was measured.
+    """Write the MB that each stage needs by Metis's count; return whether it was measured.
 
-    It looks up the type of rank 0 for every stage, and for one of several types adds up all replicas of all devices.
+    It uses the type of rank 0 for every stage, and for a stage of several types adds up all replicas of all devices.
     """
     kind = kinds[0]
     start = 0
@@ -365,9 +365,9 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages that lack memory, and raise the others'; return whether there is room for that.
+    """Lower the speeds of stages that are short of memory, and raise the others'; return whether there is room.
 
-    A stage with memory left may grow until that is full; one without shrinks to nine tenths of what fits.
+    A stage with memory left may grow until it is full; one without shrinks to nine tenths of what fits.
     """
     count = speed.size
     room = np.zeros(count)
@@ -408,7 +408,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
 
 @compiled
 def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
-    """Divide layers over stages by speed: write the first layer of each stage, and the end, which may be too early."""
+    """Divide layers over stages by speed: write the first layer of each stage and the end, which may be too early."""
     count = speed.size
     layers = share.size
     owner = np.full(split.size, -1, dtype=np.int64)
@@ -433,7 +433,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the piece at which one is full goes to nobody yet."""
+    """Fill each stage but the last from the front; the piece at which one is full stays unassigned for now."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -448,7 +448,7 @@ def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill the last stage from the end: the last layer, and what borders on it as long as there is capacity."""
+    """Fill the last stage from the end: the last layer, then adjacent pieces as long as there is capacity."""
     last = capacity.size - 1
     lowest = split.size
     taken = 0
@@ -501,7 +501,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage that has more than half of a layer's pieces; a layer of which none has is lost."""
+    """Write the stage that has more than half of a layer's pieces; a layer without such a stage is lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -514,7 +514,7 @@ def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
 
 @compiled
 def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
-    """Write each stage's speed less its layers, from its first to its last."""
+    """Write each stage's speed minus the share of all layers from its first to its last."""
     count = speed.size
     first = np.full(count, -1, dtype=np.int64)
     last = np.full(count, -1, dtype=np.int64)
@@ -534,7 +534,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer to the stage of most capacity from its neighbour of less; return whether that does no harm."""
+    """Move a layer to the stage of most capacity from its neighbour of less if that does no harm; return whether so."""
     count = capacity.size
     most = 0
     for s in range(1, count):
