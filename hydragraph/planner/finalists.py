@@ -2,7 +2,7 @@
 
 pipeline recurrence         every proposal              lower bound of an iteration
 traffic of each card        every proposal              another lower bound
-with traffic (`exchange`)   while the bounds are below the best known time
+with its traffic            while the bounds are below the best known time
 with fewer pipelines        the best of these, while reduced traffic saves more than the pipelines did
 with its own micro-batches  those that may then be best, in turn: cut for each pipeline, as a run cuts them
 memory and owners           those that may still be the best, and those to choose among

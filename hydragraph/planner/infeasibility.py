@@ -1,6 +1,6 @@
-"""What is lacking where no plan fits: how much memory, how much shorter the sequences, how many more devices.
+"""Diagnosis when no plan fits: how much more memory, how much shorter sequences, or how many more devices would fit.
 
-Each is found by asking the search again, with that one thing changed and nothing else, until something fits.
+Each is found by repeating the search with that one change until something fits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hydragraph.planner.price_candidate import Shortage
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-# Memory is sought up to so many times what there is, and so many times the devices.
+# Maximum factors that are tried for memory and for the number of devices.
 MOST = 64
 MANY = 8
-# Memory is told to about this part.
+# Relative precision of the memory factor.
 NEARLY = 1.05
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Refuse devices that are too small for what every rank holds, whatever the plan: the labels of all sequences.
+    """Reject devices too small for what every rank holds under any plan: the labels of all sequences.
 
     Raises:
-        Unsupported: which these are.
+        Unsupported: some device is too small; the message names the ranks.
     """
     running = _running(costs)
     least = batch_bytes(0, max(map(sum, workload.batches)))
@@ -46,11 +46,11 @@ def check_labels(costs: Costs, workload: Workload) -> None:
 
 
 def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY) -> Unsupported:
-    """Return the error of a workload that no plan fits, with how far off it is and what would help.
+    """Return the error for a workload that no plan fits, with the shortage and remedies.
 
     Args:
-        short: plans that were looked at exactly, with what they lack.
-        safety: the part of all memory with which the search found nothing that fits.
+        short: plans that were settled exactly, with their shortages.
+        safety: fraction of all memory with which the search found no fit.
     """
     running = _running(costs)
     if short:
@@ -80,7 +80,7 @@ def _running(costs: Costs) -> list[int]:
 
 
 def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:
-    """Return what alone would make something fit."""
+    """Return the single changes that would make a plan fit."""
     longest = workload.longest
     sequences = workload.typical.sequences
     found = []
@@ -98,7 +98,7 @@ def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:
 
 
 def _least(able: Callable[[float], bool], most: float) -> float:
-    """Return about the least factor from 1 on with which something fits, as with larger ones; infinite: none."""
+    """Return approximately the least factor from 1 on with which `able` holds; infinite if there is none."""
     high = 1.0
     while not able(high):
         if high >= most:
@@ -115,7 +115,7 @@ def _least(able: Callable[[float], bool], most: float) -> float:
 
 
 def _several(costs: Costs, times: int) -> Costs:
-    """Return the costs of a cluster with so many times the nodes; the further ones are healthy."""
+    """Return the costs of a cluster with `times` as many nodes; the added ones are healthy."""
     cluster = costs.cluster
     count = 1 + max(device.node for device in cluster.devices)
     devices = tuple(replace(d, node=d.node + i * count) for i in range(times) for d in cluster.devices)

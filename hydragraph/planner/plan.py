@@ -1,6 +1,6 @@
 """Planning for heterogeneous devices, `hg.plan`: the pipelines and stages they form, and the owners of the state.
 
-Each search (`WAYS`) produces candidates priced with the numbers of `prices`. The best candidates are settled exactly:
+Each search (`WAYS`) produces candidates priced with `group_prices`. The best candidates are settled exactly:
 on ranks, with an assignment, owners and memory. The fastest is the plan; the plan also reports why the others lost.
 """
 

@@ -1,10 +1,10 @@
-"""What strategies take for mini-batches whose lengths vary: an estimate of many, and the exact seconds of a few.
+"""Prices of strategies for mini-batches of varying lengths: an estimate of many, exact seconds of a few.
 
-    an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in line (`exchange`)
-    memory and owners    of those that may be the best (`settle.owners`)
-    a simulation         of these, each mini-batch assigned by the iteration planner
+    an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in order
+    memory and owners    for those that may be the best (`price_candidate.owners`)
+    a simulation         for these, each mini-batch assigned by the iteration planner
 
-A strategy that no pipeline of can take a mini-batch's longest sequence takes infinitely long for it.
+If no pipeline of a strategy can take a mini-batch's longest sequence, the strategy takes infinitely long for it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
 
-# Of the assignments that estimates go by.
+# Effort of the assignments behind estimates.
 QUICK = Effort(kicks=1, enough=2e-2)
-# Strategies of each way of searching that are simulated.
+# Number of strategies per search that are simulated.
 SIMULATED = 3
-# How often sequences are assigned anew where some rank then lacks memory.
+# Maximum number of reassignments while some rank is short of memory.
 ROUNDS = 8
-# Ranks up to which they are; beyond, estimates stand.
+# Maximum number of ranks for simulations; with more, estimates are final.
 FEW = 128
 
 
 class Varied:
-    """What strategies take for sample mini-batches; each is estimated once, and what pipelines cost is computed once.
+    """Prices of strategies for sample mini-batches; each strategy and each pipeline is computed once.
 
     Args:
-        costs: whose home estimates go by: what a pipeline has memory for hardly depends on who owns the state.
+        costs: costs whose home estimates use: a pipeline's memory hardly depends on the owners of the state.
         batches: tokens of each sequence of each mini-batch.
     """
 
@@ -56,7 +56,7 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return about the seconds of every mini-batch; infinite, if without traffic they take so many on average."""
+        """Return approximate seconds of every mini-batch; infinite if their mean without traffic reaches `below_s`."""
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
             reach = max(each.max_len for each in pipelines)
@@ -73,27 +73,27 @@ class Varied:
         return self.priced[strategy]
 
     def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
-        """Return what estimates an iteration's seconds, by the better of two homes that ranks are taken to hold."""
+        """Return a function that estimates an iteration's seconds, by the better of two possible homes."""
         homes = homes_of(self.costs, strategy)
         each = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
         return lambda assignment: min(seconds(assignment) for seconds in each)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
-        """Return about the seconds of an iteration, on average; `below_s` as for `by_batch`."""
+        """Return the approximate mean seconds of an iteration; see `by_batch` for `below_s`."""
         return mean(self.by_batch(strategy, below_s))
 
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Give the state its owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
+        """Choose the owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
 
         Args:
-            origin: see `settle.Candidate`.
-            home: who owns the state, where that is given.
-            simulating: or, if there is no time for it, estimate it.
+            origin: see `price_candidate.Candidate`.
+            home: fixed owners of the state, if given.
+            simulating: False to estimate instead of simulating, for lack of time.
         """
         simulating = simulating and self.costs.ranks <= FEW
-        # What a stage needs does not depend on who owns the state, so its useful micro-batches stand for all.
+        # A stage's needs do not depend on the owners of the state, so its useful micro-batches represent all.
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
         usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
@@ -119,29 +119,29 @@ class Varied:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen knows nothing of the mini-batch beside a pipeline's own micro-batches, nor of messages. Sequences
-            # are whole: to leave out as much as one of them may take several steps.
+            # MaxLen considers neither the rest of the mini-batch besides a pipeline's own micro-batches, nor messages.
+            # Sequences are whole: excluding enough of them may take several steps.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
-        """Return something of each mini-batch; of equal ones it is found out once."""
+        """Apply `of` to each mini-batch, once for equal ones."""
         known = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
         return tuple(known[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
-        """Return what each pipeline costs; those of one form are computed once.
+        """Return the cost of each pipeline; pipelines of one form are computed once.
 
         Args:
-            beside: bytes that no micro-batch may take on any rank.
+            beside: bytes to reserve on every rank.
         """
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
             known = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
             return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in known]
-        if strategy.shares:  # what a pipeline takes depends on the others
+        if strategy.shares:  # a pipeline's time depends on the others
             return self.costs.pipelines(strategy)
         found = []
         for pipeline in strategy.pipelines:
@@ -155,7 +155,7 @@ class Varied:
 def settle_varying(
     costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
 ) -> Settled | Shortage:
-    """Return what a strategy takes for mini-batches of varying lengths; see `Varied.settle`."""
+    """Settle a strategy for mini-batches of varying lengths; see `Varied.settle`."""
     return Varied(costs, batches).settle(strategy, origin)
 
 
@@ -166,12 +166,12 @@ def settle_best(
     known: dict[Strategy, Settled | Shortage],
     most: int = SIMULATED,
 ) -> None:
-    """Settle the strategies that are estimated to be quickest, until so many fit that take all mini-batches.
+    """Settle the strategies with the lowest estimates, until `most` fit and take all mini-batches.
 
     Args:
-        origins: strategies, the most promising first, and which way of searching each came from.
+        origins: strategies, the most promising first, and the search that each came from.
         until: after this time (of `time.monotonic`) one that fits is enough, and it is not simulated.
-        known: what was settled before, by other ways of searching, too; what is settled here is added.
+        known: results so far, including those of other searches; this call adds its own.
     """
     late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     order = list(origins)
@@ -191,12 +191,12 @@ def _takes_all(found: Settled | Shortage) -> bool:
 
 
 def mean(by_batch: Sequence[float]) -> float:
-    """Return the mean."""
+    """Return the mean of `by_batch`."""
     return math.fsum(by_batch) / len(by_batch)
 
 
 def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
-    """Return what orders strategies: by how many mini-batches they do not take, and what they take for the others."""
+    """Return the sort key of a strategy: the number of mini-batches it cannot take, and its mean for the others."""
     able = [seconds for seconds in by_batch if math.isfinite(seconds)]
     return len(by_batch) - len(able), mean(able) if able else math.inf
 
@@ -215,7 +215,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return what estimates the seconds of a strategy's iterations; where stages are shared, a simulation says them."""
+    """Return an estimator of a strategy's iteration seconds; with shared stages it is a simulation."""
     if strategy.shares:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

@@ -1,8 +1,8 @@
-"""Who owns how much of the state: as much as a device's memory leaves room for, and its speed and link are good for.
+"""Shares of the state per rank: limited by a device's memory, and balanced by its speed and link.
 
-An owner of a part s of the state takes s k_r seconds for it: sending weights to the stages that use them, receiving
-their gradients, updating. The largest of these counts, so s_r = min(room_r, T / k_r) for the least T by which the
-parts come to 1: water filling. Ranks without layers own nothing, as long as the others have room.
+An owner of a fraction s of the state takes s k_r seconds for it: sending weights to the stages that use them, receiving
+their gradients, updating. The largest of these counts, so s_r = min(room_r, T / k_r) for the least T at which the
+fractions add up to 1: water filling. Ranks without layers own no state as long as the others have room.
 
 Example: k = (1, 1, 2), room for a half on each: T = 0.4 gives (0.4, 0.4, 0.2).
 """
@@ -23,26 +23,26 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this part of the largest, so that equal devices are told in few words; or to the second, where
-# rounding to the first would give some rank more than it has room for.
+# Shares are rounded to this fraction of the largest, so that equal devices have short equal shares; or to the second
+# one, if rounding to the first would exceed some rank's room.
 STEPS = (32, 1024)
-# How often what rounding made too large is made smaller.
+# Number of corrections of shares that rounding made too large.
 CORRECTED = 8
 _HALVINGS = 80
-# Decimal places of shares that are not rounded to steps, and what sums of them are exact to.
+# Decimal places of shares that are not rounded to steps, and the precision of their sums.
 PLACES = 9
 EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return parts that come to 1, of which none exceeds its room and the largest `seconds * part` is least.
+    """Return fractions that add up to 1 and stay within `room`, with the least maximum of `seconds * fraction`.
 
     Args:
         seconds: k of each rank, above 0.
-        room: the part of the state that each can hold.
+        room: the fraction of the state that each can hold.
 
     Returns:
-        the parts; None where there is not enough room.
+        the fractions; None if there is not enough room.
     """
     if room.sum() < 1:
         return None
@@ -59,12 +59,12 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return parts as `filled` does, of two copies on different nodes: no node has more than half of all parts.
+    """Return fractions as `filled` does, for two copies on different nodes: no node has more than half of the total.
 
-    A node that would have more owns the whole state once, and all others share the second copy (`ir.layout`).
+    A node that would have more owns the whole state once, and all others share the second copy (`ir.home_layout`).
 
     Args:
-        nodes: of each rank.
+        nodes: node of each rank.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -86,7 +86,7 @@ def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
-    """Return what owning all of the state would take each rank, in seconds; infinite for a lost one."""
+    """Return the seconds that owning all of the state would take each rank; infinite for a lost one."""
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
@@ -94,23 +94,23 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
     for rank in range(costs.ranks):
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
-        # A rank that has a network card to itself sends over it; others share it.
+        # A rank with a network card of its own sends over it; others share cards.
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
         moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
         found.append(moved + rate * updating)
-    # Where nothing is known to cost anything, all owners are equally good.
+    # If no cost is known, all owners are equally good.
     known = np.array(found)
     return np.where(known > 0, known, 1.0)
 
 
 def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:
-    """Return who owns how much; None where ranks have no room for the state.
+    """Return a home with shares for each rank; None if ranks have no room for the state.
 
     Args:
-        room: the part of the state that each rank can hold beside what its stage needs.
-        given: whose copies are kept.
+        room: the fraction of the state that each rank can hold in addition to its stage's needs.
+        given: the home whose number of copies is kept.
     """
     seconds = seconds_of_shares(costs, strategy)
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
@@ -119,11 +119,11 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
     nodes = _nodes(costs, given)
-    # Idle ranks own something where the others alone have no room, or are all on one node and copies are wanted.
+    # Idle ranks own state if the others alone have no room, or are all on one node and copies are wanted.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            shares = np.round(parts / parts.max(), PLACES)  # in few steps, that node would get more than half, or less
+            shares = np.round(parts / parts.max(), PLACES)  # coarse steps would move that node away from half
         else:
             shares = None if parts is None else _rounded(parts, free)
         if (
@@ -137,24 +137,24 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 
 
 def _rounded(parts: Floats, room: Floats) -> Floats:
-    """Return shares in few steps; rounding down what is nearly full keeps it within its room."""
+    """Return shares in coarse steps; nearly full ranks are rounded down to stay within their room."""
     relative = parts / parts.max()
     shares: Floats = relative
     for steps in STEPS:
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
             shares = np.asarray(rounded / steps)
-            # Rounding changed the sum as well, which the parts are of.
+            # Rounding also changed the sum, to which the shares are relative.
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)
             rounded = np.where(full, np.floor(room * rounded.sum()), rounded)
-    # Where room is that tight, what each has is told in full.
+    # If room is that tight, shares are not rounded.
     return np.asarray(relative)
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the part of the state that ranks have no room for; of two copies, a node takes one at most.
+    """Return the fraction of the state that ranks have no room for; with two copies, a node takes one at most.
 
     Args:
         room, given: as of `home_of`.
@@ -171,7 +171,7 @@ def _nodes(costs: Costs, given: Home) -> Sequence[int]:
 
 
 def fractions(costs: Costs, home: Home) -> list[float]:
-    """Return the part of the state that each rank owns; of two copies, the parts add up to 2."""
+    """Return the fraction of the state that each rank owns; with two copies, the fractions add up to 2."""
     ranks = range(costs.ranks)
     if home.buckets or home.rule is not None:
         owned = costs.changed(home=home)
@@ -181,7 +181,7 @@ def fractions(costs: Costs, home: Home) -> list[float]:
 
 
 def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
-    """Return homes that a strategy may have where memory is no matter: parts of all blocks alike, and by block."""
+    """Return the possible homes of a strategy without memory limits: equal for all blocks, and by block."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
     if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
         return (alike,)  # every rank uses all blocks
@@ -189,7 +189,7 @@ def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
 
 
 def fraction_of(home: Home, rank: int, ranks: int) -> float:
-    """Return the part of the state that a rank owns under a home of shares alone."""
+    """Return the fraction of the state that a rank owns under a home of shares alone."""
     if home.shares is None:
         return home.copies / ranks
     return home.copies * home.shares[rank] / math.fsum(home.shares)
@@ -199,9 +199,9 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home that is chosen for each block (`cost.home_choice`).
 
     Args:
-        given: whose copies are kept.
-        room: elements that each rank has memory for; None: enough, and owners are those that use a block: what a
-            search asks of many strategies.
+        given: the home whose number of copies is kept.
+        room: elements that each rank has memory for; None: unlimited, and each block is owned by its users, which is
+            fast enough for a search over many strategies.
     """
     asked = Question(
         costs.outline,

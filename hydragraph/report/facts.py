@@ -1,20 +1,20 @@
-"""What a report says, as frozen data: numbers in seconds and bytes, words unescaped."""
+"""Contents of a report as frozen data: numbers in seconds and bytes, text without escapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What a bar is, in the order of the legend; each has a colour in report.css. Waits are those of a traced run.
+# Kinds of bars, in the order of the legend; each has a colour in report.css. Waits occur only in traced runs.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
 STREAMS = ("compute", "pull", "push", "p2p")
-# What a run waits for, and the kinds of traffic between ranks: also sums within tensor-parallel stages.
+# Kinds of traffic that a run waits for, and all kinds between ranks, including sums within tensor-parallel stages.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
 
 class Bar(NamedTuple):
-    """Something that took time: when, in seconds from the start, and the micro-batch or -1."""
+    """An interval of activity: times in seconds from the start, and the micro-batch or -1."""
 
     begin: float
     end: float
@@ -28,9 +28,9 @@ class Lane:
     """Ranks that do the same at the same times.
 
     Attributes:
-        ranks: which.
-        what: a word on what they do, such as "pipeline 0, stage 1".
-        bars: by stream (`STREAMS`), in order of time.
+        ranks: the ranks.
+        what: their role, such as "pipeline 0, stage 1".
+        bars: bars by stream (`STREAMS`), in order of time.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class CriticalStep:
-    """What the end waited for during some time."""
+    """An interval of the critical path, and the activity on it."""
 
     begin: float
     end: float
@@ -56,10 +56,10 @@ class Course:
 
     Attributes:
         title: "simulated", "measured, step 7".
-        seconds: until its last instruction ends.
-        lanes: in the order of their first ranks; all ranks, or those that `note` says.
-        critical: in order of time; none for what was measured.
-        note: what was merged or left out; "" for nothing.
+        seconds: end of its last instruction.
+        lanes: in the order of their first ranks; all ranks, or those that `note` names.
+        critical: critical path in order of time; empty for measured iterations.
+        note: what was merged or left out; "" if complete.
     """
 
     title: str
@@ -71,14 +71,14 @@ class Course:
 
 @dataclass(frozen=True)
 class Held:
-    """What ranks hold over an iteration, in bytes.
+    """Memory of ranks over an iteration, in bytes.
 
     Attributes:
-        ranks: that hold the same.
-        peak: the most of it.
-        limit: what each may hold.
-        parts: of the peak: (name, bytes).
-        points: (seconds, bytes): so many from then on; none where only the peak is known.
+        ranks: ranks with the same memory.
+        peak: the maximum.
+        limit: limit of each rank.
+        parts: composition of the peak: (name, bytes).
+        points: (seconds, bytes): bytes from that time on; empty if only the peak is known.
     """
 
     ranks: tuple[int, ...]
@@ -90,12 +90,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Bytes of an iteration from whom (rows) to whom (columns), by kind.
+    """Bytes of an iteration from senders (rows) to receivers (columns), by kind.
 
     Attributes:
         title: "ranks", "nodes".
-        names: of rows and columns.
-        groups: of each name a number; names of one group stand together, such as ranks of a node.
+        names: names of rows and columns.
+        groups: group number of each name; names of one group are adjacent, such as ranks of a node.
         cells: by kind (`MOVED`), rows of columns.
     """
 
@@ -106,7 +106,7 @@ class Matrix:
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """All bytes of each kind."""
+        """Total bytes of each kind."""
         return tuple(sum(map(sum, rows)) for rows in self.cells)
 
 
@@ -123,14 +123,14 @@ class Part:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Equal neighbours among the devices, as a row of the diagram.
+    """Equal neighbouring devices as a row of the diagram.
 
     Attributes:
-        ranks: from which to which.
-        node: its number.
-        what: its type and how fast it is today: "h100", "l4, 2.57 x slower", "lost".
-        ok: whether it is as fast as it should be.
-        parts: what it computes; none: nothing.
+        ranks: the ranks.
+        node: node number.
+        what: type and current speed: "h100", "l4, 2.57 x slower", "lost".
+        ok: whether it has its normal speed.
+        parts: stages that it computes; empty if idle.
     """
 
     ranks: tuple[int, ...]
@@ -142,7 +142,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices x layers of one strategy; the note says what was left out."""
+    """Devices x layers of one strategy; `note` says what was left out."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -151,16 +151,16 @@ class Diagram:
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy that was looked at.
+    """A strategy in the comparison.
 
     Attributes:
         name: its text.
-        seconds: of an iteration; None where it does not fit.
-        tokens_per_s: None where it is not known.
-        micro_batches: of each pipeline; none where it is not known.
-        shares: (what, part of the iteration, 0 to 1), such as how long ranks compute on average.
-        why: it lost, in words; "" for the one that won.
-        origin: the way of searching that it came from; "" where somebody named it.
+        seconds: seconds of an iteration; None if it does not fit.
+        tokens_per_s: None if unknown.
+        micro_batches: micro-batches of each pipeline; empty if unknown.
+        shares: (name, fraction of the iteration, 0 to 1), such as the mean computing time of ranks.
+        why: why it lost; "" for the winner.
+        origin: the search that it came from; "" if it was given by name.
     """
 
     name: str
@@ -174,14 +174,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Panel:
-    """All about one strategy.
+    """Details of one strategy.
 
     Attributes:
         name: its text.
         courses: its iterations, simulated or measured.
-        diagram, held, traffic: None or none where they are not known.
-        held_seconds: over which ranks hold what they do.
-        held_note: what was left out of it.
+        diagram, held, traffic: None or empty if unknown.
+        held_seconds: duration that `held` covers.
+        held_note: what was left out of `held`.
     """
 
     name: str
@@ -215,13 +215,13 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class Against:
-    """Predicted beside measured.
+    """Comparison of predicted and measured times.
 
     Attributes:
-        source: where the prediction comes from, in a sentence.
-        sentence: where it is wrong most.
-        rows: by kind, all ranks and each.
-        steps: those that were compared.
+        source: source of the prediction, in a sentence.
+        sentence: where the prediction is most wrong.
+        rows: rows by kind, for all ranks and each.
+        steps: the compared steps.
     """
 
     source: str
@@ -248,18 +248,18 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happened to ranks, or was decided: see `elastic.events.Event`.
+    """An event or decision about ranks: see `elastic.events.Event`.
 
     Attributes:
-        after_s: since the first step that tells its time.
-        step: the last one before it.
-        kind: as events.jsonl calls it.
+        after_s: seconds since the first step with a timestamp.
+        step: the last step before it.
+        kind: its name in events.jsonl.
         title: what happened, in two words.
-        ranks: to whom.
-        seconds: that it took; 0: not known, or none.
-        lost_steps, moved_bytes: what it cost beside that.
-        done: whether what was decided was done.
-        why: in a sentence.
+        ranks: the affected ranks.
+        seconds: its duration; 0 if unknown or none.
+        lost_steps, moved_bytes: its further costs.
+        done: whether the decision was carried out.
+        why: the reason, in a sentence.
     """
 
     after_s: float
@@ -276,12 +276,12 @@ class Happening:
 
 @dataclass(frozen=True)
 class Happened:
-    """What happened to the ranks of a run, and what it cost.
+    """Events of a run's ranks, and their costs.
 
     Attributes:
         events: in order of time.
-        counts: (step, ranks from then on).
-        parts: (what, seconds): what the wall time consists of; none where it is not known.
+        counts: (step, number of ranks from then on).
+        parts: (name, seconds): composition of the wall time; empty if unknown.
     """
 
     events: tuple[Happening, ...]
@@ -291,7 +291,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class Fact:
-    """A number that matters, for the top of the page."""
+    """A key number for the top of the page."""
 
     label: str
     value: str
@@ -300,19 +300,19 @@ class Fact:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a report says.
+    """Contents of a report.
 
     Attributes:
         kind: "simulation", "plan" or "run".
-        title: of the page.
-        source: sentences on where the numbers come from.
-        facts: the first things to know.
+        title: title of the page.
+        source: sentences on the source of the numbers.
+        facts: key numbers.
         contenders: strategies, the best first.
-        panels: the strategies of which more is known.
-        steps: of a run.
-        happened: to its ranks; None: nothing.
-        against: predicted beside measured.
-        words: a text that explains, line by line.
+        panels: the strategies with details.
+        steps: steps of a run.
+        happened: events of its ranks; None if there are none.
+        against: predicted and measured times.
+        words: explanatory text, line by line.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The sections of the page, as markup: each from its facts, and nothing where there are none."""
+"""The sections of the page, as markup, each from its facts; sections without facts are omitted."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _KIND_NAMES = {
     "tp": "sums within stages",
     "wait": "waiting",
 }
-# Rows of the table of strategies that stand open, and steps of the critical path.
+# Maximum number of visible rows in the table of strategies, and of steps of the critical path.
 MOST_ROWS = 30
 MOST_STEPS = 14
 COLOURS = 8
 
 
 def contents(report: Report) -> Markup:
-    """Return links to the sections that there are."""
+    """Return links to the sections of the report."""
     links = []
     if report.steps:
         links.append(("training", "Training"))
@@ -48,7 +48,7 @@ def contents(report: Report) -> Markup:
 
 
 def header(report: Report) -> Markup:
-    """Return what it is, and the first things to know."""
+    """Return the title and key numbers."""
     tiles = [
         tag("div", tag("dt", fact.label), tag("dd", tag("b", fact.value), tag("small", fact.note)))
         for fact in report.facts
@@ -63,7 +63,7 @@ def header(report: Report) -> Markup:
 
 
 def sections(report: Report) -> Iterator[Markup]:
-    """Yield those that there is something for."""
+    """Yield the sections that have contents."""
     if report.steps:
         yield _training(report)
     if report.happened is not None:
@@ -122,7 +122,7 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
     return tag("tr", [cells[k] for k in kept], class_="best" if not row.why else None)
 
 
-# All about one strategy.
+# Details of one strategy.
 
 
 def _panels(report: Report) -> Markup:
@@ -164,7 +164,7 @@ def _block(title: str, intro: str, *content: Content) -> Markup:
 
 
 def _diagram(diagram: Diagram) -> Markup:
-    """Return a row per device, with its layers as a bar, and the nodes at the left."""
+    """Return a row per device, with its layers as a bar, and the nodes on the left."""
     width, row_height = 1000, 23
     what_at = 150
     layers_at = 305 if any(row.what for row in diagram.rows) else 190
@@ -205,7 +205,7 @@ def _part(part: Part, left: float, y: float, scale: float) -> Markup:
     x = left + part.first * scale
     width = (part.last - part.first) * scale - 1.5
     text = f"{layers} · {part.text}"
-    most = int((width - 14) / 6.2)  # letters that fit
+    most = int((width - 14) / 6.2)  # characters that fit
     number = layers.partition(" ")[2]
     shown = next((t for t in (text, f"{layers} · pipeline {part.pipeline}", layers, number) if len(t) <= most), "")
     rect = tag(
@@ -216,7 +216,7 @@ def _part(part: Part, left: float, y: float, scale: float) -> Markup:
 
 
 def _course(panel: int, number: int, course: Course, titled: bool) -> Markup:
-    """Return a timeline: a picture, in whose place the script puts one that can be zoomed."""
+    """Return a timeline: a static picture, which the script replaces with a zoomable one."""
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
     if course.critical:
@@ -268,7 +268,7 @@ def _critical(course: Course) -> Markup | None:
 
 
 def _memory(held: Sequence[Held], seconds: float, note: str) -> Markup:
-    """Return a small picture for each group of ranks, and what the peaks consist of as a table."""
+    """Return a small picture for each group of ranks, and a table of the composition of the peaks."""
     cards = []
     for each in sorted(held, key=lambda one: one.ranks):
         used = number_format.share(each.peak / each.limit)
@@ -351,7 +351,7 @@ def _heat(matrix: Matrix) -> Markup:
 
 
 def _gaps(matrix: Matrix, i: int) -> int:
-    """Return the pixels by which nodes before a row set it apart."""
+    """Return the offset of a row in pixels for the gaps between nodes."""
     nodes = len(dict.fromkeys(matrix.groups[: i + 1])) - 1
     return 5 * nodes if len(set(matrix.groups)) < len(matrix.names) else 0
 
@@ -407,7 +407,7 @@ def _training(report: Report) -> Markup:
         losses.append(Series("held out", held_out, "s-held", True, True, True))
     marks = () if report.happened is None else marks_of(report.happened)
     loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
-    alone = len(names) == 1  # else lines would cross each other, from where a strategy ends to where it comes back
+    alone = len(names) == 1  # otherwise lines would cross between a strategy's end and its return
     rates = [
         Series(
             name, tuple((s.step, s.tokens_per_s) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True, alone

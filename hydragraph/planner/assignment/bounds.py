@@ -2,15 +2,15 @@
 
 Pipelines of one kind are interchangeable, so sequences need only be shared among kinds: minimise theta with
 sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 of the kinds,
-sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold of every z that can be reached, whatever x
-is: so the bound is exact arithmetic on all sequences, and the linear program, solved on groups of similar lengths, only
+sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z, for any x: so the
+bound is exact arithmetic on all sequences, and the linear program, solved on groups of similar lengths, only
 finds good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
-    z            a time by which all pipelines are to have finished; what is bounded from below
-    cost[i, t]   [n, K]  seconds that sequence i adds at least to a pipeline of kind t; infinite where it does not fit
+    z            a deadline for all pipelines; the bound is a lower bound of z
+    cost[i, t]   [n, K]  minimum seconds that sequence i adds to a pipeline of kind t; infinite if it does not fit
     capacity(z)  [K]     seconds of work that all pipelines of a kind can do by z
-    x, `shares`  [n, K]  the part of each sequence that each kind gets; rows add up to 1
+    x, `shares`  [n, K]  the fraction of each sequence that each kind gets; rows add up to 1
     lambda       [K]     `prices`: the duals of the capacities
 
 Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capacity(z) = [z, z].
@@ -19,15 +19,16 @@ Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capaci
     1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
     0.4 of the first and the second take kind 0 until 3.6, and 0.6 of the first kind 1; undivided they end at 6 or later
 
-That much holds of any capacities. Of a schedule itself, 1F1B or GPipe, whatever the stages, the micro-batches and their
-order, `schedule_bound` says: where a stage computes some sequences, of which the shortest takes t forward through the
-stages before it and u back, it begins no earlier than t, and when it is done, u is still to come. So the pipeline ends
-no earlier than t + u + what they take on that stage. Any sequences will do, so all those of some length or more:
+This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, 1F1B or GPipe, for any stages,
+micro-batches and order. Consider a stage that computes some sequences, and let the shortest take t forward through the
+stages before it and u back: the stage begins no earlier than t, and u remains when it is done. So the pipeline ends no
+earlier than t + u + their time on that stage. This holds for any set of sequences, so also for all those above some
+length:
 
-    divided     the relaxation of those of the sequences, with room z - t - u on each pipeline
+    divided     the relaxation for those sequences, with room z - t - u on each pipeline
     pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p. With one kind of
                 n pipelines, two of the n + 1 longest share one
-    alone       no sequence ends before it would on the best pipeline for it, all by itself
+    alone       no sequence ends before it would alone on the best pipeline for it
 
 Example: two pipelines of one stage, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline,
 and the two shortest of them take 6.
@@ -50,11 +51,11 @@ from hydragraph.planner.assignment.problem import Problem
 
 Floats = NDArray[np.float64]
 
-# Groups of similar lengths, in the linear program: prices of groups are nearly those of sequences, and always valid.
+# Groups of similar lengths in the linear program: their prices are close to those of sequences, and always valid.
 GROUPS = 200
-# Rounds of the program, each at the z that the last one proved.
+# Rounds of the program, each at the z that the previous one proved.
 ROUNDS = 3
-# Times the highest price: that of a kind without room, which could take no work whatever it costs.
+# Factor over the highest price for a kind without room, which cannot take any work.
 FORBIDDING = 1e6
 
 
@@ -63,9 +64,9 @@ class Relaxation:
     """The bound and where its solution puts each sequence.
 
     Attributes:
-        seconds: no assignment finishes earlier.
-        shares: [n, K], the part of each sequence that each kind gets.
-        prices: of the kinds [K].
+        seconds: lower bound of any assignment.
+        shares: [n, K], the fraction of each sequence that each kind gets.
+        prices: prices of the kinds [K].
     """
 
     seconds: float
@@ -87,7 +88,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     z = start
     shares = np.zeros_like(cost)
     prices = np.ones(cost.shape[1])
-    # Prices are best for the capacities at one z, but exclude more z than that; at the z proved, better ones may exist.
+    # Prices are optimal for the capacities at one z, but exclude more; better ones may exist at the proved z.
     for _ in range(ROUNDS):
         room = capacity(z)
         if not room.any():
@@ -115,7 +116,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
     """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
     n, kinds = cost.shape
-    # Of one kind there is nothing to share, and any price says the same.
+    # With one kind sharing is trivial, and any price gives the same bound.
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
     sizes = np.diff(np.append(starts, n))
@@ -135,7 +136,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     solution = linprog(
         objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
     )
-    if solution.x is None:  # a kind without room is the only one that some sequence fits
+    if solution.x is None:  # some sequence fits only a kind without room
         return np.ones(kinds), np.zeros_like(cost)
     # The capacities' duals are the prices; the solver's sign is that of a minimum, and noise may be below 0.
     shares = np.zeros((len(starts), kinds))
@@ -147,7 +148,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
 
 def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
     """Return the least z that the prices do not exclude, at most `start`, rounded down."""
-    # Each sequence where it is cheapest: no spread whatsoever pays less than this for its work.
+    # Price each sequence where it is cheapest: no assignment pays less for its work.
     priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
     needed = float(priced.min(1).sum())
     if needed <= 0:
@@ -168,13 +169,13 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """What sequences take at least on each kind of pipelines, on the stage that is looked at.
+    """Minimum seconds of sequences on each kind of pipeline, on the chosen stage.
 
     Attributes:
-        work: seconds of computing each sequence there [n, K], infinite where it does not fit.
-        overhead: of a micro-batch there, whatever is in it [K].
-        prefixes: lengths that are looked at: those of the sequences up to these, the longest ones [p], ascending.
-        fill: what the shortest of each prefix takes before and behind that stage [p, K].
+        work: seconds of computing each sequence there [n, K], infinite if it does not fit.
+        overhead: fixed seconds of a micro-batch there [K].
+        prefixes: last index of each examined prefix of the sequences, the longest ones [p], ascending.
+        fill: seconds of the shortest sequence of each prefix before and after that stage [p, K].
     """
 
     work: Floats
@@ -183,17 +184,17 @@ class Least:
     fill: Floats
 
     def divided(self, problem: Problem) -> Floats:
-        """Return [n, K]: the work of each sequence, and its part of the overhead of micro-batches of MaxLen tokens."""
+        """Return [n, K]: the work of each sequence, plus its share of the overhead of MaxLen-token micro-batches."""
         per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
         return np.asarray(self.work + problem.lengths[:, None] * per_token)
 
 
 def least_of(problem: Problem, terms: StageTerms) -> Least:
-    """Return what sequences take at least.
+    """Return the minimum seconds of sequences.
 
     Args:
         problem: the mini-batch.
-        terms: of its kinds, with lines that are nowhere above what a stage takes (`stage_terms`, with `shortest`).
+        terms: terms of its kinds, with lines nowhere above a stage's seconds (`stage_terms`, with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
@@ -204,12 +205,12 @@ def least_of(problem: Problem, terms: StageTerms) -> Least:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
-        # The slowest kind of rank of each stage, for each sequence by itself: [S, n]. What lies before a stage is what
-        # stages and messages before it take.
+        # The slowest kind of rank of each stage, for each sequence alone: [S, n]. The time before a stage is that of
+        # the stages and messages before it.
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
-        # Any stage and any kind of rank in it gives a bound: looked at is where most work and most of the rest lie.
+        # Any stage and kind of rank gives a bound: choose the one with the most work plus time before it.
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3]
         total = both @ np.array([powers[0].sum(), powers[1].sum(), 1.0]) / problem.counts.sum()
         s, r = np.unravel_index(int(np.argmax(total + passed.mean(1)[:, None])), total.shape)
@@ -220,45 +221,45 @@ def least_of(problem: Problem, terms: StageTerms) -> Least:
 
 
 def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float:
-    """Return seconds before which no assignment ends, by the schedule itself; see the head of this file.
+    """Return a lower bound of any assignment's end, by the schedule itself; see the module docstring.
 
     Args:
         problem: the mini-batch.
         terms: see `least_of`.
-        prices: of the kinds [K]; any that are not below 0 will do, those of the relaxation are good ones.
+        prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation are good ones.
     """
     if not len(problem.lengths):
         return 0.0
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
     low = max(_divided(problem, least, prices), alone(problem, terms))
-    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # sums in another order
+    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for a different order of summation
 
 
 def _divided(problem: Problem, least: Least, prices: Floats) -> float:
-    """Return the bound of sequences that can be divided at will."""
+    """Return the bound for sequences that can be divided at will."""
     cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # sum over kinds of price count max(0, z - fill) is what can be paid by z: of the kinds with the least fill, so many
-    # that the others have no room at that z, which is where it is least.
+    # The capacity by z is the sum over kinds of price count max(0, z - fill). For the kinds in order of fill, the
+    # minimum over prefixes of this order gives z.
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
-    # Where the cheapest kinds cost nothing, nothing has to be paid, however late the others' first work is done.
+    # If the cheapest kinds are free, the bound is 0, however late the others start.
     return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
 
 
 def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
-    """Return the bound of sequences that can not, and no less than `low`."""
+    """Return the bound for whole sequences, at least `low`."""
     lengths = problem.lengths[least.prefixes]
     wanted = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    # As many of the shortest of them as a micro-batch takes share its overhead.
+    # As many of the shortest of them as fit in a micro-batch share its overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     each = least.work[least.prefixes] + least.overhead / together
 
@@ -267,7 +268,7 @@ def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
             most = np.floor(np.maximum(0.0, z - least.fill) / each * (1 + 1e-12))
         return bool((np.minimum(np.nan_to_num(most, posinf=1e18), 1e18) @ problem.counts >= wanted).all())
 
-    # What can be held by z grows with z: `low` stays excluded, `high` not.
+    # The held number grows with z: `low` stays excluded, `high` does not.
     if held(low):
         return low
     high = 2 * low + 1e-12
@@ -280,12 +281,12 @@ def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
 
 
 def alone(problem: Problem, terms: StageTerms) -> float:
-    """Return when the sequence ends that takes longest by itself, on the best pipeline for it."""
+    """Return the largest end of any sequence alone on the best pipeline for it."""
     return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 
 
 def _alone(terms: StageTerms, kind: int, length: float) -> float:
-    """Return when a pipeline ends that computes one sequence."""
+    """Return the end of a pipeline that computes one sequence."""
     stages = int(terms.stages[kind])
     row = np.zeros((1, stages, terms.seconds.shape[3]))
     fill_row(row[0], terms.seconds[kind], stages, length * length, length)

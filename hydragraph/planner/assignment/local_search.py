@@ -7,23 +7,23 @@
     cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite where it does not fit
     lengths[i]     [n]     tokens of sequence i
     kind_of[p]     [P]     the kind of pipeline p
-    terms[t]       [K, 8]  the numbers by which `finish` says when a pipeline of kind t ends, a column each
+    terms[t]       [K, 8]  coefficients with which `finish` computes the end of a pipeline of kind t, one per column
     placed[i]      [n]     the pipeline of sequence i; -1: none
     ends[p]        [P]     when pipeline p finishes
 
-When a pipeline finishes depends on its work, its tokens and its longest sequence, not on its sequences one by one. So
-its state is these three, and its second longest sequence, which takes over where the longest one leaves.
+The end of a pipeline depends on its work, its tokens and its longest sequence, not on individual sequences. So
+its state is these three, and its second longest sequence, which takes over when the longest one leaves.
 
 Example: sequences of 5, 4, 3, 3 and 3 seconds, and two equal pipelines without a bubble.
 
     longest first  5 3 | 4 3 3  ends at 8 and 10
-    swap 4 for 3   5 4 | 3 3 3  ends at 9 and 9, and no move or swap brings the last end forward
+    swap 4 for 3   5 4 | 3 3 3  ends at 9 and 9, and no move or swap improves the last end
 
 Equations of Hydraulis -> functions:
 
-    Eq. 2, what a pipeline takes at least              `finish` in mode EQ3
-    Eq. 1, were its V micro-batches equal              `finish` in mode FORMED, for the best V of Appendix C
-    Eq. 3, the largest over pipelines                  `quick_end`; what `descend` and `kick` make smaller
+    Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
+    Eq. 1, if its V micro-batches were equal           `finish` in mode FORMED, for the best V of Appendix C
+    Eq. 3, the largest over pipelines                  `quick_end`; `descend` and `kick` reduce it
     Alg. 1, greedy trials in shuffled orders           `greedy`
 """
 
@@ -47,8 +47,8 @@ FIXED = 1  # seconds to add
 QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
 LINEAR = 3
 OVERHEAD = 4
-MAX_LEN = 5  # tokens that a micro-batch may have
-UTIL_LEN = 6  # tokens that a micro-batch should have
+MAX_LEN = 5  # maximum tokens of a micro-batch
+UTIL_LEN = 6  # desired minimum tokens of a micro-batch
 MODE = 7
 COLUMNS = 8
 
@@ -56,18 +56,18 @@ EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
-# Pipelines that local search looks at first: a step's best partner is mostly one that finishes early, and the time of
-# finding it grows with the partners looked at.
+# Pipelines that local search examines first: a step's best partner is usually one that finishes early, and the cost of
+# finding it grows with the number of partners.
 NEAR = 16
-# Part of the last end that a step must save: rounding alone must not keep the search going for ever.
+# Fraction of the last end that a step must save: rounding alone must not keep the search running forever.
 LEAST_GAIN = 1e-12
-# Among more sequences than this, a step looks at so many of them that it must save more.
+# With more sequences than this, a step examines so many of them that it must save more.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
-    """What is to be spread, and over what; see the head of this file."""
+    """Sequences to assign, and the pipelines to assign them to; see the module docstring."""
 
     cost: Floats
     lengths: Floats
@@ -76,12 +76,12 @@ class Instance(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """What `finish` needs of each pipeline [P], and when it ends.
+    """Inputs of `finish` for each pipeline [P], and its end.
 
     Attributes:
         loads: seconds of work.
-        tokens: of all its sequences.
-        longest, second: its longest sequence and the next one, by index; n: there is none.
+        tokens: tokens of all its sequences.
+        longest, second: index of its longest sequence and of the next one; n if there is none.
         ends: when it finishes.
     """
 
@@ -102,7 +102,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     Args:
         terms: the row of its kind.
         load: seconds of work of its sequences.
-        tokens: of its sequences together; 0: it has none.
+        tokens: total tokens of its sequences; 0 if it has none.
         longest: tokens of its longest sequence.
     """
     if tokens <= 0.0:
@@ -116,7 +116,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
     # FORMED: the largest micro-batch has at least an equal part of the load, and at least the longest sequence.
-    # Appendix C: no fewer micro-batches than MaxLen asks for, no more than UtilLen leaves useful.
+    # Appendix C: at least the number of micro-batches that MaxLen requires, at most the number that UtilLen allows.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
     if bubble == 0.0:
@@ -124,9 +124,9 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     else:
         best = load / alone  # more micro-batches than this do not shorten the bubble
         if c > 0.0:
-            best = min(best, math.sqrt(bubble * load / c))  # where c V + (PP - 1) load / V is least
+            best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
-    # The best V is seldom whole. The time falls before it and grows behind it, so one of its neighbours is best.
+    # The best V is seldom whole. The time falls before it and grows after it, so one of its neighbours is best.
     below = min(max(math.floor(best), low), high)
     result = load + c * below + bubble * (max(load / below, alone) + c)
     if below < best:
@@ -137,7 +137,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
 @compiled
 def no_state(pipelines: int) -> SearchState:
-    """Return the state of pipelines that have not been looked at."""
+    """Return the state of pipelines that have not been computed yet."""
     return SearchState(
         np.zeros(pipelines),
         np.zeros(pipelines),
@@ -149,15 +149,15 @@ def no_state(pipelines: int) -> SearchState:
 
 @compiled
 def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: SearchState) -> None:
-    """Fill the state of the pipelines that changed, and mark them as looked at.
+    """Recompute the state of the pipelines that changed, and clear their marks.
 
     Args:
         extra: seconds to add to each pipeline's end [P].
-        changed: which pipelines to look at [P]; all False afterwards.
+        changed: the pipelines to recompute [P]; all False afterwards.
     """
     n = len(placed)
-    # Sums are made anew, not by adding and subtracting what moved: so equal spreads have equal ends, to the last bit,
-    # whatever steps led to them.
+    # Sums are recomputed rather than updated incrementally, so equal assignments have bitwise equal ends, whatever
+    # steps led to them.
     for p in range(len(changed)):
         if changed[p]:
             state.loads[p] = 0.0
@@ -194,13 +194,13 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @compiled
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Put each sequence, longest first, where it finishes first; -1 where it fits nowhere.
+    """Put each sequence, longest first, where it finishes first; -1 if it fits nowhere.
 
-    Of each kind, only the pipeline that finishes first so far is looked at.
+    Only the pipeline of each kind that finishes first so far is examined.
 
     Args:
-        start: pipeline p takes sequences from start[p] on only [P].
-        fullest: put it where least room is left instead.
+        start: pipeline p takes only sequences from start[p] on [P].
+        fullest: put each sequence where the least room is left instead.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -214,8 +214,8 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     longest = np.zeros(pipelines)  # in tokens
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front = np.empty(kinds, np.int64)  # of each kind, the pipeline that finishes first now
-    least = np.empty(kinds)  # and what makes it the first
+    front = np.empty(kinds, np.int64)  # the pipeline of each kind that finishes first now
+    least = np.empty(kinds)  # its sort key
     for i in range(n):
         front[:] = -1
         least[:] = np.inf
@@ -225,8 +225,8 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Pipelines of one kind differ in their state alone, so the one that ends first is the best of them for this
-            # sequence, as long as its own longest does not decide; `finish` is asked once per kind, not per pipeline.
+            # Pipelines of one kind differ only in their state, so the one that ends first is the best of them for this
+            # sequence unless its own longest decides; `finish` is called once per kind, not per pipeline.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -264,7 +264,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
     Args:
         orders: one order of the sequences per trial [trials, n].
-        least_loaded: how ties are broken, which nearly all are: to the least loaded, or to the first pipeline.
+        least_loaded: whether ties, which are the rule, go to the least loaded pipeline or to the first.
 
     Returns:
         When the last pipeline finishes, and where each sequence is.
@@ -293,7 +293,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
                 end = finish(
                     instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
                 )
-                # What matters is the maximum over all pipelines: most sequences leave it as it is, wherever they go.
+                # The objective is the maximum over all pipelines: most sequences do not change it, wherever they go.
                 grown = max(last, end)
                 tie_break = end if least_loaded else 0.0
                 if grown < least or (grown == least and tie_break < tie):
@@ -314,8 +314,8 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the end that so many pipelines do not exceed."""
-    # The next larger end, again and again: cheaper than sorting, as few are asked for.
+    """Return the end that `pipelines` of the pipelines do not exceed."""
+    # Repeatedly find the next larger end: cheaper than sorting, because few are needed.
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -332,10 +332,10 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return what pipeline q's end and the work that it gets are no more than its end with that work, together.
+    """Return a value that, plus any added work, is a lower bound of pipeline q's end with that work.
 
-    An end grows by at least the work, but where a pipeline forms its micro-batches (FORMED): with more tokens it may
-    form more of them, and has a shorter bubble. Then no more is known than that it ends behind all of its work.
+    An end grows by at least the added work, except where a pipeline forms its micro-batches (FORMED): with more tokens
+    it may form more of them, and has a shorter bubble. Then only its total work is a lower bound.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -344,18 +344,18 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the step that brings the end of pipeline p and of its partner forward most.
+    """Return the step that most reduces the later end of pipeline p and of its partner.
 
-    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. What
-    cannot beat the best step so far by its work alone is passed over before `finish` is asked: that is most steps.
-    Of a pipeline's sequences of one length the first stands for all.
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. Most steps
+    cannot beat the best step so far by their work alone, and are skipped before `finish` is called.
+    Among a pipeline's sequences of one length, only the first is tried.
 
     Args:
         p: the last pipeline to finish.
-        horizon: pipelines that finish later than this are no partners.
+        horizon: pipelines that finish later than this are not considered as partners.
 
     Returns:
-        The later end of both, i, k (-1: a move), q; i is -1 where no step helps.
+        The later end of both, i, k (-1: a move), q; i is -1 if no step helps.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -365,14 +365,14 @@ def best_step(
     ends = state.ends
     n = len(placed)
     own = kind_of[p]
-    # Moves and swaps in functions of their own would make the whole search a tenth slower.
+    # Separate functions for moves and swaps would make the whole search a tenth slower.
     best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
-    tried = -1.0  # tokens of the sequence of p that was looked at last
+    tried = -1.0  # tokens of the sequence of p that was tried last
     shorter = 0  # the first sequence that has fewer
-    seen = np.empty(len(kind_of))  # tokens of the sequence of each partner that was looked at last
+    seen = np.empty(len(kind_of))  # tokens of the sequence of each partner that was tried last
     for i in range(n):
         if placed[i] != p or lengths[i] == tried:
             continue
@@ -384,7 +384,7 @@ def best_step(
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
         end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
-        # Moves: p only gets shorter, so it is q that decides, unless p is still the later one.
+        # Moves: p only gets shorter, so q decides, unless p is still the later one.
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
@@ -398,7 +398,7 @@ def best_step(
                     best_i = i
                     best_k = -1
                     best_q = q
-        # Swaps: for a shorter sequence only, because a longer one would put p's end back.
+        # Swaps: for a shorter sequence only, because a longer one would delay p's end.
         seen[:] = tried
         for k in range(shorter, n):
             q = placed[k]
@@ -429,7 +429,7 @@ def best_step(
 
 @compiled
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Improve in place: move one sequence away from the last pipeline to finish, or swap two, while that helps.
+    """Improve in place: move a sequence away from the last pipeline to finish, or swap two, while that helps.
 
     Args:
         extra: seconds to add to each pipeline [P], as learned from packing; zeros elsewhere.
@@ -444,8 +444,8 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
-        # Partners that finish early have most room. With many pipelines it is quicker to look at those alone, and at
-        # all of them only where these have nothing to offer.
+        # Partners that finish early have the most room. With many pipelines it is faster to try those first, and all
+        # of them only if these offer no improvement.
         horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
         _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
         if i >= 0:
@@ -463,13 +463,13 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @compiled
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Iterated local search, in place: throw a few sequences elsewhere, descend again, keep what is no worse.
+    """Iterated local search, in place: move a few sequences at random, descend again, keep the result unless worse.
 
-    Going on from what is no worse, not only from what is better, lets the search wander among equally good spreads.
+    Accepting equal results, not only better ones, lets the search explore equally good assignments.
 
     Args:
         extra: seconds to add to each pipeline [P].
-        kicks: how often.
+        kicks: number of kicks.
         enough: stop at this many seconds.
         seed: the same seed gives the same result.
 
@@ -489,7 +489,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
-        # 4 to 8: enough that a descent does not simply undo them, few enough to keep most of what was reached.
+        # 4 to 8: enough that a descent does not simply undo them, few enough to keep most of the solution.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)
@@ -508,14 +508,14 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return one kind per sequence, such that neighbours together get what their shares [n, K] say.
+    """Return one kind per sequence, such that neighbours together get their shares [n, K].
 
     Walking along the sequences, each takes the kind that is furthest behind: shares of 1/3 and 2/3 become kinds
     1, 0, 1, 1, 0, 1.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)
-    # What each kind should have got so far, less what it got.
+    # The share that each kind should have received so far, minus what it got.
     owed = np.zeros(kinds)
     for i in range(n):
         chosen = 0

@@ -1,8 +1,8 @@
-"""What a tensor-parallel group takes for one layer and what it holds: the numbers that the search goes by.
+"""Seconds and bytes of a layer on a tensor-parallel group: the numbers that the search uses.
 
 They are read from `Costs`, for micro-batches of given lengths, on a healthy group: a group with a straggler takes its
-rate times as long (Malleus: y = rho_k max x_g). Layers count as alike here: a layer takes the mean of all of them.
-What the search finds is priced exactly afterwards (`settle`).
+rate times as long (Malleus: y = rho_k max x_g). All layers count as alike: each has the mean of all layers.
+The search's results are priced exactly afterwards (`price_candidate`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Stage
 
-# Of a device's memory: the search's lines are near the exact walk, not above it.
+# Usable fraction of a device's memory: the search's estimates are close to the exact walk, not above it.
 SAFETY = 0.99
 
 
 class Site(NamedTuple):
-    """Where a group can be: devices of a type, in nodes of some kind.
+    """Location of a group: devices of a type, in nodes of some kind.
 
     Attributes:
-        type: of the devices.
+        type: type of the devices.
         inner, outer: links within such a node, and of one of its network cards.
-        cards: how many network cards there are per device.
+        cards: network cards per device.
     """
 
     type: str
@@ -50,12 +50,12 @@ class Option:
     """One way for a group to run its layers.
 
     Attributes:
-        kind: of the stage.
-        aux_s: what a stage computes once for every micro-batch, such as rotary tables.
+        kind: kind of the stage.
+        aux_s: seconds that a stage computes once for every micro-batch, such as rotary tables.
         layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
         state_bytes, first_bytes, last_bytes: weights and gradients, of a layer, the first and the last block.
-        kept_bytes: what each micro-batch in flight keeps, per layer.
-        own_bytes: what is there whatever the layers: working memory and hidden states.
+        kept_bytes: bytes that each micro-batch in flight keeps, per layer.
+        own_bytes: bytes independent of the layers: working memory and hidden states.
     """
 
     kind: StageKind
@@ -74,7 +74,7 @@ class Prices:
     """Prices for micro-batches of some lengths.
 
     Args:
-        costs: of the cluster.
+        costs: costs of the cluster.
         lengths: tokens of the sequences of a micro-batch.
         reach: tokens for which memory must suffice; default: those of `lengths`.
     """
@@ -94,14 +94,14 @@ class Prices:
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return bytes per byte of a stage's weights and gradients, with messages, beside activations and at the end.
+        """Return bytes per byte of a stage's weights and gradients, with messages: during activations, and at the end.
 
-        An owner sends weights to stages that hold other layers than its own, and gets gradients from those behind it
-        while it still computes; at the end it has gradients, its own and those that every pipeline sent. Ranks are
-        taken to own alike.
+        An owner sends weights to stages that hold other layers than its own, and receives gradients from later stages
+        while it still computes; at the end it has its own gradients and those that every pipeline sent. Ranks are
+        assumed to own equal shares.
 
         Args:
-            ahead, behind: the part of all layers in stages before and behind it.
+            ahead, behind: fraction of all layers in earlier and in later stages.
         """
         if self.costs.ranks == 1:
             return 1.0, 1.0
@@ -111,7 +111,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held`, if all stages have as many layers, by micro-batches in flight and whether the stage is not the first.
+        """`held` if all stages have equally many layers, by micro-batches in flight and whether the stage is not first.
 
         As many stages follow as micro-batches are in flight [layers + 1, 2, 2].
         """
@@ -122,7 +122,7 @@ class Prices:
         return np.array([rows[0], *rows])
 
     def options(self, site: Site, tp: int) -> tuple[Option, ...]:
-        """Return how a group of so many ranks may run its layers; none, where that degree was not measured there."""
+        """Return the options of a group of `tp` ranks; none if that degree was not measured there."""
         key = (site, tp)
         if key not in self._known:
             pieces = self.costs.profile.of(site.type).pieces
@@ -132,7 +132,7 @@ class Prices:
         return self._known[key]
 
     def numbers(self, site: Site, tp: int) -> NDArray[np.float64]:
-        """Return the same as rows of `laying.NUMBERS` [options, 9]."""
+        """Return the options as rows of `stage_layout.NUMBERS` [options, 9]."""
         key = (site, tp)
         if key not in self._numbers:
             rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
@@ -140,19 +140,19 @@ class Prices:
         return self._numbers[key]
 
     def degrees(self, site: Site, most: int) -> tuple[int, ...]:
-        """Return the degrees of at most so many ranks that were measured on a type of device, ascending."""
+        """Return the measured degrees of at most `most` ranks on a type of device, ascending."""
         measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
     def within(self, site: Site) -> float:
-        """Return the part of all ranks that is in one node of a site."""
+        """Return the fraction of all ranks in one node of a site."""
         if site not in self._within:
             self._within[site] = len(self._ranks[site]) / self.costs.ranks
         return self._within[site]
 
     def _option(self, site: Site, kind: StageKind) -> Option:
         costs = self.costs
-        devices = self._ranks[site][: kind.tp]  # of one node, for links to be looked up by
+        devices = self._ranks[site][: kind.tp]  # ranks of one node, to look up links
         stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
@@ -192,7 +192,7 @@ class Prices:
 
     @cached_property
     def _ranks(self) -> dict[Site, tuple[int, ...]]:
-        """By site, the ranks of its largest node."""
+        """Ranks of the largest node of each site."""
         cluster = self.costs.cluster
         nodes: dict[int, list[int]] = {}
         for rank in range(self.costs.ranks):
@@ -201,14 +201,14 @@ class Prices:
 
 
 class Market:
-    """Prices for one cluster, which searches by different ways and simple plans ask for again and again."""
+    """Cached prices for one cluster, shared by the searches and simple plans."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = healthy(costs)
         self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
 
     def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        """Return those for such micro-batches; arguments as of `Prices`."""
+        """Return the prices for such micro-batches; arguments as of `Prices`."""
         key = (tuple(lengths), reach)
         if key not in self._known:
             self._known[key] = Prices(self._costs, lengths, reach)
@@ -221,23 +221,23 @@ def healthy(costs: Costs) -> Costs:
 
 
 def site_of(costs: Costs, rank: int) -> Site:
-    """Return where a rank is."""
+    """Return the site of a rank."""
     cluster = costs.cluster
     node = cluster.node(cluster.node_of(rank))
     return Site(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)
 
 
 def state_bytes(costs: Costs) -> float:
-    """Return the bytes of the whole state at home."""
+    """Return the bytes of the whole state between steps."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return bytes that every rank that is not lost holds in any case.
+    """Return the bytes that every rank that is not lost holds in any case.
 
-    These are its part of the state, if it were shared in proportion to memory, and a mini-batch of so many tokens.
+    These are its share of the state, if shared in proportion to memory, and a mini-batch of `tokens`.
     """
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())

@@ -17,30 +17,30 @@ from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, S
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import Candidate
 
-# Of the partitions that were priced, how many are improved by exchanges.
+# Number of priced partitions that are improved by exchanges.
 IMPROVED = 6
-# Partitions kept, these among them.
+# Number of partitions kept, including these.
 KEPT = 12
-# What takes longer than this many times the best is not kept.
+# Partitions slower than this factor times the best are not kept.
 WITHIN = 1.25
-# Groups of more than so many times the rate of the healthiest may be better left idle.
+# Groups slower than the healthiest by more than this factor may be better left idle.
 SLOW = 1.5
-# So may the devices of the weakest sites, up to this part of all power: a pipeline waits for each of its stages.
+# So may the devices of the weakest sites, up to this fraction of all power: a pipeline waits for each of its stages.
 WEAK = 0.3
-# Micro-batches of more sequences than use a device well hide more of pull and push behind the first forward and the
-# last backward: up to so many are tried, as long as that gains.
+# Micro-batches larger than a device needs for efficiency overlap more of pull and push with the first forward and the
+# last backward: sizes up to this are tried, as long as they gain.
 LARGEST = 16
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of searching.
+    """A search method.
 
     Attributes:
-        name: for explanations.
+        name: name for explanations.
         split: whether nodes with stragglers are split into groups of different sizes.
         symmetric: whether all types of devices have one tensor-parallel degree.
-        published: whether groups become pipelines by AutoHet's equation 3 as it stands, solved by SCIP, and stay so.
+        published: whether AutoHet's original equation 3, solved by SCIP, forms the pipelines, without improvement.
     """
 
     name: str
@@ -71,10 +71,10 @@ def search(
 
     Args:
         reach: tokens of the longest micro-batch that every pipeline must be able to hold; default: its own.
-        ranks: to use; default: all.
-        until: by this time (of `time.monotonic`) what was found so far is returned.
-        safety: the part of a device's memory that may be planned with.
-        market: prices that several searches go by; default: its own.
+        ranks: ranks to use; default: all.
+        until: by this time (of `time.monotonic`) the results so far are returned.
+        safety: usable fraction of a device's memory.
+        market: prices shared by several searches; default: its own.
 
     Raises:
         Unsupported: no device is left.
@@ -85,13 +85,13 @@ def search(
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserve.items()}
     best = math.inf
-    # Of partitions that are much alike the best is kept: what is settled later should differ.
+    # The best of similar partitions is kept, so that later steps get different ones.
     found: dict[object, Candidate] = {}
     taken: dict[object, float] = {}  # its seconds
-    last = math.inf  # seconds of the last of those that would be kept now
+    last = math.inf  # seconds of the worst candidate that would be kept now
 
     def worth() -> float:
-        """Return the seconds from which on a partition would not be kept."""
+        """Return the seconds at and above which a partition would not be kept."""
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
@@ -107,7 +107,7 @@ def search(
                 break
             bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
-            # All groups busy all the time is a bound on what this grouping can give.
+            # All groups busy all the time is a lower bound for this grouping.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
@@ -131,10 +131,10 @@ def search(
 
 
 def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
-    """Whether the search finds any pipelines for sequences one by one that memory suffices for.
+    """Return whether the search finds any pipelines that fit for single sequences.
 
     Args:
-        safety: the part of a device's memory that may be planned with; above 1 for more memory than there is.
+        safety: usable fraction of a device's memory; above 1 for more memory than there is.
     """
     nodes = nodes_of(costs)
     free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserves(costs, sequences * length).items()}
@@ -150,12 +150,12 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
 def _partitions(
     bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
 ) -> Iterator[Partition]:
-    """Yield partitions of all groups, and of those that are neither slow nor weak, the others idle.
+    """Yield partitions of all groups, and of those that are neither slow nor weak, with the others idle.
 
-    Where none of them fits, pipelines of the groups with most memory alone are yielded.
+    If none fits, yield pipelines of only the groups with the most memory.
 
     Args:
-        worth: what is said now to be the seconds from which on they need not be known exactly.
+        worth: returns the seconds at and above which a price need not be exact.
     """
     fits = False
     for used, idle in _uses(bench, counts):
@@ -169,9 +169,9 @@ def _partitions(
 
 
 def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    """Yield which groups there may be work for, and the others: what holds no layer idles, and what finds no place.
+    """Yield possible sets of used groups, and the idle others: those without room for a layer, and the surplus.
 
-    Every pipeline needs a micro-batch and every stage a layer, so few of both leave room for the quickest groups only.
+    Every pipeline needs a micro-batch and every stage a layer, so few of both leave room for the fastest groups only.
     """
     able = {i for i in counts if bench.holds(i)}
     if not able:
@@ -190,7 +190,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 
 
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
-    """Yield the groups without those of the weakest site, of the two weakest, ..., as long as little power is lost."""
+    """Yield the groups without the weakest site, without the two weakest, ..., as long as little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[Site, float] = {}
     for i in able:
@@ -205,7 +205,7 @@ def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> I
 
 
 def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield single pipelines of the groups with most memory: one, two, ... of them, as long as none is too small."""
+    """Yield single pipelines of the 1, 2, ... groups with the most memory, until one is too small."""
     every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
     for stages in range(1, min(len(every), bench.layers) + 1):
         if not bench.holds(every[stages - 1]):
@@ -215,7 +215,7 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
 
 
 def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield the partition with the most effective computing power, as AutoHet's equation 3 has it; none may fit."""
+    """Yield the partition with the most effective computing power by AutoHet's equation 3, if one fits."""
     forms = sorted(counts)
     kinds = [Kind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
@@ -244,7 +244,7 @@ def _bench(
     costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
 ) -> Bench:
     forms = list(forms_of(groups))
-    # The devices of a group may differ in what is left to them, and so may groups of a form; the least counts.
+    # The devices of a group, and the groups of a form, may differ in free memory; the least counts.
     least = dict.fromkeys(forms, math.inf)
     for group in groups:
         least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
@@ -252,7 +252,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return how many sequences a micro-batch may have, and below which number each is tried whatever it gains."""
+    """Return the possible sequences per micro-batch, and the number below which each is tried even without a gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -1,10 +1,10 @@
-"""The same search on hydragraph's own costs: stages of all devices whose data parallelism may change from one to next.
+"""Metis's search on hydragraph's own costs: stages over all devices, whose data parallelism may differ by stage.
 
-The profile that Metis's search wants is read from `Costs`: what each layer takes and holds by type of device, degree
-and micro-batch. Its cost model then only ranks plans; what it finds is turned into pipelines, which `Costs` prices and
-whose memory it walks. Here a replica's ranks are in one node, and memory is what each rank holds by itself: weights,
-gradients and messages, and what micro-batches in flight keep. How many are in flight depends on how many stages there
-will be: the search runs for 1, 2, 4, ... of them, with and without recomputation, and the best plan that fits is kept.
+The profile for Metis's search is read from `Costs`: seconds and bytes of each layer by type of device, degree
+and micro-batch. Metis's cost model only ranks plans; the results are converted to pipelines, which `Costs` prices and
+whose memory it walks. Here a replica's ranks are in one node, and memory is per rank: weights,
+gradients, messages, and what micro-batches in flight keep. The number in flight depends on the number of stages:
+the search runs for 1, 2, 4, ... in flight, with and without recomputation, and keeps the best plan that fits.
 
 A stage of dp replicas stands in as many pipelines as the largest dp, dp_max: each replica serves dp_max / dp of them.
 
@@ -38,12 +38,12 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-# Orders of types are tried one by one: so many types have 120.
+# Maximum number of types, whose orders are all tried: 5 types have 120.
 _MOST_TYPES = 5
-# Of weights and gradients, what messages of pull and push hold at once; and of memory, what is used.
+# Messages of pull and push in flight, as a fraction of weights and gradients; and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
-# Seconds that a simulation takes about for a micro-batch on a stage, on one core.
+# Approximate seconds to simulate a micro-batch on a stage, on one core.
 _STEP_S = 1e-3
 # Metis counts memory in MB and bandwidth in 2^20 bytes per millisecond.
 _MB = 2**20
@@ -54,12 +54,12 @@ class Staged:
     """A plan as pipelines.
 
     Attributes:
-        found: what the search came to; its cost is an estimate in milliseconds.
+        found: result of the search; its cost is an estimate in milliseconds.
         pipelines: as many as the largest dp; those that share a stage name the same one.
-        assignment: of the workload's sequences.
-        seconds: of an iteration, by `Costs.seconds`, or simulated where stages are shared; in a hurry without what is
-            fixed. None where the pipelines are no Strategy, or to simulate them would take too long.
-        memory: bytes that each rank holds when it holds most; empty where the pipelines are no Strategy, or in a hurry.
+        assignment: assignment of the workload's sequences.
+        seconds: seconds of an iteration, by `Costs.seconds`, or simulated if stages are shared; under a deadline,
+            without fixed costs. None if the pipelines are not a valid Strategy, or a simulation would take too long.
+        memory: peak bytes of each rank; empty if the pipelines are not a valid Strategy, or under a deadline.
     """
 
     found: Found
@@ -73,18 +73,18 @@ class Staged:
         """The pipelines as a strategy.
 
         Raises:
-            ValueError: they share stages in a way that a strategy cannot.
+            ValueError: the pipelines share stages in a way that a strategy cannot.
         """
         return Strategy(self.pipelines)
 
     @property
     def text(self) -> str:
-        """The pipelines as strategies are written."""
+        """The pipelines in strategy notation."""
         return text_of(self.pipelines)
 
 
 def text_of(pipelines: Sequence[Pipeline]) -> str:
-    """Return pipelines as strategies are written, stage by stage."""
+    """Return pipelines in strategy notation, stage by stage."""
     every = (
         ",".join(
             f"[{','.join(map(str, stage.devices))}]x{stage.layers}{'r' * stage.recompute}" for stage in each.stages
@@ -97,28 +97,28 @@ def text_of(pipelines: Sequence[Pipeline]) -> str:
 def staged(
     costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
 ) -> list[Staged]:
-    """Return plans for an iteration of equal sequences on all devices that are not lost, the quickest first.
+    """Return plans for an iteration of equal sequences on all devices that are not lost, the fastest first.
 
     Args:
-        costs: what plans are priced by.
-        sequences: of an iteration.
+        costs: the costs that price the plans.
+        sequences: number of sequences in an iteration.
         length: tokens of each.
-        order: how to search; see `metis.search`.
-        until: after this time (of `time.monotonic`) what was found so far is returned, which may be nothing.
+        order: search order; see `metis.search`.
+        until: after this time (of `time.monotonic`) the results so far are returned, possibly none.
 
     Raises:
         Unsupported: no plan was found that fits, or devices are of too many types or rates.
     """
     devices = Devices(costs)
     plans: dict[tuple[Pipeline, ...], Staged] = {}
-    laid: dict[object, Staged] = {}  # searches with other numbers of micro-batches in flight often find the same
+    laid: dict[object, Staged] = {}  # searches with different numbers in flight often find the same plan
     late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     for recompute in (False, True):
         if late():
             break
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
-            continue  # some type of device was not measured so
+            continue  # some type of device was not measured with this setting
         for flying in _flying(costs.outline.layers):
             if late():
                 break
@@ -126,7 +126,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if found is None:
-                continue  # nothing fits with so many micro-batches in flight; with fewer something may
+                continue  # no fit with this many micro-batches in flight; fewer may fit
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, found, length, recompute, until)
@@ -144,7 +144,7 @@ def staged(
 
 
 class Devices:
-    """The devices that are not lost, as Metis sees them: types are told apart by rate, too."""
+    """The devices that are not lost, as Metis sees them: different rates count as different types."""
 
     def __init__(self, costs: Costs) -> None:
         cluster = costs.cluster
@@ -158,7 +158,7 @@ class Devices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
             )
-        # Groups of 1, 2, 4, ... ranks are taken in this order: behind a node of an odd number they would span two.
+        # Groups of 1, 2, 4, ... ranks are taken in this order: after a node of odd size they would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, DeviceType] = {}
@@ -180,11 +180,11 @@ class Devices:
         self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
 
     def ranks(self, types: tuple[str, ...]) -> list[int]:
-        """Return the ranks in an order of types."""
+        """Return the ranks in the given order of types."""
         return [rank for kind in types for (_, of), ranks in self._nodes.items() if of == kind for rank in ranks]
 
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
-        """Return so many ranks of a type in one node; None: no node has as many."""
+        """Return `count` ranks of a type in one node, or None if no node has as many."""
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
 
@@ -196,7 +196,7 @@ def _home(costs: Costs, rank: int) -> float:
 
 
 def _flying(layers: int) -> Iterator[int]:
-    """Yield how many micro-batches may be in flight: no pipeline has more stages than layers."""
+    """Yield the possible numbers of micro-batches in flight: no pipeline has more stages than layers."""
     flying = 1
     while flying < 2 * layers and flying <= 16:
         yield flying
@@ -213,7 +213,7 @@ def _found(problem: Problem, order: Order, until: float | None) -> Found | None:
 
 
 class _Layer(NamedTuple):
-    """One layer on one type of device: seconds of forward and backward, bytes of its state, and of a micro-batch."""
+    """A layer on one type of device: seconds of forward and backward, bytes of its state and of a micro-batch."""
 
     seconds: float
     state: float
@@ -223,7 +223,7 @@ class _Layer(NamedTuple):
 def _layers(
     costs: Costs, devices: Devices, sequences: int, length: int, recompute: bool
 ) -> dict[tuple[str, int, int], list[_Layer]]:
-    """Return every layer by (type, degree, sequences of a micro-batch), as far as it was measured."""
+    """Return the measured layers by (type, degree, sequences of a micro-batch)."""
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
     replicas = [1 << i for i in range(devices.cluster.devices.bit_length())]
     sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
@@ -245,7 +245,7 @@ def _layers(
 
 
 def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
-    """Return every layer on a stage's ranks for a micro-batch of equal sequences; layers of equal blocks are alike."""
+    """Return every layer on a stage's ranks for a micro-batch of equal sequences; equal blocks share the result."""
     alike: dict[tuple[str, ...], _Layer] = {}
     found = []
     for layer in range(costs.outline.layers):
@@ -259,7 +259,7 @@ def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
-    # What micro-batches keep is a line over equal sequences: graphs are looked at for one and for two of them.
+    # Bytes kept by micro-batches are linear in equal sequences: the graphs for one and two sequences suffice.
     one, two = (MicroBatch(n * length, n) for n in (1, 2))
     state = 0.0
     kept = 0.0
@@ -280,7 +280,7 @@ def _kept(held: Footprint) -> int:
 def _profile(
     costs: Costs, layers: Mapping[tuple[str, int, int], Sequence[_Layer]], length: int, flying: int
 ) -> Profile:
-    """Return what Metis's search goes by, where so many micro-batches are in flight."""
+    """Return the profile for Metis's search with `flying` micro-batches in flight."""
     measurements = {}
     for key, rows in layers.items():
         times = tuple(1e3 * row.seconds for row in rows)
@@ -289,12 +289,12 @@ def _profile(
     last = costs.outline.layers - 1
     first, middle, end = (float(_gradients(costs, layer)) for layer in (0, min(1, last), last))
     hidden = costs.sizes.hidden_bytes
-    # Traffic of the state and the update hide in part: what is left of them, `Costs.fixed` says of whole strategies.
+    # Traffic of the state and the update overlap in part; `Costs.fixed` adds the rest for whole strategies.
     return Profile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
 
 
 def _gradients(costs: Costs, layer: int) -> int:
-    """Return the bytes of the gradients of a layer with its blocks; of a shared weight, where it is first."""
+    """Return the gradient bytes of a layer with its blocks; a shared weight counts where it is first."""
     blocks = costs.outline.blocks[slice(*costs.outline.span(layer, layer + 1))]
     users = dict(costs.outline.buckets)
     return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)
@@ -304,9 +304,9 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
     """Return a plan's stages as pipelines, as many as the largest dp; replicas of a smaller one are shared.
 
     Args:
-        plan: whose degrees of data parallelism divide the largest.
-        ranks: which rank each of its ranks is.
-        recompute: of every stage.
+        plan: a plan whose degrees of data parallelism divide the largest.
+        ranks: the rank at each position of the plan.
+        recompute: whether every stage recomputes.
     """
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
@@ -323,18 +323,18 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
 def laid_out(
     costs: Costs, devices: Devices, found: Found, length: int, recompute: bool, until: float | None = None
 ) -> Staged:
-    """Return what a search found as pipelines with sequences, priced and walked where they are a strategy.
+    """Return a search result as pipelines with sequences, priced and walked if they are a valid strategy.
 
     Args:
-        until: by this time (of `time.monotonic`) it is priced without simulations and memory, or not at all: whoever
-            takes it looks at both.
+        until: deadline (of `time.monotonic`): if given, the plan is priced without simulations and memory, or not at
+            all; the caller settles both.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     load = together * length, together * length**2
     seconds = [max(sum(stage.at(*load)) for stage in costs.stages(each)) for each in pipelines]
     alone = len({d for p in pipelines for d in p.devices}) == sum(len(p.devices) for p in pipelines)
-    # Pipelines that share a stage wait for one another, so none of them is quicker.
+    # Pipelines that share a stage wait for one another, so none of them is faster.
     assignment = _assigned(found.problem.batch, together, seconds if alone else [1.0] * len(pipelines), length)
     try:
         strategy = Strategy(pipelines)
@@ -344,7 +344,7 @@ def laid_out(
     if not strategy.shares:
         price = costs.seconds if until is None else costs.pipelines_end
         return Staged(found, pipelines, assignment, price(strategy, assignment), memory)
-    # What is fixed is told too large where pipelines that share stages hide it behind one another.
+    # Fixed costs are overestimated if pipelines that share stages overlap them.
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
     if until is not None and time.monotonic() + _STEP_S * steps > until:
         return Staged(found, pipelines, assignment, None, memory)
@@ -352,12 +352,12 @@ def laid_out(
 
 
 def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[int, ...]:
-    """Return the bytes that each rank holds when it holds most; ranks in the same place of a plan are walked once."""
+    """Return the peak bytes of each rank; ranks in the same place of a plan are walked once."""
     batches = micro_batches_of(strategy, assignment)
     places: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(costs.ranks)}
     for pipeline, mine in zip(strategy.pipelines, batches, strict=True):
         for position, stage in enumerate(pipeline.stages):
-            # Once a pipeline is full, further micro-batches change nothing.
+            # Once a pipeline is full, further micro-batches do not matter.
             for rank in stage.devices:
                 places[rank].append((position, min(len(mine), len(pipeline.stages) + 1)))
     known: dict[object, int] = {}
@@ -371,7 +371,7 @@ def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[i
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
-    """Return each sequence where it ends first, in micro-batches of at most so many, as even as they come.
+    """Assign each sequence to the pipeline where it ends first, in even micro-batches of at most `together`.
 
     Example: 8 sequences, two pipelines of which one takes three times as long, 2 together: 6 in three and 2 in one.
     """
@@ -393,7 +393,7 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
 
 
 def _fits(costs: Costs, plan: Staged, flying: int) -> bool:
-    """Return whether every rank holds what a walk through its program says, or as many micro-batches as are in flight.
+    """Return whether every rank's memory suffices or, if memory was not walked, as many micro-batches as are in flight.
 
     Under 1F1B a stage has as many in flight as there are stages from it to the end, for each pipeline that it serves.
     """

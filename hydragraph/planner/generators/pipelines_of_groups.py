@@ -1,12 +1,12 @@
-"""Groups into pipelines: from balanced and from sorted starts, improved by exchanges.
+"""Assembly of groups into pipelines: balanced and sorted starts, improved by exchanges.
 
-A pipeline is a multiset of forms of groups; its order, layers and options follow from it (`Bench.lay`). Groups of one
-form are interchangeable, and so are pipelines of one multiset: a partition is how many pipelines there are of each. So
+A pipeline is a multiset of forms of groups, which determines its order, layers and options (`Bench.lay`). Groups of one
+form are interchangeable, and so are pipelines of one multiset: a partition is the number of pipelines of each. So
 1,024 devices of two types are searched as quickly as 16.
 
 Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
-layers, and the first stage keeps the most micro-batches. Where devices differ in memory, the largest first is tried,
-too.
+layers, and the first stage keeps the most micro-batches. If devices differ in memory, the order with the largest first
+is also tried.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_la
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]  # forms by index, ascending
-# Up to so many pipelines every number is tried; beyond, those that make pipelines of equal depth.
+# Up to this number of pipelines every number is tried; beyond it, those that give pipelines of equal depth.
 EVERY = 16
-# Partitions that are priced while one is improved.
+# Maximum number of partitions priced while improving one.
 EXCHANGES = 1500
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A multiset of groups as a pipeline.
+    """A multiset of groups laid out as a pipeline.
 
     Attributes:
         order: its forms, stage by stage.
-        layers: of each stage.
-        kinds: of each stage.
+        layers: layers of each stage.
+        kinds: kind of each stage.
         first_s: seconds of the first micro-batch, `exposed_s` included.
-        exposed_s: what of pull and push nothing hides.
-        each_s: seconds of every further one: those of its slowest stage.
-        traffic_s: what pull and push take a rank of it, if nothing else went over its link.
+        exposed_s: seconds of pull and push without overlap.
+        each_s: seconds of every further micro-batch: those of its slowest stage.
+        traffic_s: seconds of pull and push of a rank of it, without other traffic on its link.
         stages_s: seconds of each stage for one micro-batch [stages].
-        passing_s: of each layer, what its pull and push take a rank of its stage [layers].
+        passing_s: seconds of each layer's pull and push on a rank of its stage [layers].
     """
 
     order: Multiset
@@ -67,7 +67,7 @@ NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.ze
 
 @dataclass(frozen=True)
 class Partition:
-    """Which multisets of forms make the pipelines, how many of each, and what is left idle."""
+    """The pipelines as multisets of forms with their counts, and the idle groups."""
 
     pipelines: tuple[tuple[Multiset, int], ...]
     idle: Multiset
@@ -75,19 +75,19 @@ class Partition:
 
     @property
     def count(self) -> int:
-        """How many pipelines there are."""
+        """Number of pipelines."""
         return sum(n for _, n in self.pipelines)
 
 
 class Bench:
-    """Prices pipelines of groups of known forms for micro-batches of known lengths.
+    """Prices of pipelines of groups of known forms for micro-batches of known lengths.
 
     Args:
-        prices: for these micro-batches.
-        forms: of the groups, by index.
-        memory: bytes that a rank of each form has beside its share of the state.
-        micro_batches: M, of an iteration.
-        alone: whether there is one rank in all, which has nobody to exchange anything with.
+        prices: prices for these micro-batches.
+        forms: forms of the groups, by index.
+        memory: bytes of a rank of each form after its share of the state.
+        micro_batches: M, micro-batches of an iteration.
+        alone: whether there is only one rank, which exchanges no data.
     """
 
     def __init__(
@@ -119,35 +119,35 @@ class Bench:
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """Bytes that a rank of each form has beside its share of the state."""
+        """Bytes of a rank of each form after its share of the state."""
         return self._memory
 
     @property
     def options(self) -> Sequence[Sequence[Option]]:
-        """The ways in which a group of each form may run its layers."""
+        """Options of each form for running its layers."""
         return self._options
 
     @property
     def least_bytes(self) -> float:
-        """Bytes of a rank of every stage that a pipeline needs at least: all layers, one micro-batch in flight."""
+        """Minimum bytes of a pipeline on a rank of every stage: all layers, one micro-batch in flight."""
         options = [option for every in self._options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
-        """Whether a group of a form has memory for a layer, somewhere in a pipeline."""
+        """Return whether a group of a form has memory for a layer, somewhere in a pipeline."""
         held = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self._options[form])]
         most = (most_layers(o, self._memory[form], False, False, held, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
-        """Return a multiset as a pipeline of about so many micro-batches."""
+        """Return a multiset laid out as a pipeline of about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
             if not any(each.order for each in laid):
-                # Large first and last blocks: the two with most memory at the ends; a larger last one: the most there.
+                # For large first and last blocks: the two with most memory at the ends; or the most at the end.
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
             able = [each for each in laid if each.order]
@@ -170,22 +170,22 @@ class Bench:
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, each, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
-        """Return what pull and push of so many bytes of weights and gradients take a rank of a form."""
+        """Return the seconds of pull and push of `size` bytes of weights and gradients on a rank of a form."""
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: Form) -> float:
         if self._alone:
             return 0.0
-        # Owners in the node are reached by its inner links, the others through its cards.
+        # Owners in the node are reached over its inner links, the others over its cards.
         site = form.site
         away = 1 - self._prices.within(site)
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
-        """Return the seconds of an iteration of so many pipelines of each multiset.
+        """Return the seconds of an iteration with the given number of pipelines of each multiset.
 
         Args:
-            worth: seconds from which on more is not worth knowing exactly: then it is a bound from below.
+            worth: at and above these seconds, a lower bound is enough.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
@@ -194,7 +194,7 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the same for pipelines that are laid in this way."""
+        """Return the same for pipelines with the given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not each.order for each in laid):
             return math.inf
@@ -204,14 +204,14 @@ class Bench:
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
         if len(laid) > 1 and seconds < worth:
             seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
-        # Traffic hides behind computing, as far as there is computing.
+        # Traffic overlaps computation, but takes at least its own time.
         return max(seconds, max(each.traffic_s for each in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return what each pipeline waits for pull and push beyond its own: a layer is reduced over all pipelines.
+        """Return the time that each pipeline waits for other pipelines: a layer is reduced over all pipelines.
 
-        So a layer passes as slowly as in the pipeline where fewest links carry it, and the stages of other pipelines
-        that hold it wait: a straggler's pipeline of small groups holds up those of large ones.
+        A layer passes only as fast as in the pipeline with the fewest links for it, and the stages of other pipelines
+        that hold it wait: a straggler's pipeline of small groups delays those of large ones.
         """
         if len(laid) == 1:
             return [0.0]
@@ -221,19 +221,19 @@ class Bench:
     # Partitions.
 
     def starts(self, groups: Mapping[int, int], number: int) -> Iterator[Counter[Multiset]]:
-        """Yield partitions of groups (form -> how many) into so many pipelines to begin with."""
+        """Yield initial partitions of groups (form -> count) into `number` pipelines."""
         yield self._balanced(groups, number)
         if len(groups) > 1:
             yield self._sorted(groups, number)
 
     def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Give each group, the quickest first, to the pipeline that is slowest so far."""
+        """Give each group, the fastest first, to the pipeline that is slowest so far."""
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
-        # While all are equally quick, they take groups in turn.
+        # While all are equally fast, they take groups in turn.
         turns, more = divmod(groups[first], number)
         taken = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
-        # (its speed, how many stages it has, which it is): of equally quick ones the shortest takes the next.
+        # (speed, number of stages, index): among equally fast pipelines the shortest takes the next group.
         queue = [(quick[n], n, p) for p, n in enumerate(taken)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
@@ -248,16 +248,16 @@ class Bench:
         )
 
     def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Cut the groups, sorted by form, into runs of as equal numbers as can be: most pipelines of one form."""
+        """Cut the groups, sorted by form, into runs of nearly equal size: most pipelines have one form."""
         every = [form for form in sorted(groups, key=lambda i: (self.speed[i], i)) for _ in range(groups[form])]
         ends = [len(every) * (p + 1) // number for p in range(number)]
         return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange groups between pipelines, or move one, as long as that gains anything.
+        """Exchange groups between pipelines, or move one, as long as that helps.
 
         Args:
-            until: no longer than to this time (of `time.monotonic`).
+            until: deadline (of `time.monotonic`).
         """
         now = dict(start)
         resting = idle
@@ -283,10 +283,10 @@ class Bench:
     def _neighbours(
         self, now: Mapping[Multiset, int], idle: Multiset
     ) -> Iterator[tuple[dict[Multiset, int], Multiset]]:
-        """Yield what one exchange makes, the slowest pipelines first."""
+        """Yield the results of one exchange, the slowest pipelines first."""
         count = max(1, round(self.micro_batches / sum(now.values())))
         slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
-        # A pipeline gives one group away, to another one or to nobody.
+        # A pipeline gives one group to another pipeline, or leaves it idle.
         for giving in slowest:
             for form in dict.fromkeys(giving):
                 if len(giving) > 1:
@@ -309,7 +309,7 @@ class Bench:
 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
-    """Return the numbers of pipelines that are tried: no pipeline has more stages than layers."""
+    """Return the numbers of pipelines to try: no pipeline has more stages than layers."""
     most = min(groups, micro_batches)
     few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))

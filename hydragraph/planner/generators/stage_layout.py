@@ -1,7 +1,7 @@
-"""A pipeline of groups, laid and timed: its layers, and what its stages and its traffic take, in compiled loops.
+"""Layout and timing of a pipeline of groups: its layers, stages and traffic, in compiled loops.
 
-The search lays thousands of pipelines, of up to as many stages as there are layers. What a group takes and holds
-(`prices.Option`) is here a row of numbers, by its form and its option; `layers.spread` says which stage gets what.
+The search lays out thousands of pipelines, with up to as many stages as layers. A group's times and memory
+(`group_prices.Option`) are here a row of numbers, by form and option; `pipeline_layers.spread` assigns the layers.
 
 Under 1F1B stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as leave room for
 what each of them keeps; an owner of the state also holds messages (`Prices.held`).
@@ -18,31 +18,31 @@ from hydragraph.planner.generators.pipeline_layers import spread
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Of an option (`prices.Option`), in this order; an option that a form does not have takes infinitely long.
+# Fields of an option (`group_prices.Option`), in this order; an option that a form does not have has infinite times.
 NUMBERS = (
     *("layer_s", "aux_s", "first_s", "last_s"),
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Of a form: how many times as long as a healthy group it takes, bytes of a rank beside its share of the state, and
+# Columns of a form: its slowdown relative to a healthy group, bytes of a rank after its share of the state, and
 # seconds of a rank's pull and push per byte of weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# Parts: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
+# Fractions: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
 
 @compiled
 def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Floats, flying: int, layers: int) -> int:
-    """Return the most layers that memory suffices for, with so many micro-batches in flight.
+    """Return the most layers that fit in memory with `flying` micro-batches in flight.
 
     Args:
         option: its `NUMBERS` [9].
-        memory: bytes that a rank has beside its share of the state.
+        memory: bytes of a rank after its share of the state.
         first, last: whether the stage has the first, and the last block.
-        held: bytes per byte of weights and gradients, beside activations and at the end (`Prices.held`) [2].
-        flying: micro-batches.
-        layers: of the model.
+        held: bytes per byte of weights and gradients, during activations and at the end (`Prices.held`) [2].
+        flying: micro-batches in flight.
+        layers: layers of the model.
     """
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
@@ -69,7 +69,7 @@ def spread_over(
         held: `Prices.held`, by micro-batches in flight, and whether there are stages before [L + 1, 2, 2].
 
     Returns:
-        layers [S] and options [S]; no layers, where memory does not suffice.
+        layers [S] and options [S]; no layers if memory does not suffice.
     """
     stages = len(order)
     width = options.shape[1]
@@ -96,10 +96,10 @@ def spread_over(
 def timed(
     order: Ints, taken: Ints, chosen: Ints, options: Floats, forms: Floats
 ) -> tuple[float, float, float, float, Floats, Floats]:
-    """Return what a pipeline with these layers [S] and options [S] takes; other arguments as of `spread_over`.
+    """Return the times of a pipeline with these layers [S] and options [S]; other arguments as of `spread_over`.
 
     Returns:
-        seconds of the first micro-batch and of every further one, what of pull and push nothing hides (part of the
+        seconds of the first micro-batch and of every further one, pull and push without overlap (part of the
         first), pull and push of its slowest rank; of each stage [S] for one micro-batch; pull and push of each layer
         [L].
     """
@@ -127,13 +127,13 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return what of pull and push the first forward and the last backward do not hide.
+    """Return the part of pull and push that the first forward and the last backward do not overlap.
 
     Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
-    backward. What takes longer than that is waited for, at either end of the iteration.
+    backward. Any longer time adds to either end of the iteration.
 
     Args:
-        seconds, passing: of each stage, for a micro-batch, and for its pull and push [S].
+        seconds, passing: seconds of each stage for a micro-batch, and for its pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -145,11 +145,11 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return what a pipeline waits for pull and push beyond its own, if each layer passes as slowly as in another one.
+    """Return the additional wait of a pipeline if each layer passes as slowly as in the slowest pipeline.
 
     Args:
-        seconds, taken: of each stage, for a micro-batch, and its layers [S].
-        of_layer: seconds of each layer's pull and push here, and where they are most [L].
+        seconds, taken: seconds of each stage for a micro-batch, and its layers [S].
+        of_layer, slowest: seconds of each layer's pull and push here, and in the slowest pipeline [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

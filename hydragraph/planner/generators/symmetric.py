@@ -1,13 +1,13 @@
 """Simple plans: pipelines of one depth and one degree in node order, with equal layers or layers by speed.
 
-They are what a person would write down, and what Megatron-LM (equal batches, too) and Whale (batches by speed) make of
-devices that differ. Among the candidates, they make sure that no plan loses to them; and they are there at once, so
-that a search that is cut short has something to return.
+They are what a person would write down, and what Megatron-LM (equal layers and batches) and Whale (batches by speed)
+make of heterogeneous devices. Including them as candidates ensures that no plan loses to them; they are also available
+immediately, so that a search under a deadline has a result to return.
 
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
-across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>, too.
-The quickest group by itself, <[2]x6>, is the best plan of a model that is too small for its traffic; where that is
-asked for, the plans of the quickest node of each kind are there as well: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
+across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, also
+<[0]x2,[2]x4> + <[1]x2,[3]x4>. The fastest group alone, <[2]x6>, is the best plan of a model that is too small for its
+traffic; on request, the plans of the fastest node of each kind are included: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 Floats = NDArray[np.float64]
-# Of the simple plans with equal layers, of those with layers by speed, and of those of a group or a node only, how many
-# are looked at.
+# Number of plans kept from each category: equal layers, layers by speed, one group only, one node only.
 KEPT = 4
-# Of a group's option (`prices.Option`).
+# Fields of a group's option (`group_prices.Option`).
 NUMBERS = (
     *("aux_s", "layer_s", "first_s", "last_s"),
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
@@ -45,7 +44,7 @@ class Simple:
     Attributes:
         strategy: its pipelines.
         together: sequences in a micro-batch.
-        seconds: of its slowest pipeline, by AutoHet's cost; traffic comes on top.
+        seconds: seconds of its slowest pipeline, by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy
@@ -55,7 +54,7 @@ class Simple:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Layers and kinds of the stages of all pipelines, and the seconds of an iteration."""
+    """Layers and kinds of the stages, common to all pipelines, and the seconds of an iteration."""
 
     layers: tuple[int, ...]
     kinds: tuple[StageKind, ...]
@@ -64,7 +63,7 @@ class _Laid:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Tensor-parallel groups of one degree, in node order: their ranks, sites, rates, and memory beside the state."""
+    """Tensor-parallel groups of one degree, in node order: ranks, sites, rates, and memory left after the state."""
 
     ranks: tuple[tuple[int, ...], ...]
     sites: tuple[Site, ...]
@@ -82,17 +81,17 @@ def simple(
     market: Market | None = None,
     apart: bool = False,
 ) -> list[Simple]:
-    """Return the simple plans that should end first, the most promising first.
+    """Return the most promising simple plans, the fastest first.
 
     Args:
-        sequences: of an iteration.
+        sequences: number of sequences in an iteration.
         length: tokens of each.
-        sizes: how many of them may make a micro-batch.
+        sizes: possible numbers of sequences in a micro-batch.
         reach: tokens that every micro-batch must be able to have; default: its own.
-        safety: the part of a device's memory that may be planned with.
-        market: prices that others have asked for, too; default: its own.
-        apart: whether also those that use one node only: where sending between nodes takes longer than computing,
-            the best plan may be one of them (`fewer` finds better ones, later).
+        safety: usable fraction of a device's memory.
+        market: prices shared with other searches; default: its own.
+        apart: whether to include plans on one node only: if sending between nodes takes longer than computing,
+            the best plan may be one of them (`cluster_parts` finds better ones, later).
     """
     market = market or Market(costs)
     tokens = sequences * length
@@ -131,7 +130,7 @@ def simple(
 
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
-    """Return the node of each kind, by types of devices and links, whose devices together are quickest today."""
+    """Return the currently fastest node of each kind, by types of devices and links."""
     found: dict[Site, NodeDevices] = {}
     for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
         found.setdefault(node.site, node)
@@ -139,7 +138,7 @@ def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
 
 
 def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
-    """Return the quickest group by itself."""
+    """Return the group that is fastest alone."""
     layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
     g = int(np.argmin(groups.rates * np.array(layer_s)))
     return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
@@ -165,7 +164,7 @@ def _degrees(costs: Costs) -> list[int]:
 
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
-    """Return all running devices of nodes in groups of a degree; None, where some node's do not come out even."""
+    """Return all running devices of nodes in groups of a degree; None if some node's do not divide evenly."""
     state = reserves(costs, tokens)
     ranks = []
     sites = []
@@ -183,9 +182,9 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
-    """Yield every way to make pipelines of all groups: depth, order, whether layers go by speed, and what comes of it.
+    """Yield every way to make pipelines of all groups: depth, order, whether layers are by speed, and the result.
 
-    With equal layers, all stages are of the quickest kind that fits.
+    With equal layers, all stages are of the fastest kind that fits.
     """
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
@@ -210,10 +209,10 @@ class _Rows:
     """Stages of all pipelines by kind of stage: arrays [kinds, pipelines, stages] of seconds and bytes.
 
     Args:
-        kinds, numbers: of stages, and what they take of every group [kinds, groups].
-        order: which group is which stage of which pipeline [pipelines, stages].
-        micro_batches: of all pipelines together.
-        prices: of such micro-batches.
+        kinds, numbers: kinds of stages, and their numbers for every group [kinds, groups].
+        order: the group of each stage of each pipeline [pipelines, stages].
+        micro_batches: micro-batches of all pipelines together.
+        prices: prices of such micro-batches.
     """
 
     def __init__(
@@ -247,18 +246,18 @@ class _Rows:
         self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
-        """Whether every stage has memory for its layers."""
+        """Return whether every stage has memory for its layers."""
         return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
 
     def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return layers and kinds by speed, the same for all pipelines: the slowest of them decides; 0: none fit."""
+        """Return layers and kinds by speed, the same for all pipelines; the slowest decides. Zeros if none fit."""
         most = np.minimum(self._most, layers).astype(np.int64)
         slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
         total, _, taken, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
         return (taken, chosen) if math.isfinite(total) else (np.zeros_like(taken), chosen)
 
     def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
-        """Return these layers and kinds with the seconds of an iteration, sequences by speed."""
+        """Return these layers and kinds with the seconds of an iteration and sequences by speed."""
         stages = np.arange(len(layers))
         taken = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
         alike = np.ones(taken.shape[1], np.int64)
@@ -267,7 +266,7 @@ class _Rows:
 
 
 def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
-    """Return kinds of stages that all groups know, the quickest first, and their numbers as arrays [kinds, groups]."""
+    """Return the kinds of stages common to all groups, the fastest first, and their numbers [kinds, groups]."""
     sites = list(dict.fromkeys(groups.sites))
     by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
     common = set.intersection(*map(set, by_site))
@@ -278,6 +277,6 @@ def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKi
 
 
 def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
-    """Return which group is which stage of which pipeline [pipelines, stages]: pipeline after pipeline, or by stage."""
+    """Return the group of each stage of each pipeline [pipelines, stages]: pipeline after pipeline, or by stage."""
     every = np.arange(groups)
     return every.reshape(depth, -1).T if by_stage else every.reshape(-1, depth)
