@@ -1,15 +1,15 @@
-"""Plans on fewer nodes, where sending takes longer than computing: a cluster's best plan may leave most of it idle.
+"""Plans on fewer nodes: if sending takes longer than computing, a cluster's best plan may leave most of it idle.
 
-A search that is given all devices uses most of them, and `finalists` leaves pipelines out one node after the other. So
-the best plan of one node of four may never be seen. Here some sets of nodes are looked at as if there were no others:
+A search on all devices uses most of them, and `finalists` removes pipelines one node at a time. So it may never see
+the best plan of one node of four. Here some subsets of nodes are searched as if there were no others:
 
-    nodes, quickest first   A A A B            (of two kinds)
+    nodes, fastest first    A A A B            (of two kinds)
     the first 1, 2, 4, ...  A | A A
     the first of some kinds A A A
     all but one kind        B
 
-A set is worth a look only where the time that nobody can beat, all devices computing, would on its devices alone still
-be less than what was found: so wherever computing takes most of the time, none is.
+A subset is searched only if its lower bound, with all its devices computing all the time, is below the best result
+so far; if computing takes most of the time, no subset is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs in which some nodes are lost, and which part of all power is left.
+    """Yield costs with some nodes lost, and the fraction of all power that is left.
 
     Args:
-        costs: nodes in the order of planning, the quickest first (`ordering`).
+        costs: nodes in planning order, the fastest first (`canonical_order`).
     """
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
@@ -37,7 +37,7 @@ def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
 
 
 def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
-    """Yield sets of nodes, none of them all."""
+    """Yield proper subsets of the nodes."""
     kinds: dict[object, list[int]] = {}
     for node in nodes:
         kinds.setdefault(_kind(costs, node), []).append(node)
@@ -52,7 +52,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
 
 
 def _kind(costs: Costs, node: int) -> object:
-    """Return what tells a node from others: how it is built, and its devices as they are today."""
+    """Return the key of a node's kind: its hardware, and the current state of its devices."""
     built = costs.cluster.node(node)
     devices = [
         (costs.cluster.type_of(rank), device.memory_bytes, costs.health.rate(rank))
@@ -63,7 +63,7 @@ def _kind(costs: Costs, node: int) -> object:
 
 
 def _only(costs: Costs, kept: frozenset[int]) -> Costs:
-    """Return costs in which all other nodes are lost."""
+    """Return costs with all other nodes lost."""
     rates = {
         rank: costs.health.rate(rank) if device.node in kept else math.inf
         for rank, device in enumerate(costs.cluster.devices)

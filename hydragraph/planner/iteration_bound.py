@@ -1,13 +1,14 @@
-"""Seconds that no plan on these devices beats, whatever pipelines it makes of them.
+"""Lower bound of the seconds of any plan on these devices.
 
 A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds on it, and a straggler's
-seconds count 1 / x (it slows its whole group, so this flatters it). The cheapest way w(type, block) bounds every other.
-Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least for which all blocks of all
-sequences can be shared out: a small linear program over types and kinds of blocks.
+seconds count 1 / x (it slows its whole group, so this is optimistic). The cheapest cost w(type, block) bounds all
+others. Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least time in which all blocks of
+all sequences can be distributed: a small linear program over types and kinds of blocks.
 
-A sequence also goes through all blocks one after another: no plan ends before the quickest way through them.
+A sequence also passes all blocks one after another: no plan ends before the fastest pass.
 
-Healthy devices and one kind of block give Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without stragglers.
+With healthy devices and one kind of block this is Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without
+stragglers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hydragraph.spec.strategy import Stage
 
 
 def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
-    """Return seconds that no strategy can beat for any of these mini-batches, on average.
+    """Return a lower bound of any strategy's seconds, averaged over these mini-batches.
 
     Args:
         batches: sequence lengths of each mini-batch.
@@ -64,10 +65,10 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                # What a micro-batch costs beside its sequences is paid at least once; auxiliary values are left out.
+                # The fixed cost of a micro-batch counts once, the minimum; auxiliary values are omitted.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.at(tokens, squared)[1:]))
                 alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
-    # Variables: the part of each template's work that each site does, then T.
+    # Variables: the fraction of each template's work on each site, then T.
     count = len(sites) * len(templates)
     objective = np.zeros(count + 1)
     objective[-1] = 1.0

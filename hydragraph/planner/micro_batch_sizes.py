@@ -1,6 +1,6 @@
-"""Micro-batches of its own for every pipeline, as a run cuts them: the search counts in micro-batches of one size.
+"""Micro-batches cut for each pipeline, as in a run, where the search only uses micro-batches of one size.
 
-Example: 32 sequences on four devices, one of which is slow. In micro-batches of two they run 4, 4, 5 and 3 of these,
+Example: 32 sequences on four devices, one of them slow. In micro-batches of two they run 4, 4, 5 and 3 of these,
 and the third ends last. Cut for each, they run 9, 9, 9 and 5 sequences at once: no device waits, and none begins twice.
 """
 
@@ -19,19 +19,19 @@ from hydragraph.planner.price_candidate import form_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# No limit on a micro-batch's tokens: what it takes is asked, not whether it fits.
+# No limit on a micro-batch's tokens: only its time is needed, not whether it fits.
 ANY = 2**62
-# Of a bisection: the end is known to a billionth of where it began; and what that does to a number of sequences.
+# Number of halvings of a bisection, for a relative precision of 1e-9, and its effect on a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
-LEAST_S = 1e-12  # that a sequence takes
+LEAST_S = 1e-12  # minimum seconds of a sequence
 
 
 def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
-    """Return what each pipeline costs; of pipelines of one form one is looked at.
+    """Return the cost of each pipeline; pipelines of one form are computed once.
 
     Args:
-        limit: how many tokens micro-batches may have; None: as many as fit.
+        limit: maximum tokens of a micro-batch; None: as many as fit.
     """
     if strategy.shares:
         return costs.pipelines(strategy)
@@ -42,25 +42,25 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Return a mini-batch cut as a run would cut it, and when the last pipeline ends.
+    """Return a mini-batch cut as in a run, and when the last pipeline ends.
 
     Raises:
-        Unsupported: a sequence is too long for all pipelines, with owners as the costs have them.
+        Unsupported: a sequence is too long for all pipelines, with the owners of `costs`.
     """
     found = assign_pipelines(pipeline_costs(costs, strategy), lengths)
     return Assignment(found.micro_batches, found.lengths), found.seconds
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Return equal sequences cut as would suit every pipeline best, whatever memory says; about, and at once.
+    """Return an approximate assignment of equal sequences with the best cut of every pipeline, ignoring memory.
 
-    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches: A a sequence and c a
+    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches: A per sequence and c per
     micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), if that is at least 1, these are
-    A n + 2 sqrt((S - 1) A c n) + (S - 1) c; n that end by a time follow, and a bisection over the time.
+    A n + 2 sqrt((S - 1) A c n) + (S - 1) c. This gives the n that end by a given time, which a bisection minimizes.
     """
     kinds = [_Kind.of(each, lengths[0]) for each in pipeline_costs(costs, strategy, ANY)]
     every = Counter(kinds)
-    high = 2 * max(kind.end(len(lengths)) for kind in every)  # surely enough, however it is rounded
+    high = 2 * max(kind.end(len(lengths)) for kind in every)  # enough for any rounding
     low = 0.0
     for _ in range(HALVES):
         middle = (low + high) / 2
@@ -89,23 +89,23 @@ class _Kind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _Kind:
-        """Return that of sequences of one length. What was fitted to noise may seem to cost less than nothing."""
+        """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
         return cls(pipeline.stages, max(LEAST_S, (pipeline.a * length + pipeline.b) * length), max(0.0, pipeline.c))
 
     def micro_batches(self, n: int) -> float:
-        """Return the best number of them for n sequences."""
+        """Return the best number of micro-batches for n sequences."""
         waiting = (self.stages - 1) * self.each * n
-        if not waiting:  # one stage: none waits for another
+        if not waiting:  # with one stage there is no bubble
             return 1.0
         return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, float(n))
 
     def end(self, n: int) -> float:
-        """Return when n sequences end."""
+        """Return the end of n sequences."""
         m = self.micro_batches(n)
         return (m + self.stages - 1) * (self.each * n / m + self.fixed)
 
     def by(self, seconds: float) -> int:
-        """Return how many sequences end by a time."""
+        """Return the number of sequences that end by `seconds`."""
         filling = (self.stages - 1) * self.fixed
         if seconds <= filling:
             return 0

@@ -1,4 +1,4 @@
-"""A strategy for the ranks that there are now, where none that was given fits them: of the shape of one that did."""
+"""A strategy for the current ranks if none of the given ones fits them: derived from the shape of the first one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return those strategies that fit, or else one of the first one's shape on so many ranks.
+    """Return the strategies that fit or, if there are none, one of the first one's shape on `ranks` ranks.
 
-    A pipeline never gets fewer devices than the first one's smallest has, unless there are fewer at all: the model need
-    not fit on less. Its degree of tensor parallelism stays as far as it can, because then nothing new is compiled.
+    A pipeline never gets fewer devices than the smallest of the first strategy has, unless fewer are left in total: the
+    model need not fit on less. Its tensor-parallel degree is kept if possible, which avoids compilation.
 
     Args:
-        known: at least one.
-        ranks: how many there are.
-        layers: of the model.
+        known: at least one strategy.
+        ranks: number of ranks.
+        layers: layers of the model.
         fits: whether a strategy fits model and ranks.
 
     Raises:
-        Unsupported: nothing fits, not even one device.
+        Unsupported: no strategy fits, not even on one device.
     """
     kept = tuple(strategy for strategy in known if fits(strategy))
     return kept or (_first(known[0], ranks, layers, fits),)
@@ -41,7 +41,7 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies on the first ranks: of the degrees there were, if few ranks are left over, else of any.
+    """Yield strategies on the first ranks: of the previous degrees if they leave few ranks idle, then of any degree.
 
     Those that use most ranks come first, then those with most pipelines.
     """
@@ -61,7 +61,7 @@ def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
 
 
 def _depth(devices: int, degree: int, layers: int) -> int:
-    """Return into how many stages of a degree a pipeline of so many devices is cut; 0: it cannot be."""
+    """Return the number of stages of a degree in a pipeline of `devices` devices; 0 if it is impossible."""
     depth, left = divmod(devices, degree)
     return depth if not left and depth <= layers else 0
 
@@ -71,7 +71,7 @@ def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule
     first = 0
     for size in sizes:
         depth = size // degree
-        # Remainders go to the last stages, as where a strategy is written as a text.
+        # Remainders go to the last stages, as when a strategy is parsed from text.
         shares = [layers // depth + (i >= depth - layers % depth) for i in range(depth)]
         stages = []
         for share in shares:

@@ -1,6 +1,6 @@
-"""What a planner is asked, and what it answers: a `PlanRequest` once, then an `Answer` for every mini-batch.
+"""Requests to and answers of a planner: a `PlanRequest` once, then an `Answer` for every mini-batch.
 
-Both are what planning processes are sent and send back, so neither needs torch, numba or scipy.
+Both are exchanged with planning processes, so neither needs torch, numba or scipy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What stays the same from iteration to iteration: a worker is sent it once, and then only lengths.
+    """The input that is the same in all iterations: a worker receives it once, and then only lengths.
 
     Attributes:
-        candidates: the pipelines of each.
-        charges: seconds that each pays beside computing.
-        seed: of the search.
-        guessed: the costs are rough ones, whose MaxLen gives way to a longer sequence.
+        candidates: the pipelines of each candidate.
+        charges: seconds that each pays besides computing.
+        seed: seed of the search.
+        guessed: whether the costs are rough ones, whose MaxLen is raised for a longer sequence.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]
@@ -48,24 +48,24 @@ class PlanRequest:
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
-        """Return what an iteration is expected to take: its slowest pipeline, exactly, and the charge."""
+        """Return the expected seconds of an iteration: its slowest pipeline, exactly, and the charge."""
         tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
         """Return the best candidate for a mini-batch."""
         from hydragraph.planner.assignment.best_candidate import (
-            compare_pipelines,  # it needs numba and scipy, which only planning needs
+            compare_pipelines,  # needs numba and scipy, which only planning requires
         )
 
-        # Nobody knows what fits where costs are guessed, so no length is refused for them.
+        # With guessed costs it is unknown what fits, so no length is rejected.
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A choice, or the error that it is, and the seconds it took."""
+    """A choice or an error, and the seconds it took."""
 
     choice: Choice | None
     error: Exception | None
@@ -73,9 +73,9 @@ class Answer:
 
 
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
-    """Choose, keeping what is raised."""
+    """Choose, and return any exception in the answer."""
     began = time.perf_counter()
-    # The worker outlives a mini-batch that cannot be planned; the step that takes the answer raises its error.
+    # The worker must survive a mini-batch that cannot be planned; the step that takes the answer raises its error.
     try:
         choice = request.choose(lengths)
     except Exception as error:
@@ -84,9 +84,9 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
 
 
 def get_ready() -> None:
-    """Load what planning needs, so that the first plan need not; where nothing is cached, numba compiles it.
+    """Load and, if they are not cached, compile planning's dependencies, so that the first plan is fast.
 
-    It plans a few sequences for two unlike pipelines, which goes through the whole search.
+    It plans a few sequences for two different pipelines, which exercises the whole search.
     """
     pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
     answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

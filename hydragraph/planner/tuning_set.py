@@ -1,4 +1,4 @@
-"""The tuning set: mini-batches on which many strategies are priced quickly; what they share is computed once."""
+"""The tuning set: mini-batches on which many strategies are priced quickly; common tables are computed once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hydragraph.planner.assignment.problem import Problem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Sequences x devices: a tuning set with more is cut to its first mini-batches, at least one, so that proposing for a
+# Sequences x devices: a larger tuning set is cut to its first mini-batches, at least one, so that proposing for a
 # thousand devices does not take a thousand times as long.
 WORK = 3_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """What all strategies of so many devices have in common: the column of each scheme, and every mini-batch's costs.
+    """Tables common to all strategies with a given number of devices.
 
     Attributes:
-        column: of each scheme in `problems`' kinds.
+        column: column of each scheme in `problems`' kinds.
         reach: MaxLen of each scheme [K].
         problems: one for each mini-batch that some scheme takes, None for others.
     """
@@ -35,29 +35,29 @@ class _Tables:
 
 
 class TuningSet:
-    """Mini-batches, and what strategies take for them.
+    """Mini-batches, and the seconds of strategies for them.
 
     Args:
-        profile: what each scheme costs.
+        profile: costs of each scheme.
         batches: sequence lengths of mini-batches.
-        devices: how many there are.
+        devices: number of devices.
 
-    A strategy is priced by the quick plan of each mini-batch, bubbles included, once however often it is asked for;
-    What pull and push add comes on top, as far as it is known without a simulation (`charge_in_search`).
+    A strategy is priced once by the quick plan of each mini-batch, bubbles included. The costs of pull and push are
+    added as far as they are known without a simulation (`charge_in_search`).
 
     Attributes:
         longest: tokens of the longest sequence of each mini-batch.
-        priced: seconds of computing each mini-batch [B] by strategy, for all strategies that were asked for.
+        priced: computing seconds of each mini-batch [B], for every strategy priced so far.
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
-        # Whole mini-batches, as long as the budget lasts.
+        # Whole mini-batches within the budget.
         work = np.cumsum([len(lengths) * devices for lengths in batches])
         self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
             list(b) for b in batches[:1]
         ]
         self._profile = profile
-        self._tables: dict[int, _Tables] = {}  # by the devices of a strategy
+        self._tables: dict[int, _Tables] = {}  # by a strategy's number of devices
         self.longest = [max(lengths, default=0) for lengths in self._batches]
         self.priced: dict[Strategy, Floats] = {}
 
@@ -67,17 +67,17 @@ class TuningSet:
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return what a strategy takes for each mini-batch [B], infinite for one that it cannot take."""
+        """Return the seconds of a strategy for each mini-batch [B], infinite for one that it cannot take."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:
-        """Return its seconds without what unequal pipelines pay."""
+        """Return its seconds without the costs of unequal pipelines."""
         if strategy not in self.priced:
             self.priced[strategy] = self._price(strategy)
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
-        # MaxLen depends on how many devices share the state: strategies that leave some idle have tables of their own.
+        # MaxLen depends on the number of devices that share the state, so strategies with idle ones have other tables.
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)
@@ -91,7 +91,7 @@ class TuningSet:
         )
 
     def _for(self, devices: int) -> _Tables:
-        """Return the tables of strategies that use so many devices, on which MaxLen depends."""
+        """Return the tables of strategies with this number of devices, on which MaxLen depends."""
         if devices not in self._tables:
             # One problem per mini-batch holds a column for every scheme, so a strategy only picks its columns.
             schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]

@@ -1,12 +1,12 @@
-"""Explain a plan to a person: the candidates, what each is expected to take, and what the losers lose it to.
+"""Explanation of a plan: the candidates, their expected seconds, and where the losers lose them.
 
 A pipeline's time is split into parts that add up to it, so that two strategies can be compared part by part:
 
     work     device time of the sequences over all devices, as if it could be divided at will
-    waiting  what the slowest pipeline has above that, while others wait for it or devices are idle
+    waiting  the slowest pipeline's excess over that, while others wait for it or devices are idle
     fixed    c of every micro-batch of the slowest pipeline
     bubble   the rest of its time, in which its stages fill, drain, and wait for each other
-    sync     what pull, push, commit and update add; published constants know it of unequal pipelines only
+    sync     time added by pull, push, commit and update; with published constants, only for unequal pipelines
 
 Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
 second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
@@ -32,13 +32,13 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Candidates that are assigned on every mini-batch, beside those that win one or still may.
+# Number of candidates that are assigned on every mini-batch, in addition to winners and those that still may win.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches on which candidates are improved; others than those that are planned, or candidates would be judged by
-# what they were made for.
+# Mini-batches for improving candidates; they differ from the planned ones, so that candidates are not judged on the
+# data they were tuned for.
 TUNING = 8
-# Candidates of a search whose pull and push are simulated, where they have to be; homogeneous ones come on top.
+# Number of candidates of a search whose pull and push are simulated, if needed; homogeneous ones are added.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -51,7 +51,7 @@ REASON = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of an iteration by what they go to; see the head of this file."""
+    """Seconds of an iteration by part; see the module docstring."""
 
     work: float
     waiting: float
@@ -61,19 +61,19 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """Sum of all parts."""
         return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a device of a scheme's first stage, the fullest one, holds at MaxLen.
+    """Memory at MaxLen of a device of a scheme's first stage, the fullest one.
 
     Attributes:
         scheme, devices: the scheme, and the devices of the strategy, which share the optimizer state.
-        max_len, util_len: tokens that a micro-batch may have and should have.
-        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in all; None where
-            the profile has measured limits and no such model.
+        max_len, util_len: maximum and desired minimum tokens of a micro-batch.
+        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in total; None if
+            the profile has measured limits instead of such a model.
     """
 
     scheme: Scheme
@@ -88,20 +88,20 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and what became of it.
+    """A strategy and its results.
 
     Attributes:
         strategy: one scheme per pipeline.
-        memory: what a device of each of its different schemes holds.
-        seconds: mean over the mini-batches, infinite where it does not take them all.
-        bound: it cannot take less on average.
-        alone: what the longest sequence takes by itself on the best pipeline for it, on average; however the others are
-            assigned, an iteration takes no less.
-        assigned: whether `seconds` were found by assigning; otherwise its bound lost and stands for them.
-        fits: mini-batches that it takes.
-        wins: mini-batches on which it finishes first of all candidates.
-        parts: what its seconds go to, where they were found.
-        why: it is not the best static strategy; "" for that one.
+        memory: memory of a device of each of its different schemes.
+        seconds: mean over the mini-batches, infinite if it does not take them all.
+        bound: lower bound of its mean seconds.
+        alone: mean time of the longest sequence alone on the best pipeline for it; a lower bound of an iteration under
+            any assignment of the others.
+        assigned: whether `seconds` were found by assigning; otherwise they are its bound, which already lost.
+        fits: number of mini-batches that it takes.
+        wins: number of mini-batches on which it finishes first of all candidates.
+        parts: parts of its seconds, if they were found.
+        why: why it is not the best static strategy; "" for that one.
     """
 
     strategy: Strategy
@@ -117,12 +117,12 @@ class Candidate:
 
     @property
     def homogeneous(self) -> bool:
-        """Say whether all its pipelines are alike."""
+        """Whether all its pipelines are alike."""
         return len(set(self.strategy)) == 1
 
     @property
     def devices(self) -> int:
-        """How many it uses."""
+        """Number of devices that it uses."""
         return sum(tp * pp for tp, pp in self.strategy)
 
     @property
@@ -133,7 +133,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Example:
-    """One mini-batch as it is planned: what the picture shows."""
+    """One planned mini-batch, for the picture."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -146,10 +146,10 @@ class PlanReport:
     """The plan of a model, its data and its devices.
 
     Attributes:
-        profile: its name.
+        profile: name of the profile.
         candidates: the best static one first; those that do not take the context length last.
-        dynamic: mean seconds where the best candidate is chosen for every mini-batch.
-        sync: the most seconds that a candidate pays beside computing.
+        dynamic: mean seconds if the best candidate is chosen for every mini-batch.
+        sync: maximum seconds that a candidate pays besides computing.
         cut: sequences of the data that are longer than `context` and count as cut.
         left_out: schemes that were not considered, and why.
     """
@@ -168,7 +168,7 @@ class PlanReport:
 
     @property
     def best(self) -> Candidate:
-        """The best static candidate; where none takes the context, the best of those that do not."""
+        """The best static candidate; if none takes the context, the best of those that do not."""
         return self.candidates[0]
 
     @property
@@ -191,19 +191,19 @@ def explain(
     """Plan mini-batches drawn from the data with every candidate, and report.
 
     Args:
-        measured: a profile; one that has blocks is asked through `Costs`, on as many ranks.
+        measured: a profile; one that has blocks is used through `Costs`, on as many ranks.
         lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
-        devices: how many there are.
+        devices: number of devices.
         context: the longest sequence, in tokens.
-        tokens: per mini-batch, at least.
-        strategies: the candidates; default: those proposed for the data and all homogeneous ones, also those that only
-            shorter sequences fit, and what they were improved to on mini-batches of their own.
-        iterations: mini-batches to draw.
-        seed: of the draw and the search.
+        tokens: minimum tokens per mini-batch.
+        strategies: the candidates; default: those proposed for the data and all homogeneous ones, including those that
+            fit only shorter sequences, and their improvements on separate mini-batches.
+        iterations: number of mini-batches to draw.
+        seed: seed of the draw and the search.
 
     Raises:
-        Unsupported: no candidate takes a mini-batch, or the profile lacks a scheme.
-        ValueError: there are no sequences, or a strategy has more devices than there are.
+        Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
+        ValueError: there are no sequences, or a strategy has more devices than given.
     """
     profile = schemes_of(measured, devices)
     data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
@@ -217,10 +217,10 @@ def explain(
         profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
     )
     _check_devices(chosen, devices)
-    # Bounds decide here which candidates are assigned; `_compared` assigns further ones for the report alone.
+    # Bounds decide here which candidates are assigned; `_compared` assigns more only for the report.
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
     compared = _compared(profile, chosen, choices, batches, context, seed)
-    # Those that do not take the context come last, however quick they are: nobody can stay with them.
+    # Candidates that do not take the context come last, however fast: they cannot run all mini-batches.
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
@@ -242,7 +242,7 @@ def explain(
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
     """Draw `count` mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
     random = np.random.default_rng(seed)
-    order: list[int] = []  # what is left of this round
+    order: list[int] = []  # rest of this round
     batches: list[list[int]] = []
     # Rounds without replacement, as a data loader draws; a mini-batch may span two rounds.
     for _ in range(count):
@@ -266,7 +266,7 @@ def scheme_counts(strategy: Sequence[Scheme]) -> str:
 def _candidates(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
 ) -> list[Strategy]:
-    """Return the proposed strategies and the homogeneous ones, and what they were improved to on `tuning`."""
+    """Return the proposed and the homogeneous strategies, with their improvements on `tuning`."""
     starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
     found = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
     if isinstance(profile, Profile):
@@ -289,15 +289,15 @@ def _compared(
     context: int,
     seed: int,
 ) -> list[Candidate]:
-    """Return all candidates, best bound first, assigning those worth it: the first few, winners, what may still win."""
-    # Assigning every candidate to every mini-batch would take long; bounds are there already, from choosing.
+    """Return all candidates, best bound first, assigning only the first few, winners, and those that may still win."""
+    # Assigning every candidate to every mini-batch would be slow; choosing already computed the bounds.
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
     always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
     best = math.inf
     candidates = []
-    # Those that are assigned anyway come first: their seconds leave fewer bounds below the best.
+    # Those that are always assigned come first: their seconds leave fewer bounds below the best.
     for i in sorted(order, key=lambda i: i not in always):
         assign = i in always or bounds[i] < best
         candidate = _candidate(profile, strategies[i], i, assign, choices, batches, seed)
@@ -336,7 +336,7 @@ def _candidate(
 
 
 def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return what the longest sequence takes by itself on the best pipeline; infinite where it fits none."""
+    """Return the seconds of the longest sequence alone on the best pipeline; infinite if it fits none."""
     longest = max(lengths)
     return min((p.seconds([[longest]]) for p in dict.fromkeys(pipelines) if p.max_len >= longest), default=math.inf)
 
@@ -347,16 +347,16 @@ def parts_of(
     """Split an assignment's seconds into their parts.
 
     Args:
-        pipelines: what each costs.
+        pipelines: cost of each pipeline.
         lengths: tokens per sequence.
-        assignment: of these sequences to these pipelines.
-        sync: seconds that the strategy pays beside computing.
+        assignment: assignment of these sequences to these pipelines.
+        sync: seconds that the strategy pays besides computing.
     """
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
-    # The slowest pipeline's time is work + fixed + bubble; what it works above an even share is what others wait.
+    # The slowest pipeline's time is work + fixed + bubble; its work above an even share is the waiting of others.
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
     # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
@@ -370,7 +370,7 @@ def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
     memory = profile.memory
     if memory is None or scheme in profile.limits:
         return MemoryUse(scheme, devices, *limits, None, None, None, None)
-    # State, activations at MaxLen and what is reserved come to the device's memory, but for less than a token's bytes.
+    # State, activations at MaxLen and reserved bytes add up to the device's memory, within a token's bytes.
     reserved = memory.margin + memory.gap_bytes(scheme)
     states = memory.states_bytes(scheme, devices)
     return MemoryUse(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
@@ -387,7 +387,7 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
         return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
         return f"cannot take less than {candidate.bound:.3f} s"
-    # Two parts at most, each of a fifth of the loss or more: what else differs is noise to a reader.
+    # At most two parts, each at least a fifth of the loss: smaller differences are noise to a reader.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(Parts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
@@ -396,7 +396,7 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
 
 
 def _left_out(profile: Schemes, devices: int) -> tuple[tuple[Scheme, str], ...]:
-    """Return the schemes that no candidate can have."""
+    """Return the schemes that no candidate can use, with reasons."""
     reasons = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
     for scheme in sorted(profile.schemes):
         if scheme[0] * scheme[1] > devices:

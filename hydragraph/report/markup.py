@@ -1,4 +1,4 @@
-"""HTML from nested calls: whatever is not markup already is escaped, so that no name can become part of the page.
+"""HTML from nested calls: all content except markup is escaped, so that no name can become part of the page.
 
 tag("p", "a < b", tag("b", "!"), class_="note")  ->  <p class="note">a &lt; b<b>!</b></p>
 """
@@ -14,7 +14,7 @@ VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
 
 
 class Markup(str):
-    """A text that is markup; any other is escaped when it becomes part of one."""
+    """A text that is already markup; any other text is escaped on insertion."""
 
     __slots__ = ()
 
@@ -26,9 +26,9 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
     """Return an element.
 
     Args:
-        name: of the element.
-        content: texts, which are escaped, and markup, which is not; lists are joined, None is nothing.
-        attributes: underscores stand for hyphens, one at the end for none (`class_`); None and False leave one out.
+        name: name of the element.
+        content: texts, which are escaped, and markup, which is not; lists are joined, None is skipped.
+        attributes: underscores become hyphens, except a trailing one (`class_`); None and False omit the attribute.
     """
     given = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
@@ -37,17 +37,17 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
 
 def join(*content: Content) -> Markup:
-    """Return contents one after another, escaped where they are no markup."""
+    """Return the concatenated contents, escaped unless they are markup."""
     return Markup("".join(map(_text, content)))
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a section of a page: its heading, a sentence, and what it holds."""
+    """Return a section of a page: its heading, a sentence, and its contents."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 
 def script_data(record: Any) -> Markup:
-    """Return JSON that may stand in a <script> element: nothing in it can end that, or begin a comment."""
+    """Return JSON that is safe in a <script> element: it cannot end the element or begin a comment."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

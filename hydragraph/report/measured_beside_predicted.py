@@ -1,10 +1,10 @@
-"""Compare: where the seconds of real iterations went, beside where the cost model expected them to go.
+"""Comparison of the seconds of real iterations with the cost model's predictions.
 
     for every step and rank     measured account (its trace), predicted account (its simulation)   `cost.accounts`
     for every kind and rank     their sums over steps, and the ratio
-    one sentence                the kind and rank that most of the difference comes from
+    one sentence                the kind and rank with most of the difference
 
-Waiting for other ranks is left out of that sentence: it follows from what those ranks take.
+The sentence does not consider waiting for other ranks, which follows from the times of those ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Event, Trace, TracedStep, read_trace
 from hydragraph.spec.strategy import Strategy
 
-# Of a kind's difference: what one rank has so much of is that rank's.
+# A rank with more than this fraction of a kind's difference is named.
 MOSTLY = 0.6
 
 
@@ -33,8 +33,8 @@ class ComparedStep:
     Attributes:
         step: its number.
         strategy: its text.
-        seconds: of the whole step, with what is done around its instructions.
-        measured, predicted: where every rank's time went.
+        seconds: seconds of the whole step, including work around its instructions.
+        measured, predicted: account of every rank's time.
     """
 
     step: int
@@ -50,14 +50,14 @@ class ComparedStep:
 
     @property
     def predicted_s(self) -> float:
-        """The same as simulated."""
+        """Simulated seconds of the slowest rank's instructions."""
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[Kind, int], float]:
-        """Return measured / predicted by kind and rank, where there is anything to divide.
+        """Return measured / predicted by kind and rank, if both are positive.
 
-        Of transfers it is that of those whose whole course was seen: what computing waits for them depends on how much
-        of them it hides, so that a tenth more of a transfer may be twice the wait.
+        Ratios of transfers include only fully observed ones, by their own duration: the wait of computation depends on
+        the overlap, so a transfer that takes a tenth more may double the wait.
         """
         found: dict[tuple[Kind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -74,7 +74,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class Row:
-    """What one kind of instruction took on one rank, or on all of them: the sum over all steps, in seconds."""
+    """Seconds of one kind of instruction on one rank, or on all of them, summed over all steps."""
 
     kind: Kind
     rank: int | None
@@ -83,25 +83,25 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted; None: none of it was predicted."""
+        """Measured / predicted; None if the prediction is 0."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     @property
     def difference(self) -> float:
-        """Measured less predicted."""
+        """Measured minus predicted."""
         return self.measured - self.predicted
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Real iterations beside their simulation.
+    """Real iterations and their simulation.
 
     Attributes:
-        source: where the model's seconds of computation come from, in a sentence.
+        source: source of the model's computation times, in a sentence.
         types: the type of each rank's device.
-        steps: those that were compared.
-        before: the corrections that the model's seconds were corrected by already.
-        warming: those that were left out: the first under each strategy, which also compiles and connects.
+        steps: the compared steps.
+        before: the corrections that the model already includes.
+        warming: the excluded steps: the first under each strategy, which also compiles and connects.
     """
 
     source: str
@@ -112,11 +112,11 @@ class Comparison:
 
     @property
     def corrections(self) -> Corrections:
-        """What these steps and those before them say of later predictions."""
+        """Corrections for later predictions, from these and earlier steps."""
         found = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:
-            # Predictions were corrected, so what is off them is off the model by both.
+            # Predictions already include corrections, so the error relative to the model is the product.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
                 rate = health.rate(rank) if kind not in (Kind.PULL, Kind.PUSH, Kind.P2P, Kind.COMMIT) else 1.0
@@ -126,7 +126,7 @@ class Comparison:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.types)
 
     @cached_property
@@ -145,7 +145,7 @@ class Comparison:
 
     @cached_property
     def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
-        """Of every strategy: its text, how many steps, and the median seconds of a step, measured and predicted."""
+        """For every strategy: text, number of steps, and the median seconds of a step, measured and predicted."""
         found = []
         for strategy in dict.fromkeys(step.strategy for step in self.steps):
             of_it = [step for step in self.steps if step.strategy == strategy]
@@ -155,7 +155,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """Where the model is wrong most."""
+        """Where the model is most wrong."""
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:
@@ -164,7 +164,7 @@ class Comparison:
         kind = max(by_kind, key=lambda each: by_kind[each])
         of_kind = [row for row in causes if row.kind is kind]
         worst = max(of_kind, key=lambda row: abs(row.difference))
-        # One rank is named where the kind's difference is mostly its own; else the kind is wrong everywhere.
+        # One rank is named if it has most of the kind's difference; otherwise the kind is wrong everywhere.
         alone = self.ranks > 1 and abs(worst.difference) > MOSTLY * by_kind[kind]
         row = worst if alone else _together(kind, of_kind)
         where = f" on rank {row.rank}" if alone else " on all ranks" if self.ranks > 1 else ""
@@ -172,7 +172,7 @@ class Comparison:
         return f"{kind.value}{where}: {_times(row)}, {share:.0%} of the whole difference"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: all seconds, by strategy, by kind and rank, and by step."""
+        """Return a JSON-compatible record of all seconds, by strategy, by kind and rank, and by step."""
         return {
             "source": self.source,
             "sentence": self.sentence,
@@ -206,7 +206,7 @@ class Comparison:
 
 
 def _of(kind: Kind, type_: str) -> str | None:
-    """Return the type by which a kind is corrected: transfers are those of all."""
+    """Return the device type for a kind's correction; None for transfers, whose corrections are common to all."""
     return None if kind in (Kind.PULL, Kind.PUSH, Kind.P2P) else type_
 
 
@@ -225,11 +225,11 @@ def compare(costs: Costs, trace: Trace | str | Path) -> Comparison:
     """Compare the trace of a real run with the simulation of the same iterations.
 
     Args:
-        costs: of the model on the cluster that it ran on.
-        trace: or its file, trace.json in the folder of a run that was trained with --trace.
+        costs: costs of the model on the cluster that it ran on.
+        trace: the trace or its file, trace.json in the folder of a run that was trained with --trace.
 
     Raises:
-        ValueError: the trace is of another model or of other ranks than the costs.
+        ValueError: the trace has another model or number of ranks than the costs.
     """
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace))
@@ -242,14 +242,14 @@ def compare(costs: Costs, trace: Trace | str | Path) -> Comparison:
 
 
 def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Event]]) -> ComparedStep:
-    """Compare one iteration, of which these are the events by rank."""
+    """Compare one iteration, given its events by rank."""
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     predicted = predicted_accounts(costs.simulate(strategy, step.assignment))
     return ComparedStep(step.step, step.strategy, step.seconds, measured_accounts(ranks), predicted)
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Return the steps without the first under each strategy, and the numbers of those; one that is alone stays."""
+    """Return the steps without the first under each strategy, and the numbers of those; a single step is kept."""
     kept = []
     warming = []
     seen: set[str] = set()

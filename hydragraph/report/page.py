@@ -1,7 +1,7 @@
-"""One HTML file from a report: the template, its style and its script are files beside this one.
+"""One HTML file from a report: the template, its style and its script are files in this folder.
 
-The page names no address and loads nothing; a content security policy, by the hash of its own script, has browsers
-refuse anything else, also what a text that were not escaped would bring.
+The page contains no address and loads no resource; a content security policy, by the hash of its own script, makes
+browsers reject everything else, even injected markup if a text were not escaped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hydragraph.version import __version__
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report to a file, which is replaced only when the new one is complete."""
+    """Write a report to a file, replacing it only when the new one is complete."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(html(report), encoding="utf-8")
     partial.replace(path)
 
 
 def html(report: Report) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     script = _file("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_file("page.html")).substitute(

@@ -1,4 +1,4 @@
-"""A report of a plan of devices that differ, from what `hydragraph plan --cluster --json` writes."""
+"""A report of a plan for heterogeneous devices, from the output of `hydragraph plan --cluster --json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Held, Panel, Report
 from hydragraph.spec.strategy import Strategy
 
-# Rivals whose devices and layers are drawn.
+# Maximum number of rivals whose devices and layers are drawn.
 MOST_RIVALS = 5
 
 
@@ -20,12 +20,12 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
     """Return the report of a plan.
 
     Args:
-        title: of the page.
-        record: what the plan's JSON file holds.
-        simulated: of the plan's strategy, where its costs are at hand; else there is no timeline.
+        title: title of the page.
+        record: contents of the plan's JSON file.
+        simulated: details of the plan's strategy if its costs are available; without them there is no timeline.
 
     Raises:
-        ValueError: the record is not of a plan, naming what is missing.
+        ValueError: the record is not a plan; the message names what is missing.
     """
     try:
         return _report(title, record, simulated)

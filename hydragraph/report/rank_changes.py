@@ -1,4 +1,4 @@
-"""What happened to the ranks of a run, from its events: for the table, the marks in charts, and the time it cost."""
+"""Events of a run's ranks: for the table, the marks in charts, and their costs in time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hydragraph.train.stragglers.run_events import Event, seconds_of
 
 
 def happened(metrics: Sequence[Metrics], events: Sequence[Event]) -> Happened | None:
-    """Return what happened; None where that is nothing but saved checkpoints.
+    """Return the events and their costs; None if checkpoints are the only events.
 
     Args:
-        metrics: of all steps that count, at least one.
-        events: of the run, in order of time.
+        metrics: metrics of all steps that count, at least one.
+        events: events of the run, in order of time.
     """
     if all(event.event == "saved" for event in events):
         return None
@@ -43,7 +43,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[Event]) -> Happened | 
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[Fact, ...]:
-    """Return the numbers for the top of the page: goodput, and what changes of ranks cost."""
+    """Return the numbers for the top of the page: goodput, and the costs of changes of ranks."""
     found = account(metrics, events)
     if found is None:
         return ()
@@ -69,9 +69,9 @@ def _parts(found: Account) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
-    """Return from which step on there were how many ranks; none where that never changed."""
+    """Return (step, number of ranks from then on); empty if the number never changed."""
     found: list[tuple[int, int]] = []
-    change = 0  # by the events since the last that tells who went on
+    change = 0  # net change by the events since the last "resumed"
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

@@ -1,4 +1,4 @@
-"""What strategies are expected to take on a cluster, from the event simulation of their ranks' programs."""
+"""Expected performance of strategies on a cluster, from the event simulation of their ranks' programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PricedStrategy:
     """One strategy's iteration.
 
     Attributes:
-        strategy: which.
-        micro_batches: of each pipeline.
-        tokens: of all micro-batches.
-        timeline: when every rank runs what.
+        strategy: the strategy.
+        micro_batches: micro-batches of each pipeline.
+        tokens: tokens of all micro-batches.
+        timeline: when every rank runs each instruction.
     """
 
     strategy: Strategy
@@ -32,7 +32,7 @@ class PricedStrategy:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the iteration."""
+        """Seconds of the iteration."""
         return self.timeline.seconds
 
     @property
@@ -41,11 +41,11 @@ class PricedStrategy:
         return self.tokens / self.seconds
 
     def busy(self) -> list[float]:
-        """Return the part of the iteration, 0 to 1, in which each rank computes."""
+        """Return the fraction of the iteration, 0 to 1, in which each rank computes."""
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
-        """Return how long ranks wait for a stream, on average."""
+        """Return the mean seconds that ranks wait for a stream."""
         ranks = range(len(self.timeline.ranks))
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
@@ -54,7 +54,7 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
     """Simulate one iteration.
 
     Raises:
-        ValueError: when these do not fit one another, or there are no micro-batches.
+        ValueError: the arguments do not match, or there are no micro-batches.
     """
     counts = assignment.counts
     if not any(counts):
@@ -64,14 +64,14 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> list[int]:
-    """Give equal micro-batches to the pipelines of a strategy, see `spread`.
+    """Distribute equal micro-batches to the pipelines of a strategy; see `spread`.
 
     Args:
-        tokens: of one micro-batch, taken as one sequence.
-        micro_batches: in all.
+        tokens: tokens of one micro-batch, treated as one sequence.
+        micro_batches: total number.
 
     Returns:
-        The micro-batches of each pipeline; 0 for one that would only hold the others up.
+        The micro-batches of each pipeline; 0 for one that would only delay the others.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens])) for stage in p.parts) for p in costs.pipelines(strategy)]
@@ -79,15 +79,15 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> 
 
 
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
-    """Spread equal micro-batches over pipelines so that the last one to end, ends as early as can be.
+    """Distribute equal micro-batches over pipelines so that the last one ends as early as possible.
 
     A pipeline of p stages whose slowest takes s per micro-batch ends m of them after (m + p - 1) s. Each micro-batch
     goes where it ends first, which is optimal because they are all equal.
 
     Args:
         depths: the stages of each pipeline.
-        seconds: of its slowest stage for one micro-batch.
-        micro_batches: in all.
+        seconds: seconds of its slowest stage for one micro-batch.
+        micro_batches: total number.
     """
     counts = [0] * len(depths)
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]

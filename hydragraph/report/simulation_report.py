@@ -1,4 +1,4 @@
-"""A report of strategies that were simulated and never ran."""
+"""A report of simulated strategies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hydragraph.report.timelines import simulated_course
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Strategies of which everything is shown, the best ones; others are rows of the table.
+# Maximum number of the best strategies with all details; others are rows of the table.
 MOST_PANELS = 6
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A strategy, what it ran, and when."""
+    """A strategy, its assignment, and its timeline."""
 
     strategy: Strategy
     assignment: Assignment
@@ -31,12 +31,12 @@ class Simulated:
 
     @property
     def tokens(self) -> int:
-        """Of all its micro-batches."""
+        """Tokens of all its micro-batches."""
         return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the iteration."""
+        """Tokens per second of the iteration."""
         return self.tokens / self.timeline.seconds
 
 
@@ -44,8 +44,8 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[Simulated]) 
     """Return the report of strategies on a cluster.
 
     Args:
-        title: of the page.
-        costs: that priced them.
+        title: title of the page.
+        costs: the costs that priced them.
         simulated: at least one, in any order.
     """
     ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
@@ -56,7 +56,7 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[Simulated]) 
 
 
 def panel(costs: Costs, simulated: Simulated) -> Panel:
-    """Return all about one simulated strategy."""
+    """Return the details of one simulated strategy."""
     strategy, timeline = simulated.strategy, simulated.timeline
     memory, note = held(costs, timeline)
     return Panel(
@@ -71,7 +71,7 @@ def panel(costs: Costs, simulated: Simulated) -> Panel:
 
 
 def facts(costs: Costs, best: Simulated, shown: Panel) -> tuple[Fact, ...]:
-    """Return what to know first of the best strategy."""
+    """Return the key numbers of the best strategy."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind
@@ -110,7 +110,7 @@ def contender(simulated: Simulated, best: Simulated) -> Contender:
 
 
 def why_lost(loser: Simulated, best: Simulated) -> str:
-    """Say what a strategy's critical path has more of than the best one's, per token, where there is more.
+    """Return the excess of a strategy's critical path over the best one's, per token and kind.
 
     Example: "takes 12% longer per token: +10 ms computing, +2 ms pulling weights; −1 ms updating".
     """
@@ -121,7 +121,7 @@ def why_lost(loser: Simulated, best: Simulated) -> str:
     longer = loser.timeline.seconds * scale / best.timeline.seconds - 1
     if longer < 5e-4:
         return "as good as the best"
-    # What makes up less than a twentieth of the difference explains nothing.
+    # Kinds with less than a twentieth of the difference are omitted.
     least = 0.05 * longer * best.timeline.seconds
     told = sorted(((s, kind) for kind, s in differences.items() if abs(s) > least), key=lambda pair: -pair[0])
     parts = ", ".join(f"{'+' if s > 0 else ''}{number_format.seconds(s)} {kind}" for s, kind in told)

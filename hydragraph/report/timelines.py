@@ -1,8 +1,8 @@
-"""Iterations as lanes of bars: of a simulation for all ranks that differ, of a trace for every rank.
+"""Iterations as lanes of bars: simulated ones with a lane for each distinct rank, traced ones for every rank.
 
-A thousand ranks have millions of instructions, but most act at the same times as others: those share a lane. What is
-still more than a page can hold is merged, block by block into micro-batches, and then into the finest times that can be
-seen; a note says so.
+A thousand ranks have millions of instructions, but most act at the same times as others: those share a lane. If bars
+still exceed a page's capacity, blocks are merged into micro-batches, and then bars into the finest visible intervals; a
+note says so.
 
     8 ranks, 4 of them alike         -> 5 lanes
     forward 0, 1, 2 of micro-batch 3 -> with few instructions three bars, with many one: "forward of 3 blocks"
@@ -25,16 +25,16 @@ from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, Bar, Course, CriticalStep, Lane
 
-# Bars of one course; each takes some 20 bytes of the page, which is to stay below five megabytes with six courses.
+# Maximum number of bars of one course; each takes some 20 bytes, and a page with six courses should be below 5 MB.
 MOST_BARS = 24_000
-# Ranks that have a lane each, though they may be alike.
+# Maximum number of ranks that have a lane each even if they are alike.
 EVERY = 32
-# Lanes of one course: more are not drawn, evenly left out, as nobody could tell them apart.
+# Maximum number of lanes of one course: more could not be distinguished; an even selection is drawn.
 MOST_LANES = 256
-# Where still too many: bars that begin within this part of the iteration of one another become one.
+# Last resort: bars that begin within this fraction of the iteration of one another are merged.
 FINEST = 1 / 4000
 
-# What the names of values begin with (`ir.value`).
+# Prefixes of value names (`ir.value`).
 _VALUES = {"W": "weights", "G": "gradients", "h": "hidden state", "d": "gradient"}
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def simulated_course(timeline: Timeline) -> Course:
     """Return a simulated iteration."""
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
-        # Equal programs at equal times: the queues tell programs apart, as equal pipelines share them.
+        # Lanes require equal programs and times; equal pipelines share program objects.
         same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
         together.setdefault(same, []).append(a)
     groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
@@ -70,7 +70,7 @@ def measured_course(title: str, ranks: Sequence[Sequence[Event]]) -> Course:
 
     Args:
         title: such as "measured, step 7".
-        ranks: by rank, the events of that iteration alone.
+        ranks: by rank, the events of only that iteration.
     """
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
@@ -89,7 +89,7 @@ def _first(lane: Lane) -> int:
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many of them, evenly chosen, the first and the last among them."""
+    """Return at most `most` of the items, evenly chosen, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -103,7 +103,7 @@ def _simulated(actor: Actor, times: Times) -> Iterator[tuple[str, Bar]]:
 
 
 def _measured(events: Sequence[Event], first: float) -> Iterator[tuple[str, Bar]]:
-    """Yield what a rank did; a message of a stream is under way from its start to the end of the wait for it."""
+    """Yield a rank's bars; a message of a stream lasts from its start to the end of the wait for it."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
@@ -139,10 +139,10 @@ def _micro_batch(instruction: Instruction) -> int:
 
 
 def _name(instruction: Instruction) -> str:
-    """Return what a reader tells it by: "backward layer.0", "pull layer.3", "send gradient to ..."."""
+    """Return a readable name: "backward layer.0", "pull layer.3", "send gradient to ..."."""
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # Ranks of a lane have different peers, but all of them a stage before and one behind them.
+        # Ranks of a lane have different peers, but all of them in the previous and the next stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -151,7 +151,7 @@ def _name(instruction: Instruction) -> str:
 
 
 def _roles(actors: Sequence[Actor]) -> str:
-    """Say what ranks that are alike are: a stage of a pipeline, or of several."""
+    """Return the role of equal ranks: a stage of one or several pipelines."""
     roles = [role for actor in actors for role in actor.roles]
     if not roles:
         return "holds state"
@@ -166,11 +166,11 @@ def _critical(step: Step) -> CriticalStep:
     return CriticalStep(step.begin_s, step.end_s, step.kind, step.what, step.ranks, stream)
 
 
-# What is more than a page can hold.
+# Reduction to a page's capacity.
 
 
 def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
-    """Return lanes of few enough bars, and what was done for that."""
+    """Return lanes with few enough bars, and a note on the reduction."""
     if _count(lanes) <= MOST_BARS:
         return list(lanes), ""
     merged = _merged(lanes, _micro_batches)
@@ -192,7 +192,7 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
 
 
 def _micro_batches(bars: Sequence[Bar]) -> Iterator[Bar]:
-    """Merge what follows without a pause: blocks of one micro-batch, or buckets that are pulled in a row."""
+    """Merge consecutive bars without gaps: blocks of one micro-batch, or buckets pulled in a row."""
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
         run: list[Bar] = []
         for bar in group:
@@ -204,7 +204,7 @@ def _micro_batches(bars: Sequence[Bar]) -> Iterator[Bar]:
 
 
 def _ticks(bars: Sequence[Bar], tick: float) -> Iterator[Bar]:
-    """Merge bars within a tick of each other, also of several kinds: the bar has the kind that took longest."""
+    """Merge bars within a tick of each other, even of several kinds: the longest kind names the bar."""
     run: list[Bar] = []
     for bar in bars:
         if run and bar.end - run[0].begin > tick:

@@ -1,14 +1,14 @@
 """Assign a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
 
 Dispatching and packing depend on each other: a pipeline's end is known only once its share is cut into micro-batches.
-So sequences are dispatched by what the best number of equal micro-batches would take (`local_search.finish`, FORMED);
-then each share is packed, and what it then takes beyond that is added to the pipeline's end when dispatching again.
+So sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED);
+then each share is packed, and the excess is added to the pipeline's end in the next round of dispatching.
 
-All that goes by an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
-drain. The best that it finds, by the schedule itself, is then improved by the schedule itself (`schedule_search`).
+These rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
+drain. The result that is best by the actual schedule is then improved by that schedule (`schedule_search`).
 
-    z        a time by which every pipeline is to have finished
-    room(z)  [K]  seconds of work that a pipeline of each kind can do by z by the envelope, whatever its number V of
+    z        a deadline for every pipeline
+    room(z)  [K]  seconds of work that a pipeline of each kind can do by z under the envelope, for any number V of
              micro-batches
 
 Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work. With several,
@@ -17,7 +17,7 @@ sqrt(work) = sqrt(25) - sqrt(3) = 3.27: V = sqrt(3 work / c) = 5.66 of them hold
 Equations of Hydraulis -> functions:
 
     section 6, dispatch, then pack                                      `enveloped`
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  what `formed` minimises
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimised by `formed`
     a lower bound on it for any V (ours; the paper has none)             `formed_room`
     1F1B itself, and a lower bound on it (ours)                          `improved`, `bound_pipelines`, `bound_devices`
 """
@@ -40,24 +40,24 @@ from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
 from hydragraph.spec.assignment import Assignment
 
-# How often to spread by the envelope, each time with what packing the last spread added, and how long; and kicks of
+# Number of rounds by the envelope, each with the excess from packing the last one; effort of each; and kicks of
 # each packing. `dispatch` and `pack` alone search longer.
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
-# Lengths from which on `bound_devices` looks at sequences.
+# Number of lengths at which `bound_devices` examines sequences.
 PREFIXES = 12
-# Of the search by the schedule itself.
+# Effort of the search by the schedule itself.
 EFFORT = Effort(kicks=50, enough=1e-3)
 
 
 @dataclass(frozen=True)
 class PlannedAssignment(Assignment):
-    """An assignment and what it is expected to take.
+    """An assignment and its expected time.
 
     Attributes:
         seconds: when the last pipeline ends, exactly (`PipelineCost.seconds`).
-        bound: no assignment has fewer `seconds`.
+        bound: lower bound of the `seconds` of any assignment.
         by_pipeline: `seconds` of each pipeline, 0 for one without work.
     """
 
@@ -67,12 +67,12 @@ class PlannedAssignment(Assignment):
 
     @property
     def gap(self) -> float:
-        """How far `seconds` are above the bound, as a part of it."""
+        """Relative distance of `seconds` from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     @property
     def spread(self) -> float:
-        """How much longer the slowest pipeline takes than the fastest one that works, as a part of the fastest."""
+        """Relative difference of the slowest pipeline from the fastest one that has work."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 
@@ -89,16 +89,16 @@ def assign(
     """Assign every sequence to a pipeline and a micro-batch, so that the last pipeline finishes early.
 
     Args:
-        schemes: one per pipeline; their devices are all there are.
-        profile: what each scheme costs.
+        schemes: one per pipeline; together they use all devices.
+        profile: costs of each scheme.
         lengths: tokens per sequence; those of length 0 are left out.
-        deadline_s: seconds after which no further improvement is begun; 0: only the quick plan. None: the search is
-            bounded by its effort alone, so the same arguments give the same assignment.
-        effort: how long to search; default: `EFFORT`, or the quick plan where the deadline is 0.
-        seed: of the search.
+        deadline_s: seconds until the last improvement may start; 0: only the quick plan. None: only the effort
+            limits the search, so the same arguments give the same assignment.
+        effort: search effort; default: `EFFORT`, or the quick plan if the deadline is 0.
+        seed: seed of the search.
 
     Raises:
-        Unsupported: a sequence is longer than every MaxLen, or the profile lacks a scheme.
+        Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
     """
     return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
 
@@ -117,14 +117,14 @@ def assign_pipelines(
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """A mini-batch that is about to be assigned, and what is known of it so far.
+    """A mini-batch before its assignment, with its bounds.
 
     Attributes:
         problem: its arrays.
-        given: what the search by the schedule is given.
-        first: a spread, longest first [n].
-        relaxed: the relaxation by the envelope, which the search by it goes by.
-        seconds: no assignment ends earlier, exactly.
+        given: input of the search by the schedule.
+        first: an assignment to pipelines, longest first [n].
+        relaxed: the relaxation by the envelope, which guides the search by the envelope.
+        seconds: lower bound of any assignment, exactly.
     """
 
     problem: Problem
@@ -135,11 +135,11 @@ class Bounded:
 
 
 def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
-    """Return what no assignment to these pipelines can beat, and what assigning goes on from."""
+    """Return the bound for all assignments to these pipelines, and the start of the search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds))
-    # Longest first is a plan already, whatever the deadline; the envelope's bound is looked for below it.
+    # Longest first is a complete plan for any deadline; the envelope's bound is searched below it.
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
     return Bounded(
@@ -148,7 +148,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
 
 
 def _lines(problem: Problem, terms: StageTerms) -> StageTerms:
-    """Return terms that are nowhere above what stages take."""
+    """Return terms that are nowhere above a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
     return stage_terms(problem.kinds, int(problem.lengths[-1]))
@@ -162,8 +162,8 @@ def assign_bounded(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign what was bounded; see `assign`."""
-    # A deadline bounds when work is begun, not when it ends: no round is cut short, so every plan is a whole one.
+    """Assign a bounded mini-batch; see `assign`."""
+    # The deadline limits when work starts, not when it ends: no round is interrupted, so every plan is complete.
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
@@ -184,7 +184,7 @@ class Cut:
 
     Attributes:
         placed, batch: the pipeline and the number of the micro-batch of each sequence [n].
-        order, count: the numbers of each pipeline's micro-batches, in the order in which they run [P, C], and how many.
+        order, count: the numbers of each pipeline's micro-batches in execution order [P, C], and their count.
         ends: when each pipeline ends [P].
     """
 
@@ -196,12 +196,12 @@ class Cut:
 
     @property
     def seconds(self) -> float:
-        """When the last one ends."""
+        """End of the last pipeline."""
         return float(self.ends.max())
 
 
 def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
-    """Return the best by the schedule of what searching by the envelope finds in a few rounds."""
+    """Search by the envelope for a few rounds; return the result that is best by the schedule."""
     problem = start.problem
     relaxed = start.relaxed
     placed = start.first
@@ -213,7 +213,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
         close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
         if _late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
-        # What packing took beyond the ends that the search went by is what it did not know.
+        # Correct the ends that the search assumed by the excess from packing.
         placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
         last, estimates = formed(start, placed)
         best = min(best, last, key=lambda cut: cut.seconds)
@@ -221,7 +221,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
-    """Cut each pipeline's share into micro-batches; return also the published estimate of each [P]."""
+    """Cut each pipeline's share into micro-batches; also return the published estimate of each [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -235,14 +235,14 @@ def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
         if not len(mine):
             continue
         work = np.ascontiguousarray(problem.cost[mine, t])
-        # A share keeps the order by length, so packing need not sort again.
+        # A share is still sorted by length, so packing need not sort it again.
         estimates[p], _, count[p], position, _ = form_in_order(
             work, problem.lengths[mine], problem.terms[t], kind.stages, kind.c, kind.util_len, SUM, PACKING_KICKS, 0
         )
         batch[mine] = first + position
         orders.append(first + np.arange(count[p]))
         first += count[p]
-    # Room for about twice as many: a search may open further ones.
+    # Room for about twice as many: a search may create more.
     order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
     order[np.arange(order.shape[1]) < count[:, None]] = np.concatenate(orders)
     return _cut(start, placed.copy(), batch, order, count), estimates
@@ -253,12 +253,12 @@ def improved(start: Bounded, cut: Cut, effort: Effort, seed: int) -> Cut:
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # Where costs are tables, the search went by constants that come near them: the tables decide.
+    # If costs are tables, the search used constants close to them: the tables decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
 def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> Cut:
-    """Return micro-batches with their ends, exactly."""
+    """Return micro-batches with their exact ends."""
     cut = Cut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
     if not faithful.all():
@@ -280,16 +280,16 @@ def _micro_batches(cut: Cut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], .
 
 
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return seconds that no assignment to these pipelines can beat."""
+    """Return a lower bound of the seconds of any assignment to these pipelines."""
     return bounded_pipelines(pipelines, lengths).seconds
 
 
 def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices: int) -> float:
-    """Return seconds that no assignment to any pipelines of these kinds, of so many devices in all, can beat.
+    """Return a lower bound of any assignment to any pipelines of these kinds with `devices` devices in total.
 
-    By z, a pipeline of kind k can do z - fill_k of the work of sequences of some length or more (`bound.Least`). So
-    each of them takes at least cost[i, k] / (z - fill_k) of one, and as much of its devices; where these come to more
-    than there are, with the best kind for each sequence, z is excluded.
+    By z, a pipeline of kind k can do z - fill_k of the work of sequences above some length (`bounds.Least`). So
+    each sequence takes at least the fraction cost[i, k] / (z - fill_k) of a pipeline and its devices. If these
+    exceed the devices, with the best kind for each sequence, z is excluded.
     """
     problem = problem_of(kinds, lengths, formed=True)
     if not len(problem.lengths):
@@ -300,7 +300,7 @@ def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices
     devices_of = np.array([k.devices for k in problem.kinds])
     looked_at = np.unique(np.linspace(0, len(least.prefixes) - 1, PREFIXES).astype(np.int64))
 
-    # Whether z can be kept grows with z, so bisection finds the least one that is not excluded.
+    # Feasibility is monotonic in z, so bisection finds the least z that is not excluded.
     def enough(z: float) -> bool:
         for prefix, fill in zip(least.prefixes[looked_at], least.fill[looked_at], strict=True):
             with np.errstate(divide="ignore"):
@@ -326,7 +326,7 @@ def _late(until: float | None) -> bool:
 
 
 def _least_cost(problem: Problem) -> Floats:
-    """Return [n, K] what a sequence adds at least: its work, and without a bubble its part of full micro-batches."""
+    """Return [n, K] the minimum cost of a sequence: its work, and without a bubble its share of full micro-batches."""
     # Without a bubble, V is as small as MaxLen allows, so c is paid at least once per MaxLen tokens. With a bubble, a
     # larger V may pay, and `formed_room` weighs c against it.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
@@ -334,12 +334,12 @@ def _least_cost(problem: Problem) -> Floats:
 
 
 def formed_room(problem: Problem) -> Callable[[float], Floats]:
-    """Return how much work a pipeline of each kind can do by z, with any number V >= 1 of micro-batches.
+    """Return a function that gives the work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
 
     By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
-    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); where that V is below 1, sum = z / PP - c.
+    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
     """
-    # By z, sum + c V + (PP - 1) (sum / V + c): convex in V, so what the best V leaves bounds every other.
+    # By z, sum + c V + (PP - 1) (sum / V + c): convex in V, so the room at the best V bounds every other.
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])
 

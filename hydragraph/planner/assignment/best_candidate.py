@@ -1,8 +1,8 @@
 """Choose the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
 
-Bounds are quick and assignments are not. So candidates are assigned by their bounds, the most promising first, and one
-whose bound is no less than the best assignment so far is not assigned at all: bounds 2.0, 2.4 and 2.7 s, of which the
-first is assigned in 2.5 s and the second in 2.6 s, leave the third alone and choose the first.
+Bounds are cheap and assignments are not. So candidates are assigned in the order of their bounds, and a candidate
+whose bound is no less than the best assignment so far is skipped: with bounds 2.0, 2.4 and 2.7 s, and assignments of
+2.5 s for the first and 2.6 s for the second, the third is skipped and the first is chosen.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hydragraph.planner.assignment.spread_search import Effort
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate.
+    """Result of one candidate.
 
     Attributes:
-        seconds: expected, `charge` included; infinite where it was not assigned.
-        bound: it cannot take less, `charge` included.
-        charge: what it pays beside computing.
-        why: it lost; "" for the winner.
+        seconds: expected seconds, `charge` included; infinite if it was not assigned.
+        bound: lower bound of its seconds, `charge` included.
+        charge: its costs besides computing, in seconds.
+        why: why it lost; "" for the winner.
     """
 
     seconds: float
@@ -36,11 +36,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The winner, and what became of every candidate.
+    """The winner, and the results of all candidates.
 
     Attributes:
-        index: of the winner among the candidates.
-        assignment: of the winner; its seconds do not include the charge.
+        index: index of the winner among the candidates.
+        assignment: assignment of the winner; its seconds do not include the charge.
         verdicts: one per candidate.
     """
 
@@ -50,7 +50,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """What the winner is expected to take, its charge included."""
+        """Expected seconds of the winner, its charge included."""
         return self.verdicts[self.index].seconds
 
 
@@ -61,9 +61,9 @@ def choose(
 
     Args:
         candidates: strategies, each a list of schemes; each pays its charge for pull and push.
-        profile: what each scheme costs.
+        profile: costs of each scheme.
         lengths: tokens per sequence.
-        seed: of the search.
+        seed: seed of the search.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -80,11 +80,11 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose, and say why the others lost.
+    """Choose, and give the reasons why the others lost.
 
     Args:
         candidates, profile, lengths, seed: see `choose`.
-        all_of_them: assign candidates too whose bound already loses, to show what they would take.
+        all_of_them: also assign candidates whose bound already loses, to show their seconds.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]
@@ -105,10 +105,10 @@ def compare_pipelines(
     Args:
         candidates: the pipelines of each strategy.
         lengths: tokens per sequence.
-        charges: seconds that each candidate pays beside computing; default: nothing.
+        charges: seconds that each candidate pays besides computing; default: 0.
         all_of_them: see `compare`.
-        effort: how long to search for each assignment.
-        seed: of the search.
+        effort: search effort for each assignment.
+        seed: seed of the search.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -116,7 +116,7 @@ def compare_pipelines(
     """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")
-    # A candidate that cannot take the longest sequence is out before anything is computed.
+    # Exclude candidates that cannot take the longest sequence before computing anything.
     paid = list(charges or [0.0] * len(candidates))
     longest = max(lengths, default=0)
     reach = [max(p.max_len for p in c) for c in candidates]
@@ -138,19 +138,19 @@ def compare_pipelines(
     winner = -1
     winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
-        # Bounds ascend, so from here on none can win; they are still told apart in the verdicts.
+        # Bounds ascend, so none can win from here on; the verdicts still have their bounds.
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
         assignment = assign_bounded(starts[i], lengths, effort=effort, seed=seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
-        # Equal seconds go to the candidate that is named first, so that every process chooses alike.
+        # Ties go to the first candidate, so that every process chooses alike.
         if (seconds, i) < (best, winner):
             best = seconds
             winner = i
             winning = assignment
-    # The winner lost to nobody: its verdict has no reason.
+    # The winner's verdict has no reason.
     won = verdicts[winner]
     verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
     return Choice(winner, winning, tuple(verdicts))

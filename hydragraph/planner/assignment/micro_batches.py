@@ -1,18 +1,18 @@
-"""Cut one pipeline's sequences into micro-batches (compiled): try every number V that the bound does not exclude.
+"""Packing of one pipeline's sequences into micro-batches (compiled): every number V that the bound does not exclude.
 
     n        sequences of the pipeline, sorted by length, descending
     V        micro-batches; `count` in code
     work[i]  [n]  a l^2 + b l of sequence i: its seconds on one stage
-    c        seconds that a micro-batch takes whatever is in it
+    c        fixed seconds of a micro-batch
     PP       stages
     placed   [n]  the micro-batch of each sequence; -1: none
 
-For one V, micro-batches are like V equal pipelines that take MaxLen tokens each, so `local_search` spreads them.
+For one V, micro-batches are like V equal pipelines that take MaxLen tokens each, so `local_search` assigns them.
 
 Example: work 5 4 3 3 3, c = 1, PP = 4, any V from 1 to 5. The lower bounds of Eq. 1 by V: 76, 50, 42, 49 and 48.
 
     V = 3 is tried first: 5 | 4 3 | 3 3, whose largest is 7, so (7 + 1) (4 - 1 + 3) = 48
-    the best bound left is 48, of V = 5: no other V can be better, and the answer is 48, after one V of five
+    the best remaining bound is 48, at V = 5: no other V can be better, and the answer is 48, after one V of five
 
 Equations of Hydraulis -> functions:
 
@@ -42,18 +42,18 @@ from hydragraph.planner.assignment.local_search import (
     longest_first,
 )
 
-# Of the numbers V tried, so many of the best are searched further.
+# Number of the best V that are searched further.
 KICKED = 3
-# So far above the bound, as a part of it, is as good as the bound.
+# Relative gap to the bound that counts as optimal.
 ENOUGH = 1e-3
-# Objectives; see the head of this file.
+# Objectives; see the module docstring.
 EQ1 = 0
 SUM = 1
 
 
 @compiled
 def price(objective: int, largest: float, total: float, count: float, stages: int, c: float) -> float:
-    """Return the seconds of `count` micro-batches, of which the largest has `largest` and all have `total` work."""
+    """Return the seconds of `count` micro-batches with `total` work, the largest of them with `largest`."""
     if objective == EQ1:
         return (largest + c) * (stages - 1 + count)
     return total + c * count + (stages - 1) * (largest + c)
@@ -61,19 +61,19 @@ def price(objective: int, largest: float, total: float, count: float, stages: in
 
 @compiled
 def largest_at_least(work: Floats, count: int) -> float:
-    """Return a bound on the largest of `count` micro-batches: the mean, and what must share one by the pigeonhole.
+    """Return a lower bound on the largest of `count` micro-batches: the mean, and pigeonhole bounds.
 
-    Of the 2 count + 1 sequences with most work, three share a micro-batch: it has at least the work of the last three
-    of them. So it is with any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the first 3 two
-    share at least 4 + 3 = 7, all 5 make three share at least 3 + 3 + 3 = 9.
+    Among the 2 count + 1 sequences with most work, three share a micro-batch: it has at least the work of the last
+    three of them. The same holds for any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the
+    first 3 two share at least 4 + 3 = 7, all 5 make three share at least 3 + 3 + 3 = 9.
 
     Args:
         work: descending, as lengths are [n].
-        count: how many micro-batches.
+        count: number of micro-batches.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
-    # What five or more would have to share is hardly ever above the mean.
+    # Bounds for five or more sharers are hardly ever above the mean.
     for together in range(2, 5):
         last = (together - 1) * count
         if last >= n:
@@ -91,7 +91,7 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
     instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
     placed = longest_first(instance, start, False)
-    # Where tokens are scarce, filling the fullest leaves room in one piece for what is still to come.
+    # If tokens are scarce, filling the fullest first keeps the remaining room in one piece.
     if placed.min() < 0:
         placed = longest_first(instance, start, True)
     if placed.min() >= 0:
@@ -103,14 +103,14 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve a spread in place by at most `kicks` kicks, until its largest micro-batch has `enough` work or less."""
+    """Improve an assignment in place by `kicks` kicks, or until the largest micro-batch has at most `enough` work."""
     kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
     """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
-    # One kind: SINGLE reads MaxLen and nothing else, and the work is the end.
+    # One kind: SINGLE reads only MaxLen, and the work is the end.
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -119,7 +119,7 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 
 @compiled
 def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, c: float) -> float:
-    """Return the seconds of a packing, infinite where a sequence has no micro-batch."""
+    """Return the seconds of a packing, infinite if a sequence has no micro-batch."""
     if placed.min() < 0:
         return np.inf
     loads = np.zeros(count)
@@ -134,18 +134,18 @@ def form(
 ) -> tuple[float, float, int, Ints]:
     """Return the best packing of one pipeline: seconds, their lower bound, V, and each sequence's micro-batch.
 
-    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only where
-    no packing had been possible.
+    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only if
+    no packing was possible.
 
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
-        terms: of the pipeline's kind; see `local_search`.
+        terms: row of the pipeline's kind; see `local_search`.
         stages: PP.
-        c: seconds of a micro-batch beside its work.
-        util_len: tokens that a micro-batch should have.
+        c: fixed seconds of a micro-batch.
+        util_len: desired minimum tokens of a micro-batch.
         objective: EQ1 or SUM.
-        kicks: of the local search for each V that is searched further.
+        kicks: kicks of the local search for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
@@ -155,8 +155,8 @@ def form(
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
         bounds[v - low] = price(objective, largest_at_least(work, v), total, v, stages, c)
-    # Best bound first: once a packing is as good as the next bound, no V that is left can beat it. Those packings alone
-    # are kept that kicks are for: short sequences may have thousands of V.
+    # Best bound first: once a packing is as good as the next bound, no remaining V can beat it. Only packings for kicks
+    # are kept: short sequences may have thousands of V.
     tried = np.full((KICKED, n), -1, np.int64)
     kept = np.full(KICKED, -1)  # V - low of each, the best first
     values = np.full(len(bounds), np.inf)
@@ -177,11 +177,11 @@ def form(
                 kept[k] = at
                 tried[k] = placed
                 break
-    # On one stage SUM does not depend on the largest micro-batch: kicks, which level it, would gain nothing.
+    # With one stage SUM does not depend on the largest micro-batch, so kicks, which level it, cannot help.
     if objective == EQ1 or stages > 1:
         for k in range(KICKED):
             at = kept[k]
-            # What its own bound already excludes, kicks cannot save.
+            # Kicks cannot improve a V beyond its own bound.
             if at >= 0 and values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)
                 kick_evenly(tried[k], work, lengths, low + at, max_len, kicks, enough)
@@ -192,7 +192,7 @@ def form(
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # Capacity is too tight for the numbers of Appendix C: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    # Capacity is too tight for Appendix C's numbers: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -213,7 +213,7 @@ def form_in_order(
     kicks: int,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return what `form` returns, the micro-batches numbered in the order in which 1F1B ends first, and that end.
+    """Return the result of `form` with micro-batches numbered in the order that 1F1B ends first, and that end.
 
     Args:
         work, lengths, terms, stages, c, util_len, objective, kicks: see `form`.
@@ -222,13 +222,13 @@ def form_in_order(
     best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
     if count == 0:
         return best, bound, 0, placed, np.inf
-    # A micro-batch costs c whatever is in it, and then its sequences' work.
+    # A micro-batch costs c plus its sequences' work.
     used = np.zeros(count, np.bool_)
     costs = np.full(count, c)
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
-    # Micro-batches may have stayed empty: number those in use from 0.
+    # Some micro-batches may be empty: number those in use from 0.
     number = np.zeros(count, np.int64)
     used_count = 0
     for j in range(count):
@@ -237,7 +237,7 @@ def form_in_order(
             number[j] = used_count
             used_count += 1
     end, order = best_order(equal_stages(costs[:used_count], stages), FORWARD, climb)
-    # `order` says which micro-batch runs at each position; a sequence needs the position of its micro-batch.
+    # `order` gives the micro-batch at each position; a sequence needs the position of its micro-batch.
     position = np.empty(len(order), np.int64)
     for at in range(len(order)):
         position[order[at]] = at

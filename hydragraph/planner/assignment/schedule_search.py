@@ -1,29 +1,29 @@
-"""Improve an assignment by what its schedule really takes, micro-batch by micro-batch (compiled by numba).
+"""Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled by numba).
 
-The searches before this one go by an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
-micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`stage_terms.end_of`), so that a
-small first and last micro-batch, an uneven stage, or a slow link count as what they are. That is dearer; so only the
-pipeline that ends last is improved, by the first step found that helps, until the steps or the effort are used up.
+The earlier searches use an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
+micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`stage_arrays.end_of`), so that
+small first and last micro-batches, uneven stages and slow links count exactly. That is more expensive; so only the
+pipeline that ends last is improved, by the first step found that helps, until no step or effort is left.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
-    M            micro-batches there may be: as many as sequences. Each has a number, for as long as it lives
+    M            maximum number of micro-batches: as many as sequences. Each has a number for its lifetime
     batch[i]     [n]        the number of sequence i's micro-batch
     order[p, x]  [P, C]     the number of the micro-batch at position x of pipeline p; count[p] of them, C at most
-    rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_terms`
+    rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_arrays`
     ends[p]      [P]        when pipeline p ends
 
-Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds, a third of which is the forward.
+Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds; the forward is a third of each.
 
     4 4 2 2  ends at 16; the micro-batches in their order by length
-    2 4 4 2  at 14.67: the pipeline fills and drains with small ones. The envelope says 16 of both
+    2 4 4 2  at 14.67: the pipeline fills and drains with small ones. The envelope gives 16 for both
 
 A step, of the pipeline that ends last:
 
-    order  two of its micro-batches change places
-    leave  a sequence goes to a micro-batch of another pipeline, or becomes one there
-    trade  it goes for a shorter sequence of that pipeline
-    move   it goes to another of its own micro-batches, or becomes one
-    swap   two sequences of two of its micro-batches change places
+    order  swap two of its micro-batches
+    leave  move a sequence to a micro-batch of another pipeline, or to a new one there
+    trade  exchange a sequence for a shorter one of another pipeline
+    move   move a sequence to another of its own micro-batches, or to a new one
+    swap   swap two sequences of two of its micro-batches
 """
 
 from __future__ import annotations
@@ -39,23 +39,22 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Part of the last end that a step must save: large savings first, as small ones take as long to find.
+# Fraction of the last end that a step must save: large savings first, because small ones take as long to find.
 GAINS = (3e-3, LEAST_GAIN)
-# Tasks (a forward or backward of a micro-batch on a stage) that a search computes at most, all its trials together.
+# Maximum number of tasks (a forward or backward of a micro-batch on a stage) in a search, over all its trials.
 TASKS = 500_000
-# What a trial costs beside its tasks, in tasks.
+# Cost of a trial besides its tasks, in tasks.
 TRIAL = 20
 
 
 class Sequences(NamedTuple):
-    """What is assigned, and to what.
+    """Sequences to assign, and the kinds of pipelines.
 
     Attributes:
         lengths: tokens [n].
-        fits: sequence i may go to pipelines of kind t [n, K].
-        kind_of: of each pipeline [P].
-        max_len: tokens that a micro-batch of each kind may have [K].
-        terms: what each kind's stages take.
+        kind_of: kind of each pipeline [P].
+        max_len: maximum tokens of a micro-batch of each kind [K].
+        terms: costs of each kind's stages.
     """
 
     lengths: Floats
@@ -65,17 +64,17 @@ class Sequences(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """An assignment in the making; see the head of this file.
+    """An assignment under construction; see the module docstring.
 
     Attributes:
         placed: the pipeline of each sequence [n].
-        batch, order, counts: see there (`count`).
-        members, squares, tokens: of each micro-batch: how many sequences, sum l^2 and sum l [M].
+        batch, order, counts: see the module docstring (`count`).
+        members, squares, tokens: of each micro-batch: number of sequences, sum l^2 and sum l [M].
         rows: [M + 4, S, 5]; the last four are those of a trial.
-        busy: what each stage of a pipeline computes [P, S].
+        busy: computing seconds of each stage of a pipeline [P, S].
         ends: [P].
         spent: tasks computed so far [1].
-        scratch: of `end_of`.
+        scratch: scratch arrays of `end_of`.
         trial: two orders of a trial [2, C + 1].
     """
 
@@ -96,7 +95,7 @@ class Plan(NamedTuple):
 
 @compiled
 def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Plan:
-    """Return the plan of an assignment, which it goes on to change in place."""
+    """Return the plan of an assignment; later functions change it in place."""
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
@@ -129,7 +128,7 @@ def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 @compiled
 def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
-    """Compute everything about the pipelines that changed from `placed`, `batch`, `order` and `count`."""
+    """Recompute the pipelines that changed from `placed`, `batch`, `order` and `count`."""
     for p in range(len(changed)):
         if changed[p]:
             for x in range(plan.counts[p]):
@@ -161,7 +160,7 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
 
 @compiled
 def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> float:
-    """Return when pipeline p would end with these micro-batches in this order."""
+    """Return the end of pipeline p with these micro-batches in this order."""
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
@@ -170,10 +169,10 @@ def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> f
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, given: Sequences) -> bool:
-    """Fill the row of trial `at` with micro-batch m without sequence `less` and with `more`; say whether it fits.
+    """Fill the row of trial `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
 
     Args:
-        m: of pipeline p; -1: an empty one.
+        m: a micro-batch of pipeline p; -1: an empty one.
         at: 0 to 3.
         less, more: sequences; -1: none.
     """
@@ -197,11 +196,11 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, giv
 
 @compiled
 def without(i: int, p: int, which: int, plan: Plan, given: Sequences) -> int:
-    """Write pipeline p without sequence i to an order of a trial, and return how many micro-batches it has."""
+    """Write pipeline p without sequence i to an order of a trial, and return its number of micro-batches."""
     order = plan.trial[which]
     m = plan.batch[i]
     count = 0
-    # A micro-batch of one sequence goes with it; of another, what is left takes its place, as trial 2 * which.
+    # A micro-batch of only this sequence is removed; otherwise its remainder takes its place, as trial 2 * which.
     for x in range(plan.counts[p]):
         other = plan.order[p, x]
         if other != m:
@@ -217,7 +216,7 @@ def without(i: int, p: int, which: int, plan: Plan, given: Sequences) -> int:
 
 @compiled
 def exchanged(order: Ints, count: int, m: int, by: int) -> None:
-    """Put micro-batch `by` where m is in an order."""
+    """Replace micro-batch m by `by` in an order."""
     for x in range(count):
         if order[x] == m:
             order[x] = by
@@ -225,7 +224,7 @@ def exchanged(order: Ints, count: int, m: int, by: int) -> None:
 
 @compiled
 def opened(order: Ints, count: int, x: int, m: int) -> None:
-    """Put micro-batch m at position x of an order, in place; what is behind goes one further."""
+    """Insert micro-batch m at position x of an order, in place."""
     for y in range(count, x, -1):
         order[y] = order[y - 1]
     order[x] = m
@@ -233,14 +232,14 @@ def opened(order: Ints, count: int, x: int, m: int) -> None:
 
 @compiled
 def closed(order: Ints, count: int, x: int) -> None:
-    """Take away what is at position x of an order, in place."""
+    """Remove the micro-batch at position x of an order, in place."""
     for y in range(x, count - 1):
         order[y] = order[y + 1]
 
 
 @compiled
 def free_number(plan: Plan) -> int:
-    """Return the number of a micro-batch that does not exist."""
+    """Return an unused micro-batch number."""
     for m in range(len(plan.members)):
         if plan.members[m] == 0:
             return m
@@ -249,9 +248,9 @@ def free_number(plan: Plan) -> int:
 
 @compiled
 def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
-    """Put sequence i into micro-batch m of pipeline q, or, where m is -1, into a new one at position x of it.
+    """Put sequence i into micro-batch m of pipeline q or, if m is -1, into a new one at position x of it.
 
-    `x` counts the micro-batches that are there without i: where i was alone, its own is gone.
+    `x` counts the micro-batches without i: if i was alone, its own is removed.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -273,7 +272,7 @@ def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
 
 @compiled
 def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
-    """Let two micro-batches of pipeline p change places, if it ends before `best` then."""
+    """Swap two micro-batches of pipeline p if it then ends before `best`."""
     order = plan.order[p]
     for x in range(plan.counts[p] - 1):
         for y in range(x + 1, plan.counts[p]):
@@ -288,7 +287,7 @@ def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
 
 @compiled
 def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
-    """Put sequence i of pipeline p into another of its micro-batches, or into one of its own, if p ends sooner then."""
+    """Put sequence i of pipeline p into another of its micro-batches, or into a new one, if p then ends sooner."""
     left = len(plan.placed)
     own = plan.batch[i]
     count = without(i, p, 0, plan, given)
@@ -307,7 +306,7 @@ def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
         return False
     for x in range(count + 1):
         if plan.members[own] == 1 and x < plan.counts[p] and plan.order[p, x] == own:
-            continue  # as it is
+            continue  # no change
         opened(order, count, x, left + 1)
         end = end_with(p, order, count + 1, plan, given)
         closed(order, count + 1, x)
@@ -319,7 +318,7 @@ def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
 
 @compiled
 def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
-    """Let sequence i and a shorter one of another micro-batch of pipeline p change places, if p ends sooner then."""
+    """Swap sequence i with a shorter one of another micro-batch of pipeline p if p then ends sooner."""
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -342,7 +341,7 @@ def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
-    """Return what the busiest stage of pipeline q has to do at least with sequence i, and without k (-1: none)."""
+    """Return the least work of the busiest stage of pipeline q with sequence i, and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     most = 0.0
     length = given.lengths[i]
@@ -350,7 +349,7 @@ def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
     if k >= 0:
         length -= given.lengths[k]
         squares -= given.lengths[k] * given.lengths[k]
-    # Of one kind of ranks, a stage's seconds are a line; of several, the sum of maxima is no line: left out.
+    # With one kind of ranks a stage's seconds are linear; with several, a sum of maxima is not: no bound is used.
     if seconds.shape[1] > 1:
         return 0.0
     for s in range(given.terms.stages[given.kind_of[q]]):
@@ -363,7 +362,7 @@ def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
-    """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both end before `best` then."""
+    """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both then end before `best`."""
     n = len(plan.placed)
     count = without(i, p, 0, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
@@ -402,7 +401,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: 
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
-    """Let sequence i of pipeline p go for a shorter one of a pipeline that ends by `horizon`, if that helps."""
+    """Exchange sequence i of pipeline p for a shorter one of a pipeline that ends by `horizon`, if that helps."""
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -434,7 +433,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: S
 
 @compiled
 def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, changed: Bools) -> bool:
-    """Take the first step found that brings the end of the last pipeline forward; mark what it changed."""
+    """Take the first step found that makes the last pipeline end earlier; mark the pipelines it changed."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
@@ -457,7 +456,7 @@ def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, 
             else:
                 found = try_swaps(i, p, best, plan, given)
             if found:
-                # A trade leaves another sequence's pipeline changed too, which is where i is now.
+                # A leave or trade also changes the pipeline where sequence i is now.
                 changed[plan.placed[i]] = True
                 return True
     changed[p] = False
@@ -466,7 +465,7 @@ def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, 
 
 @compiled
 def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place while a step helps, tasks are left and the last end is above `enough`; return that end."""
+    """Improve in place while steps help, tasks are left and the last end is above `enough`; return that end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -479,9 +478,9 @@ def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
 
 @compiled
 def throw(plan: Plan, given: Sequences, changed: Bools) -> None:
-    """Put a random sequence into a random micro-batch, or let two micro-batches change places; mark what changed."""
+    """Put a random sequence into a random micro-batch, or swap two micro-batches; mark the changed pipelines."""
     i = np.random.randint(len(plan.placed))
-    # Half of them stay in their pipeline, or one whose micro-batches could be better would seldom be tried.
+    # Half stay in their pipeline; otherwise poor micro-batches within a pipeline would seldom be improved.
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
         x = np.random.randint(plan.counts[p])
@@ -499,7 +498,7 @@ def throw(plan: Plan, given: Sequences, changed: Bools) -> None:
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
-        # Tokens are those of what was there before anything was thrown: whether it really fits is seen by the sum.
+        # `plan.tokens` predates the current kick, so the sum over sequences decides whether it fits.
         held = 0.0
         for k in range(len(plan.placed)):
             if plan.batch[k] == m:
@@ -525,18 +524,18 @@ def improve(
     enough: float,
     seed: int,
 ) -> float:
-    """Improve an assignment in place: descend; then throw a few sequences elsewhere, descend, keep what is no worse.
+    """Improve an assignment in place: descend; then move a few sequences at random, descend, keep unless worse.
 
-    Whatever `kicks`, `tasks` and `enough`, the same steps are taken in the same order, up to where one of them ends the
-    search, and the best that was seen is kept: so more of them is never worse.
+    The steps and their order do not depend on `kicks`, `tasks` and `enough`, which only end the search, and the best
+    assignment seen is kept: so larger limits never give a worse result.
 
     Args:
-        placed, batch, order, count: see the head of this file.
-        given: what is assigned, and to what.
-        kicks: how often.
-        tasks: to compute, at most; a step that has begun is finished.
+        placed, batch, order, count: see the module docstring.
+        given: the sequences and pipelines.
+        kicks: number of kicks.
+        tasks: maximum number of tasks to compute; a step that has begun is finished.
         enough: stop at this many seconds.
-        seed: of the kicks.
+        seed: seed of the kicks.
 
     Returns:
         When the last pipeline ends.
@@ -571,7 +570,7 @@ def improve(
 
 @compiled
 def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy what a plan consists of."""
+    """Copy the arrays that define a plan."""
     kept[0][:] = plan.placed
     kept[1][:] = plan.batch
     kept[2][:] = plan.order
@@ -580,7 +579,7 @@ def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
 
 @compiled
 def restore(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy it back; `recount` computes the rest."""
+    """Copy the arrays back; `recount` computes the rest."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]
     plan.order[:] = kept[2]

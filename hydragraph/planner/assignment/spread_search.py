@@ -1,9 +1,8 @@
-"""Search for the best spread of a mini-batch over pipelines, from several starts, against the proven bound.
+"""Search for the best assignment of a mini-batch to pipelines, from several starts, against the proven bound.
 
-The starts: the relaxation, rounded; longest first; Alg. 1; and longest first where random pipelines refuse long
-sequences, so that these come to share few pipelines: each pays its bubble by its longest. Local search improves the
-best few of them, and the best of these is kicked until it is near enough to the bound.
-
+The starts: the relaxation, rounded; longest first; Alg. 1; and longest first with random pipelines that refuse long
+sequences, so that these share few pipelines: each pays its bubble by its longest. Local search improves the
+best few of them, and the best of these is kicked until it is close enough to the bound.
     n sequences, P pipelines, K kinds, `placed` [n]: as in `local_search`
 """
 
@@ -19,49 +18,49 @@ from hydragraph.planner.assignment.bounds import Relaxation, relax
 from hydragraph.planner.assignment.local_search import Floats, Instance, Ints
 from hydragraph.planner.assignment.problem import Problem
 
-# Sequences from which on kicks become fewer: each then takes longer, and longest first leaves less to gain.
+# Number of sequences beyond which kicks decrease: each then takes longer, and longest first leaves less to gain.
 MANY = 1024
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search. Of either, more of it takes the same steps and then further ones: it is never worse.
+    """Search effort. More of either takes the same steps and then further ones, so the result is never worse.
 
     Attributes:
-        kicks: of the iterated local search, for up to 10 pipelines and `MANY` sequences; fewer for more of either.
-        enough: stop at this gap to the bound; more effort is a smaller one.
+        kicks: number of local search kicks, for up to 10 pipelines and `MANY` sequences; fewer for more of either.
+        enough: stop at this relative gap to the bound; more effort is a smaller one.
     """
 
     kicks: int = 50
     enough: float = 1e-3
 
     def kicks_for(self, pipelines: int, sequences: int) -> int:
-        """Return the kicks for so many of both, rounded up, so that some effort never becomes none."""
+        """Return the kicks for these numbers, rounded up, so that some effort never becomes none."""
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Shuffles of Alg. 1, and starts in which pipelines refuse what is longer than a random length; fewer of both for more
-# than 10 pipelines, as a descent takes longer with more of them.
+# Shuffles of Alg. 1, and starts in which pipelines refuse sequences above a random length; fewer of both with more
+# than 10 pipelines, because a descent takes longer with more of them.
 TRIALS = 100
 CAPS = 24
-# Of the best starts, local search improves so many: a worse start may well descend to a better end.
+# Number of the best starts that local search improves: a worse start may descend to a better end.
 DESCENTS = 4
 
 
 def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Return the relaxation, and no less than what the hardest single sequence takes.
+    """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
         problem: the mini-batch.
-        cost: [n, K] no more than what a sequence adds to a pipeline.
-        room: how much of it a pipeline of each kind [K] can take by z.
-        start: any spread; its end is where the bound is looked for below.
+        cost: [n, K] lower bound of the seconds that a sequence adds to a pipeline.
+        room: seconds of it that a pipeline of each kind [K] can take by z.
+        start: any assignment; the bound is searched below its end.
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
     reached = value(problem, start)
     relaxed = relax(cost, lambda z: problem.counts * room(z), reached)
-    # A sequence is on some pipeline, and ends there no earlier than if it were alone.
+    # A sequence ends on its pipeline no earlier than it would alone.
     alone = [
         min(local_search.finish(problem.terms[t], float(problem.kinds[t].work(n)), n, n) for t in kinds)
         for n, kinds in problem.hardest
@@ -70,7 +69,7 @@ def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], sta
 
 
 def value(problem: Problem, placed: Ints) -> float:
-    """Return when the last pipeline finishes: Eq. 3, or what packing is expected to give (`Problem.terms`)."""
+    """Return when the last pipeline finishes: Eq. 3, or the expected result of packing (`Problem.terms`)."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
@@ -84,8 +83,8 @@ def longest_first(problem: Problem, instance: Instance | None = None, start: Int
 
     Args:
         problem: the mini-batch.
-        instance: what to go by instead of its own arrays, such as those of `Problem.only`.
-        start: pipeline p takes sequences from start[p] on only [P].
+        instance: arrays to use instead of its own, such as those of `Problem.only`.
+        start: pipeline p takes only sequences from start[p] on [P].
     """
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
@@ -100,20 +99,20 @@ def search(
     first: Ints | None = None,
     widely: bool = True,
 ) -> Ints:
-    """Return the best spread that was seen [n].
+    """Return the best assignment found [n].
 
     Args:
         problem: the mini-batch.
-        relaxed: the bound, at which to stop, and where its solution puts each sequence.
-        effort: how long to search.
-        seed: of the search.
-        first: longest first, where it is known already.
-        widely: from Alg. 1 and random caps too.
+        relaxed: the bound to stop at, and its solution's shares of each sequence.
+        effort: search effort.
+        seed: seed of the search.
+        first: the longest-first assignment, if known already.
+        widely: whether to start from Alg. 1 and random caps as well.
     """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
     best_placed = longest_first(problem) if first is None else first
-    # What is started from does not depend on the effort: or more of it might lead elsewhere, and to a worse end.
+    # The starts must not depend on the effort: otherwise more effort could lead to a worse end.
     starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)
@@ -126,15 +125,15 @@ def search(
 
 
 def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int) -> Ints:
-    """Return a spread improved by iterated local search.
+    """Return an assignment improved by iterated local search.
 
     Args:
         problem: the mini-batch.
-        placed: the spread to improve.
+        placed: the assignment to improve.
         extra: seconds to add to each pipeline's end [P].
-        relaxed: the bound, at which to stop.
-        effort: how many kicks, and how near to the bound is enough.
-        seed: of the kicks.
+        relaxed: the bound to stop at.
+        effort: number of kicks, and the accepted gap to the bound.
+        seed: seed of the kicks.
     """
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
@@ -144,7 +143,7 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
 
 
 def _starts(problem: Problem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
-    """Return the starting points: from the relaxation, longest first, and widely: Alg. 1, and with random caps."""
+    """Return the starts: the relaxation, longest first and, if `widely`, Alg. 1 and random caps."""
     # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [
         longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
@@ -161,10 +160,10 @@ def _starts(problem: Problem, relaxed: Relaxation, first: Ints, widely: bool, se
     starts.append(local_search.greedy(orders, problem.instance, True)[1])
     if problem.terms[:, local_search.BUBBLE].any():
         for _ in range(caps):
-            # Some pipelines, few or many, refuse the longest sequences; by the square, most of them refuse only a few.
+            # Some pipelines, few or many, refuse the longest sequences; squaring makes most of them refuse only a few.
             capped = random.random(pipelines) < random.random()
             start = np.where(capped, (n * random.random(pipelines) ** 2).astype(np.int64), 0)
-            # Those that take the longest sequences at all refuse half as many: somebody has to take them.
+            # Those that can take the longest sequences refuse half as many, so that each sequence has a taker.
             start[problem.kind_of == int(np.argmax([k.max_len for k in problem.kinds]))] //= 2
             starts.append(longest_first(problem, start=start))
     return starts

@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: equal devices in groups of one degree, stragglers in small ones.
 
 A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted by their rates,
-the slowest first, and consecutive runs form the groups: for a given size nothing is better (Malleus, theorem 1). Sizes
-do not fall along that order, so that a straggler drags few devices. Of all such splits of a node, those with the
+the slowest first, and consecutive runs form the groups, which is optimal for given sizes (Malleus, theorem 1). Sizes
+do not decrease along that order, so that a straggler slows few devices. Among all such splits of a node, those with the
 largest sum of 1 / y come first (theorem 2).
 
 Example: eight devices, one of rate 5.4, at most 4 in a group, rho = 1, 0.52, 0.28 for 1, 2, 4 ranks:
@@ -23,7 +23,7 @@ from itertools import product
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import Prices, Site, site_of
 
-# Splits of a node with stragglers that are tried beside one another, and combinations of all choices at most.
+# Number of alternative splits of a node with stragglers, and the maximum number of combinations of degrees.
 SPLITS = 3
 COMBINATIONS = 256
 
@@ -34,8 +34,8 @@ class Group:
 
     Attributes:
         devices: ranks, in one node.
-        site: where they are.
-        rate: of the slowest.
+        site: their site.
+        rate: rate of the slowest.
     """
 
     devices: tuple[int, ...]
@@ -49,7 +49,7 @@ class Group:
 
     @property
     def form(self) -> Form:
-        """What decides what it takes and holds: groups of one form are interchangeable."""
+        """Key of its times and memory: groups of one form are interchangeable."""
         return Form(self.site, self.tp, self.rate)
 
 
@@ -72,12 +72,12 @@ class NodeDevices:
 
     @property
     def uneven(self) -> bool:
-        """Whether some are slower than others."""
+        """Whether some devices are slower than others."""
         return self.rates[0] != self.rates[-1]
 
 
 def nodes_of(costs: Costs, ranks: Sequence[int] | None = None) -> tuple[NodeDevices, ...]:
-    """Return the devices of every node that are not lost, of these ranks."""
+    """Return the devices among `ranks` (None: all) that are not lost, by node and site."""
     by_node: dict[tuple[int, Site], list[int]] = {}
     for rank in range(costs.ranks) if ranks is None else ranks:
         if math.isfinite(costs.health.rate(rank)):
@@ -90,7 +90,7 @@ def nodes_of(costs: Costs, ranks: Sequence[int] | None = None) -> tuple[NodeDevi
 
 
 def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to split so many devices into groups of these sizes, none smaller than the one before it."""
+    """Yield the ways to split `count` devices into groups of these sizes, none smaller than the one before it."""
 
     def rest(left: int, least: int) -> Iterator[tuple[int, ...]]:
         if left == 0:
@@ -104,7 +104,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return groups of one degree, and what is left over in as few smaller ones as can be, the smaller first."""
+    """Return groups of one degree, with the remainder in as few smaller ones as possible, the smaller first."""
     left = count
     found: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -126,12 +126,12 @@ def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float])
 def groupings(
     costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
-    """Return the groupings that are worth looking at.
+    """Return the groupings to examine.
 
-    Each type of device has a degree; nodes with stragglers are split for each of a few best ways up to that degree.
+    Each type of device has a degree; nodes with stragglers are split in each of a few best ways up to that degree.
 
     Args:
-        nodes: whose devices are to be grouped.
+        nodes: nodes with the devices to group.
         split: whether nodes with stragglers may have groups of different sizes.
         symmetric: whether all types have the same degree.
     """
@@ -163,7 +163,7 @@ def _split(
     place: int,
     split: bool,
 ) -> tuple[int, ...]:
-    """Return how a node is split: regularly, or (for those with stragglers) the place-th best way."""
+    """Return the split of a node: regular, or for nodes with stragglers the place-th best."""
     even = regular(len(node.devices), degree, degrees)
     if not (split and node.uneven) or place == 0:
         return even
@@ -171,7 +171,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # Beyond the best: as few groups as come within a hundredth of it, for those keep stages and pipelines few.
+    # After the best: the fewest groups with at least 0.9 of its power, which keeps stages and pipelines few.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)
@@ -179,7 +179,7 @@ def _split(
 
 @cache
 def _ranked(node: NodeDevices, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the splits of a node, those with most power first."""
+    """Return the splits of a node, the most powerful first."""
     table = dict(zip(sizes, seconds, strict=True))
     shapes = list(splits(len(node.devices), sizes))
     return tuple(sorted(shapes, key=lambda shape: (-power(node, shape, table), len(shape))))
@@ -196,5 +196,5 @@ def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
 
 
 def forms_of(groups: Sequence[Group]) -> Counter[Form]:
-    """Return how many groups there are of each form."""
+    """Return the number of groups of each form."""
     return Counter(group.form for group in groups)

@@ -1,20 +1,20 @@
-"""The layers of a candidate's pipelines, where stages and owners of the state share all memory.
+"""Layers of a candidate's pipelines when stages and owners of the state share all memory.
 
-The search gives every rank its part of the state and asks what its stage may hold beside that. Yet who owns the state
-is free: a first stage, which has most micro-batches in flight, may own little, a last stage or an idle device much. So
-fewer stages have to recompute, and the slowest stage gets quicker. For bounds t_s on the seconds of stages, a dynamic
-program over stages and layers finds what leaves most room: with the lines of `settle.owners`,
+The search gives every rank a fixed share of the state and limits its stage to the rest. Yet the owners are free: a
+first stage, which has most micro-batches in flight, may own little, a last stage or an idle device much. So
+fewer stages have to recompute, and the slowest stage gets faster. For bounds t_s on the seconds of stages, a dynamic
+program over stages and layers maximizes the room; with the lines of `price_candidate.owners`,
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-in parts of the state; `beside` and `at_end`, an owner's messages, are known once the layers before a stage are. The
-least bounds, all pipelines' by the same factor, are found by bisection. Among the layers that keep them, a price of
-seconds finds quick ones: what could recompute within its bound, but need not, does not.
+as fractions of the state; `beside` and `at_end`, an owner's messages, depend on the layers before a stage. The
+least bounds, scaled by one factor for all pipelines, are found by bisection. Among the layers within them, a price of
+seconds finds fast ones: a stage that could recompute within its bound does so only if it must.
 
 Example: two stages of two layers that may hold 10 bytes each; a state of 6; a layer needs 2 bytes and 3 more for each
-micro-batch in flight, or 0 more if it recomputes. Owning alike, the first stage has 10 - 3 = 7 bytes and needs
-2 * (2 + 2 * 3) = 16, so it recomputes; the second one needs 2 * (2 + 3) = 10, and does so, too. But the first one needs
-4 bytes then, and can own all of the state: the second one need not recompute.
+micro-batch in flight, or 0 more if it recomputes. With equal shares, the first stage has 10 - 3 = 7 bytes and needs
+2 * (2 + 2 * 3) = 16, so it recomputes; the second needs 2 * (2 + 3) = 10, and also recomputes. But the first then needs
+only 4 bytes, and can own all of the state: the second need not recompute.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from hydragraph.planner.price_candidate import NEAR_LIMIT, Candidate
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# How much room is asked for, in parts of the state: lines are near the exact walk, and shares are rounded.
+# Required room, as fractions of the state: lines are close to the exact walk, and shares are rounded.
 ROOMS = (1.01, 1.05)
-# Factors on the seconds of stages: what gains less than the first is not worth a look; no larger one than the last.
+# Factors on the seconds of stages: the largest that is a worthwhile gain, the overall maximum, and the minimum.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
-# Factors and prices are found to this part, and in so many halvings.
+# Relative precision of factors, and the number of halvings for prices.
 NEARLY = 0.004
 _HALVINGS = 12
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """The stages of a pipeline: [S] or, of each option, [S, O].
+    """The stages of a pipeline: arrays [S] or, for each option, [S, O].
 
     Attributes:
-        laid: the pipeline as the search laid it.
-        times: how many there are of it.
-        layer, extra: seconds per layer, and of other blocks; infinite where there is no such option.
-        fixed, each, gradients: bytes of a rank, whatever its layers, per layer, and of a layer's weights and gradients.
-        ranks, limit: of each stage: its degree, and the bytes of each of its ranks.
+        laid: the pipeline as the search laid it out.
+        times: number of such pipelines.
+        layer, extra: seconds per layer, and of other blocks; infinite for missing options.
+        fixed, each, gradients: bytes of a rank: fixed, per layer, and of a layer's weights and gradients.
+        ranks, limit: for each stage: its degree, and the bytes of each of its ranks.
     """
 
     laid: Laid
@@ -73,15 +73,15 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Pool:
-    """What all stages have in common.
+    """Quantities common to all stages.
 
     Attributes:
         layers: L.
         state: bytes of all the state.
-        whole: bytes of weights and gradients of a layer, of all pipelines.
-        ends: the same of the first and the last block.
-        pulled: which part of them weights are.
-        idle: room of ranks without layers, in parts of the state.
+        whole: bytes of weights and gradients of a layer, over all pipelines.
+        ends: the same for the first and the last block.
+        pulled: the fraction of these that are weights.
+        idle: room of ranks without layers, as a fraction of the state.
     """
 
     layers: int
@@ -93,10 +93,10 @@ class _Pool:
 
 
 def pooled(costs: Costs, candidate: Candidate, tokens: int) -> Iterator[Candidate]:
-    """Yield the candidate with other layers, where that makes it quicker, or makes it fit: the least cautious first.
+    """Yield the candidate with other layers that make it faster, or make it fit: the least cautious first.
 
     Args:
-        tokens: of an iteration.
+        tokens: tokens of an iteration.
     """
     if costs.ranks == 1:
         return
@@ -127,7 +127,7 @@ def _kinds(candidate: Candidate) -> list[tuple[Laid, int]]:
 
 
 def _limits(costs: Costs, candidate: Candidate, tokens: int) -> list[float]:
-    """Return the bytes that a rank of each form may hold."""
+    """Return the memory limit of a rank of each form, in bytes."""
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
         limit = min(NEAR_LIMIT * costs.memory_of(rank) for rank in group.devices) - batch_bytes(tokens, tokens)
@@ -167,7 +167,7 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
 
 
 def _least_factor(pool: _Pool, rows: Sequence[_Row], needed: float) -> float | None:
-    """Return the least factor on all stages' seconds that leaves so much room; None: no smaller one than there is."""
+    """Return the least factor on all stages' seconds that leaves `needed` room; None if it is not worthwhile."""
 
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
@@ -194,16 +194,16 @@ def _room(pool: _Pool, rows: Sequence[_Row], factor: float) -> float:
 
 
 def _share(pool: _Pool, rows: Sequence[_Row], factor: float, needed: float) -> float:
-    """Return which part of the most room that its pipelines can leave each of them has to leave."""
+    """Return the fraction of its pipelines' maximum room that each of them has to leave."""
     most = _room(pool, rows, factor) - pool.idle
     return max(0.0, (needed - pool.idle) / most) if most > 0 else 1.0
 
 
 def _quick(pool: _Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
-    """Return the pipeline within its bound whose stages take least together and that leaves its part of the room."""
+    """Return the fastest layout within its bound that leaves its share of the room."""
     bound = factor * row.laid.each_s
     most, layers, chosen = _solved(pool, row, bound, 0.0)
-    # Rooms are parts of the state: from this price on, seconds alone count.
+    # Room is a fraction of the state: at this price only seconds count.
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
         price = math.sqrt(max(low, 1e-6 * high) * high)
@@ -241,17 +241,17 @@ def roomiest(
     ends: float,
     pulled: float,
 ) -> tuple[float, Ints, Ints]:
-    """Return the layers of stages that leave most room, less what their seconds cost.
+    """Return the layers of stages that maximize the room minus the price of their seconds.
 
     Args:
-        bound: seconds that no stage may exceed.
-        price: of a second, in parts of the state.
-        gradients: bytes of a layer's weights and gradients, of a rank.
+        bound: maximum seconds of a stage.
+        price: price of a second, as a fraction of the state.
+        gradients: bytes of a layer's weights and gradients, per rank.
         layer, extra, fixed, each, ranks, limit: see `_Row`.
         state, whole, ends, pulled: see `_Pool`.
 
     Returns:
-        the room (minus infinity where nothing fits), layers [S] and options [S].
+        the room (minus infinity if the layers do not fit), layers [S] and options [S].
     """
     stages, options = layer.shape
     best = np.full((stages + 1, layers + 1), -np.inf)

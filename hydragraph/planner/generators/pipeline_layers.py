@@ -1,6 +1,6 @@
-"""The layers of one pipeline over its stages: which take how many, and how.
+"""Distribution of layers over the stages of one pipeline: the number of layers and the option of each stage.
 
-Stage j takes y_j seconds per layer and micro-batch, and f_j more where it has the first or last block; its memory holds
+Stage j takes y_j seconds per layer and micro-batch, plus f_j if it has the first or last block; its memory holds
 at most cap_j layers. With m micro-batches a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
@@ -9,11 +9,11 @@ at most cap_j layers. With m micro-batches a pipeline takes
 recomputation, which is slower and holds less.
 
 For a bound T on every stage, stage j takes at most room_j(T) = max over its options of min(cap, (T - f) / y) layers, so
-the least T is found layer by layer. Above it, a larger T moves layers to the quicker stages: a smaller sum for a larger
-maximum, which pays where m is small; so a few larger bounds are tried as well.
+the least T is found layer by layer. Above it, a larger T moves layers to the faster stages: a smaller sum for a larger
+maximum, which pays if m is small; so a few larger bounds are also tried.
 
-Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be quicker still, but an empty
-stage is no stage: (5, 1) takes 5 + 2 = 7 rather than 4 + 4 = 8.
+Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be faster still, but every
+stage needs a layer: (5, 1) takes 5 + 2 = 7 rather than 4 + 4 = 8.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from hydragraph.kernels.numba_compiler import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Multiples of the least bound that are tried; the first is the bound itself.
+# Multiples of the least bound to try; the first is the bound itself.
 LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
-# By how much a layer may be too slow for a bound that is its own seconds, rounded.
+# Relative rounding error by which a layer may exceed a bound equal to its own seconds.
 FORGIVEN = 1e-12
 
 
 @compiled
 def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
-    """Return the most layers that a stage can take within so many seconds, by any of its options [O]."""
+    """Return the most layers that a stage can take within `seconds`, by any of its options [O]."""
     most = 0
     for o in range(len(layer)):
         left = seconds - extra[o]
-        # A layer that costs nothing is bounded by memory alone.
+        # A layer with no cost is bounded by memory alone.
         fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + FORGIVEN) + FORGIVEN))
         if left >= 0 and fit > most:
             most = int(fit)
@@ -52,12 +52,12 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     Args:
         layers: L.
         count: micro-batches, at least 1.
-        layer, extra: seconds per layer, and of other blocks, of each stage and option [S, O].
+        layer, extra: seconds per layer, and of other blocks, for each stage and option [S, O].
         cap: the most layers that each can hold [S, O]; 0: the option cannot be used.
 
     Returns:
-        the sum and the maximum of the stages' seconds per micro-batch (infinite where nothing fits), layers [S] and
-        options [S].
+        the sum and the maximum of the stages' seconds per micro-batch (infinite if the layers do not fit), layers [S]
+        and options [S].
     """
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
@@ -68,9 +68,9 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     least = least_bound(layers, layer, extra, cap)
     if not least < np.inf:
         return best_sum, best_max, best_layers, best_options
-    # No bound above this allows more: all layers on any one stage.
+    # A bound above all layers on one stage allows no more.
     top = 0.0
-    # The quickest stages are filled first: that makes the sum least within the bound.
+    # The fastest stages are filled first, which minimizes the sum within the bound.
     quickest = np.full(stages, np.inf)
     for s in range(stages):
         for o in range(options):
@@ -113,15 +113,15 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
 @compiled
 def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least T within which stages take all layers, each at least one; infinite: memory does not suffice.
+    """Return the least T in which stages take all layers, each at least one; infinite if memory does not suffice.
 
-    From what the slowest first layer takes, T goes up by one layer of one stage after another.
+    T starts at the slowest first layer, and increases by one layer of one stage at a time.
     """
     stages = len(layer)
     if stages > layers:
         return np.inf
     taken = np.zeros(stages, np.int64)
-    further = np.empty(stages)  # the seconds of each stage with one layer more
+    further = np.empty(stages)  # the seconds of each stage with one more layer
     least = 0.0
     for s in range(stages):
         least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))
@@ -145,11 +145,11 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
 
 @compiled
 def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the seconds from which on a stage has `room` for one more layer, by any of its options [O]."""
+    """Return the least seconds in which a stage has `room` for one more layer, by any of its options [O]."""
     seconds = np.inf
     for o in range(len(layer)):
         if cap[o] > taken:
-            # A few roundings more than what `room` asks for, which is little beside what it forgives.
+            # A few roundings more than `room` requires, which is small compared to its tolerance.
             needed = (taken + 1 - FORGIVEN) / (1 + FORGIVEN)
             seconds = min(seconds, (extra[o] + layer[o] * needed) * (1 + 4e-15))
     return seconds

@@ -1,4 +1,4 @@
-"""Micro-batches over pipelines: the most that ends first (Malleus' data ILP).
+"""Distribution of micro-batches over pipelines with the earliest end (Malleus' data ILP).
 
 Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M; the largest of these counts. By T,
 pipeline i can do floor((T - first_i) / each_i) + 1 of them, or none if T < first_i, so the least T is found by
@@ -22,7 +22,7 @@ _HALVINGS = 60
 
 @compiled
 def able(seconds: float, first: float, each: float) -> int:
-    """Return how many micro-batches a pipeline can do within so many seconds."""
+    """Return the number of micro-batches that a pipeline can do within `seconds`."""
     if not seconds >= first:
         return 0
     return int(np.floor((seconds - first) / each * (1 + 1e-12) + 1e-12)) + 1
@@ -30,12 +30,12 @@ def able(seconds: float, first: float, each: float) -> int:
 
 @compiled
 def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
-    """Return the least T by which pipelines do all micro-batches; infinite where none can do any.
+    """Return the least T by which pipelines do all micro-batches; infinite if no pipeline can do any.
 
     Args:
         micro_batches: M.
         first, each: seconds of the first and of every further one, by kind of pipeline [K].
-        alike: pipelines of each kind [K].
+        alike: number of pipelines of each kind [K].
     """
     high = np.inf
     for k in range(len(first)):
@@ -56,10 +56,10 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
 
 
 def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
-    """Return how many micro-batches each pipeline [P] gets, so that the last one ends first."""
+    """Return the number of micro-batches of each pipeline [P] that minimizes the last end."""
     until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
     counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
-    # More may fit than there are: what ends last gives back first.
+    # More may fit than required: the pipeline that ends last gives back first.
     for _ in range(int(counts.sum()) - micro_batches):
         ends = np.where(counts > 0, first + (counts - 1) * each, -1.0)
         counts[int(np.argmax(ends))] -= 1
