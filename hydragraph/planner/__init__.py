@@ -1,8 +1,8 @@
-"""What to run next: which strategy, and which pipeline computes which sequences in which micro-batch.
+"""Planning: the strategy to run next, and the assignment of sequences to pipelines and micro-batches.
 
 Candidates come from `generators/`, are priced (`price_candidate`) and improved, and get their sequences from
-`assignment/`; `metis/` is Metis's own planner and `exact/` the integer programs. Nothing here imports torch.distributed
-or the runtime. numba compiles the search when it is first used, once per installation.
+`assignment/`; `metis/` is Metis's own planner and `exact/` the integer programs. The package does not import
+torch.distributed or the runtime. numba compiles the search on first use, once per installation.
 """
 
 from hydragraph import attributes

@@ -1,8 +1,8 @@
-"""Plans that do not depend on how nodes and devices are listed: planning counts them in an order of its own.
+"""Canonical order of ranks, so that plans do not depend on how nodes and devices are listed.
 
-Nodes are sorted by what they are (type, links, cards, devices with their memory and rates), the quickest first; so are
-a node's devices among those that share a network card, and its cards. What is found is told in the ranks as given.
-Only intervals of the state go by the order of ranks, which moves an iteration's seconds a little.
+Nodes are sorted by their properties (type, links, cards, devices with their memory and rates), the fastest first; so
+are a node's devices that share a network card, and its cards. Results are converted back to the given ranks.
+Only intervals of the state follow the given order of ranks, with a small effect on an iteration's seconds.
 
 Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
 """
@@ -22,12 +22,12 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 Key = tuple[object, ...]
 
-# Of a device's key, what is the same for all of its type.
+# Number of leading key fields that are common to all devices of a type.
 TYPE = 4
 
 
 def order_of(costs: Costs) -> list[int]:
-    """Return the ranks in the order in which planning counts them."""
+    """Return the ranks in canonical order."""
     nodes: dict[int, list[int]] = {}
     for rank in range(costs.ranks):
         nodes.setdefault(costs.cluster.node_of(rank), []).append(rank)
@@ -41,7 +41,7 @@ def order_of(costs: Costs) -> list[int]:
 
 
 def _of_node(costs: Costs, ranks: Sequence[int]) -> list[int]:
-    """Return a node's ranks in order. Which of its places share a card follows from their number, and stays."""
+    """Return a node's ranks in order. Cards are defined by position, so runs keep their sizes."""
     cards = [
         sorted(each, key=lambda rank: _device(costs, rank)) for _, each in groupby(ranks, key=costs.cluster.card_of)
     ]
@@ -61,7 +61,7 @@ def _link(link: Interconnect) -> Key:
 
 
 def _device(costs: Costs, rank: int) -> Key:
-    """Return what tells a device from others, the quickest and largest first."""
+    """Return the sort key of a device, the fastest and largest first."""
     device = costs.cluster.devices[rank]
     home = costs.home
     owned = [shares[rank] for shares in (home.shares, *home.buckets.values(), home.nodes) if shares is not None]
@@ -71,7 +71,7 @@ def _device(costs: Costs, rank: int) -> Key:
 
 
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
-    """Return what was found in the ranks that planning counted in this order."""
+    """Convert the results from canonical order to the given ranks."""
     names = dict(enumerate(order))
     settled = tuple(as_told(each, order) for each in found.settled)
     passed = tuple(_proposal(each, names) for each in found.passed)
@@ -80,7 +80,7 @@ def told(found: Finalists, order: Sequence[int]) -> Finalists:
 
 
 def as_told(each: Settled, order: Sequence[int]) -> Settled:
-    """Return one of them in the ranks that planning counted in this order."""
+    """Convert one settled plan from canonical order to the given ranks."""
     strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
     places = places_of(order)
     return replace(
@@ -93,7 +93,7 @@ def as_told(each: Settled, order: Sequence[int]) -> Settled:
 
 
 def places_of(order: Sequence[int]) -> list[int]:
-    """Return where each rank is in an order."""
+    """Return the position of each rank in an order."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
@@ -103,7 +103,7 @@ def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:
 
 
 def _named(strategy: Strategy, names: dict[int, int]) -> tuple[Strategy, list[int]]:
-    """Return a strategy on ranks as they were given, and which of its pipelines each was: in the order of ranks."""
+    """Return a strategy on the given ranks with sorted pipelines, and the original index of each pipeline."""
     named = strategy.renumbered(names)
     pipelines = [
         Pipeline(tuple(replace(stage, devices=tuple(sorted(stage.devices))) for stage in pipeline.stages))

@@ -1,4 +1,4 @@
-"""A plan in words: which devices do what, what they hold and own, how far it is from the bound, and why rivals lost."""
+"""A plan in words: the work, memory and state of devices, the distance from the bound, and why rivals lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHOWN = 6  # rivals
 
 @dataclass(frozen=True)
 class Rival:
-    """What lost.
+    """A strategy that lost.
 
     Attributes:
-        strategy: that was looked at.
-        seconds: of an iteration; infinite where it does not fit.
-        origin: the way of searching that it came from.
-        why: it lost, in words.
+        strategy: the strategy.
+        seconds: seconds of an iteration; infinite if it does not fit.
+        origin: the search that it came from.
+        why: why it lost, in words.
     """
 
     strategy: Strategy

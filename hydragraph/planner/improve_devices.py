@@ -1,18 +1,18 @@
-"""Better plans for varying lengths, by moves of devices: long sequences want large groups, short ones small groups.
+"""Improvement of plans for varying lengths, by moves of devices: long sequences need large groups, short ones small.
 
-The search for equal sequences (`searching`) gives all pipelines of a type one degree, so a plan for varying lengths is
-either too slow for the longest sequence or wastes devices on the others. From its best plans, moves are made as long
-as they gain anything for the mini-batches as they are:
+The search for equal sequences (`malleus_autohet`) gives all pipelines of a type one degree, so a plan for varying
+lengths is either too slow for the longest sequence or wastes devices on the others. Starting from its best plans, moves
+are made as long as they help with the actual mini-batches:
 
-    a node's devices, split another way: slowest devices together, each group a pipeline; or the slow ones idle
-    a pipeline's devices as one pipeline, or as two, of another degree
-    two pipelines' devices as one pipeline of some degree
-    a pipeline's devices left idle
+    split a node's devices differently: slowest devices together, each group a pipeline; or the slow ones idle
+    make a pipeline's devices one pipeline, or two, of another degree
+    join two pipelines' devices to one pipeline of some degree
+    leave a pipeline's devices idle
 
-each for one node or pipeline, and for all that are alike: equal ones are interchangeable. Layers and options of a new
-pipeline are `Bench.lay`'s. Moves are priced in the order of what they would take with all pipelines busy all the time.
+each for one node or pipeline, and for all equal ones, which are interchangeable. Layers and options of a new
+pipeline come from `Bench.lay`. Moves are priced in the order of their time with all pipelines busy all the time.
 
-Example: of four nodes of eight, with <tp4,pp1> everywhere and one long sequence: three nodes become 4 x <tp2,pp1>.
+Example: four nodes of eight, with <tp4,pp1> everywhere and one long sequence: three nodes become 4 x <tp2,pp1>.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Strategies that are priced while one is improved.
+# Maximum number of strategies priced while improving one.
 PRICED = 200
-# So many moves are priced before the best of them is made: what gains first is often a dead end.
+# Number of moves priced before the best of them is made: the first gain is often a dead end.
 AT_ONCE = 24
-# A move must save this part.
+# Fraction that a move must save.
 SAVES = 1e-3
-# A move that would take so many times the best is not priced.
+# Moves with an estimate above this multiple of the best are not priced.
 REACH = 1.15
-# The part of pull and push that is taken to be waited for, before that is estimated.
+# Assumed fraction of pull and push that is not overlapped, before it is estimated.
 WAITED = 0.25
-# Devices of more than so many times the rate of a node's healthiest may be better left idle.
+# Devices slower than a node's healthiest by more than this factor may be better left idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class Yard:
-    """Makes pipelines of devices, and moves of devices between pipelines.
+    """Builds pipelines of devices, and generates moves of devices between pipelines.
 
     Args:
-        costs: of the cluster.
-        workload: of varying lengths.
+        costs: costs of the cluster.
+        workload: a workload of varying lengths.
         reach: tokens that a micro-batch must be able to have.
-        safety: the part of a device's memory that may be planned with.
+        safety: usable fraction of a device's memory.
     """
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
@@ -80,13 +80,13 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return about the seconds of an iteration: all pipelines busy all the time, and what traffic they wait for."""
+        """Return approximate seconds of an iteration: all pipelines busy all the time, plus exposed traffic."""
         each = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in each)
         return busy + WAITED * max(traffic for _, traffic in each)
 
     def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
-        """Return how many typical sequences a second a pipeline does, and what pull and push take its ranks."""
+        """Return a pipeline's typical sequences per second, and the seconds of its ranks' pull and push."""
         key = form_of(self._costs, pipeline)
         if key not in self._paces:
             slowest = 0.0
@@ -104,7 +104,7 @@ class Yard:
         return self._paces[key]
 
     def moves(self, strategy: Strategy) -> Iterator[Strategy]:
-        """Yield what one move makes of a strategy without shared stages."""
+        """Yield the results of one move on a strategy without shared stages."""
         alike: dict[Hashable, list[Pipeline]] = {}
         for pipeline in strategy.pipelines:
             alike.setdefault(form_of(self._costs, pipeline), []).append(pipeline)
@@ -112,11 +112,11 @@ class Yard:
         yield from self._nodes_split(strategy, count)
         for each in alike.values():
             for some in {1: each[:1], len(each): each}.values():
-                # Left idle; or of another degree, one or two of the devices of one.
+                # Leave it idle, or change its degree, as one or two pipelines.
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(each[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
-                        # Every other device of each stage: the parts are in the same nodes.
+                        # Take every other device of each stage, so that the parts are in the same nodes.
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
@@ -131,7 +131,7 @@ class Yard:
                     yield from _with(strategy, [p for pair in joined for p in pair], made)
 
     def _nodes_split(self, strategy: Strategy, count: int) -> Iterator[Strategy]:
-        """Yield strategies in which pipelines of single groups, and idle devices, of a node are grouped otherwise."""
+        """Yield strategies that regroup a node's single-group pipelines and idle devices."""
         single: dict[NodeDevices, list[Pipeline]] = {node: [] for node in self._nodes}
         taken: set[int] = set()
         for pipeline in strategy.pipelines:
@@ -155,8 +155,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # All nodes at once, but for one or all that are alike: a layer passes as slowly as where it does so slowest,
-        # so small groups in one place gain little while traffic is already theirs.
+        # All nodes at once, except one or all equal ones: a layer passes only as fast as in the slowest pipeline,
+        # so small groups in one place gain little while all pay for the traffic.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -175,12 +175,12 @@ class Yard:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], made)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of some of its devices with layers by their rates; None: they do not hold the model.
+        """Return a pipeline of some of its devices with layers by their rates; None if they do not hold the model.
 
         Args:
-            pipeline: its largest degree stays, as far as the devices of a node go.
-            devices: none of them lost.
-            pipelines: among how many the mini-batch is shared.
+            pipeline: a pipeline whose largest degree is kept, as far as the devices of a node allow.
+            devices: devices, none of them lost.
+            pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
         return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
@@ -189,7 +189,7 @@ class Yard:
         return sorted({degree for degrees in self._degrees.values() for degree in degrees})
 
     def _pipeline(self, devices: Sequence[int], degree: int, count: int) -> Pipeline | None:
-        """Return a pipeline of all these devices, in groups of a degree as far as can be, of about so many batches."""
+        """Return a pipeline of all these devices, with groups of a degree where possible, for about `count` batches."""
         groups: list[Group] = []
         for node in self._nodes:
             mine = [rank for rank in node.devices if rank in set(devices)]
@@ -221,12 +221,12 @@ class Yard:
 def climbed(
     varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
-    """Return what a strategy is improved to; all that was priced on the way stays in `varied`.
+    """Return the improvement of a strategy; all strategies priced on the way stay in `varied`.
 
     Args:
-        start: takes all mini-batches.
-        until: no longer than to this time (of `time.monotonic`).
-        priced: how many strategies may be priced.
+        start: a strategy that takes all mini-batches.
+        until: deadline (of `time.monotonic`).
+        priced: maximum number of strategies to price.
     """
     now = start
     best = varied.seconds(now)
@@ -245,7 +245,7 @@ def climbed(
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced
-                # Most moves are no good, and that is known before their traffic is.
+                # Most moves lose even before their traffic is known.
                 seconds = varied.seconds(move, best)
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True
@@ -260,7 +260,7 @@ def _runs(devices: Sequence[int], shape: Sequence[int]) -> Iterator[Devices]:
 
 
 def _with(strategy: Strategy, without: Sequence[Pipeline], made: Sequence[Pipeline | None]) -> Iterator[Strategy]:
-    """Yield a strategy with some pipelines in place of others, if all of them could be made."""
+    """Yield a strategy with some pipelines in place of others, if all of them could be built."""
     gone = set(without)
     kept = [pipeline for pipeline in strategy.pipelines if pipeline not in gone]
     every = [*kept, *(pipeline for pipeline in made if pipeline is not None)]

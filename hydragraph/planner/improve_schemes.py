@@ -1,13 +1,13 @@
-"""Improve candidate strategies on sample mini-batches: exchange pipelines of one scheme for pipelines of another.
+"""Improvement of candidate strategies on sample mini-batches: pipelines of one scheme are exchanged for another's.
 
-The proposal (Hydraulis, section 7) prices no bubbles and rounds every scheme by itself. So its candidates, and the
-homogeneous strategies beside them, are only where this search starts from: once for all mini-batches together, and once
-for each group of those that one scheme just takes, since a mini-batch of short sequences may run a strategy that does
-not take the longest ones.
+The proposal (Hydraulis, section 7) does not price bubbles and rounds every scheme separately. So its candidates and the
+homogeneous strategies are only the starts of this search: once for all mini-batches together, and once
+for each group of mini-batches at the limit of a scheme, because a mini-batch of short sequences may run a strategy that
+does not take the longest ones.
 
 Example: 2 <tp4,pp1> on 8 devices, where <tp2,pp1> and <tp8,pp1> were measured too. One exchange leads to
 <tp4,pp1> + 2 <tp2,pp1>, to 4 <tp2,pp1>, or to <tp8,pp1>. Each is priced on the tuning set; the best of them replaces
-the strategy if it is quicker, and so on until none is.
+the strategy if it is faster, and so on until none is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Candidates that are improved for each group of mini-batches, and exchanges for each of them at most.
+# Number of candidates improved for each group of mini-batches, and the maximum number of exchanges for each.
 STARTS = 4
 ROUNDS = 16
-# Part of the time for all mini-batches that a further candidate must save to be chosen for what it adds.
+# Fraction of the time for all mini-batches that a further candidate must save to be chosen for its contribution.
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return as many equal pipelines of each scheme as there is room for, where anything fits them."""
+    """Return as many equal pipelines of each scheme as fit on the devices, if they take any sequence."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
@@ -43,18 +43,18 @@ def refine(
     *,
     context: int | None = None,
 ) -> list[list[Scheme]]:
-    """Return the candidates and what they were improved to: the best static one, then what choosing gains most from.
+    """Return the candidates and their improvements: the best static one, then those from which choosing gains most.
 
     Args:
         candidates: strategies, such as those of `propose` and `homogeneous`.
-        profile: what each scheme costs.
+        profile: costs of each scheme.
         batches: sequence lengths of sample mini-batches.
-        devices: how many there are.
+        devices: number of devices.
         context: the longest sequence that the static one must take; default: that of `batches`.
 
-    Each improvement takes pipelines of one scheme away and puts as many of another as fit into the room. Behind the
-    first, each strategy is the one that saves most where every mini-batch runs the quickest of those before and it;
-    behind these, where none saves anything worth mentioning, the rest follows by its time for all mini-batches.
+    Each improvement removes pipelines of one scheme and adds as many of another as fit into the room. After the
+    first, each strategy is the one that saves most if every mini-batch runs the fastest of it and those before it;
+    when none saves a significant amount, the rest follow by their time for all mini-batches.
     """
     tuning = TuningSet(profile, batches, devices)
     longest = context if context is not None else max(tuning.longest, default=0)
@@ -72,12 +72,12 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Return which mini-batches each scheme just takes, with the longest sequence among them.
+    """Return the mini-batches at the limit of each scheme, with the longest sequence among them.
 
-    Mini-batches that the same schemes take belong together, because the same strategies are open to them; those that
-    belong to the longest ones are left out, as all that take these must take the rest.
+    Mini-batches that the same schemes take belong together, because the same strategies are open to them; the group of
+    the longest ones is omitted, because strategies that take these take all.
     """
-    # A group is what lies between two neighbouring MaxLens: the same schemes, and so the same strategies, take it.
+    # A group lies between two neighbouring MaxLens: the same schemes, and so the same strategies, take it.
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -88,12 +88,12 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Return what a strategy is improved to on a group of mini-batches; it still takes `reach` tokens.
+    """Return the improvement of a strategy on a group of mini-batches; it still takes `reach` tokens.
 
-    What unequal pipelines pay is left out on the way: one exchange alone seldom earns it, several may.
+    The costs of unequal pipelines are ignored on the way: one exchange alone seldom pays for them, several may.
     """
 
-    # Every strategy that is priced on the way stays in the tuning set, for `complementary` to choose from.
+    # Every strategy priced on the way stays in the tuning set, where `complementary` chooses from it.
     def price(strategy: Strategy) -> float:
         return float(tuning.computing(strategy)[group].sum())
 
@@ -108,9 +108,9 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return, of all strategies that were priced, the best one that takes `reach`, then what adds most to those before.
+    """Return, from all priced strategies, the best one that takes `reach`, then those that add most to those before.
 
-    Empty where no strategy takes `reach` and all mini-batches.
+    Empty if no strategy takes `reach` and all mini-batches.
     """
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
@@ -121,7 +121,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # of each mini-batch, by the strategies chosen so far
+    quickest = table[at]  # time of each mini-batch with the strategies chosen so far
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
@@ -132,7 +132,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
 
 def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
-    """Yield the strategies that one exchange leads to: fewer pipelines of one scheme, or none, and more of another."""
+    """Yield the results of one exchange: fewer or no pipelines of one scheme, and more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):
         count = strategy.count(old)
@@ -141,14 +141,14 @@ def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[St
         if old == new or fewest > count:
             continue
         others = [s for s in strategy if s != old]
-        # One pipeline of the new scheme, or as many as the old scheme's devices and the idle ones have room for.
+        # One pipeline of the new scheme, or as many as fit on the old scheme's devices and the idle ones.
         for removed in {fewest, count}:
             added = (free + removed * size(old)) // size(new)
             yield tuple(sorted([*others, *[old] * (count - removed), *[new] * added], reverse=True))
 
 
 def size(scheme: Scheme) -> int:
-    """Return the devices of a scheme."""
+    """Return the number of devices of a scheme."""
     return scheme[0] * scheme[1]
 
 

@@ -1,4 +1,4 @@
-"""How iterations are planned, and whether choosing anew every iteration is worth it."""
+"""How iterations are planned, and whether choosing a strategy in every iteration is worthwhile."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hydragraph.cost.measured_profile import PipelineCost
 
 @dataclass(frozen=True)
 class Policy:
-    """How iterations are planned.
+    """Settings for planning iterations.
 
     Attributes:
-        gain: stay with the best static strategy where choosing anew would save less than this part of its time.
-        sample: mini-batches to judge that by.
+        gain: keep the best static strategy if choosing in every iteration saves less than this fraction of its time.
+        sample: number of mini-batches for that decision.
         workers: processes that plan ahead; 0: plan when a step begins.
-        ahead: how many mini-batches may be planned or waiting.
+        ahead: maximum number of mini-batches being planned or waiting.
         patience_s: how long a step waits for its plan before it takes the quick one.
-        seed: of the search.
+        seed: seed of the search.
     """
 
     gain: float = 0.02
@@ -36,13 +36,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Static or dynamic.
+    """The choice between a static strategy and choosing in every iteration.
 
     Attributes:
-        static: the best static candidate; None where no candidate takes all mini-batches.
-        gain: the part of its time that choosing anew saves.
-        dynamic: whether to choose anew every iteration.
-        seconds: of each candidate over all mini-batches, infinite where it does not take them; then that of the choice.
+        static: the best static candidate; None if no candidate takes all mini-batches.
+        gain: the fraction of its time that choosing saves.
+        dynamic: whether to choose in every iteration.
+        seconds: seconds of each candidate over all mini-batches, infinite if it does not take them; then of the choice.
     """
 
     static: int | None
@@ -51,7 +51,7 @@ class Decision:
     seconds: tuple[float, ...]
 
     def sentence(self, names: Sequence[str], gain: float) -> str:
-        """Say what was decided."""
+        """Return the decision as a sentence."""
         if self.static is None:
             return "a strategy is chosen every iteration: no candidate takes all sample mini-batches"
         what = f"{self.gain:.1%} less time than {names[self.static]} alone"
@@ -68,30 +68,30 @@ def static_or_dynamic(
     batches: Sequence[Sequence[int]],
     policy: Policy,
 ) -> Decision:
-    """Compare the best static candidate with choosing anew, on sample mini-batches.
+    """Compare the best static candidate with choosing in every iteration, on sample mini-batches.
 
     Args:
         candidates: the pipelines of each strategy.
-        charges: seconds that each pays beside computing.
+        charges: seconds that each pays besides computing.
         batches: sequence lengths of mini-batches.
-        policy: how many of these to look at, and which gain is worth it.
+        policy: the number of mini-batches to use, and the required gain.
 
     Example: candidates that take 10 and 12 s, then 10 and 7 s: choosing takes 17 s and the best static one 19 s, so the
     gain is 1 - 17 / 19 = 10.5 %.
     """
     from hydragraph.planner.assignment.best_candidate import (
-        compare_pipelines,  # it needs numba and scipy, which only planning needs
+        compare_pipelines,  # needs numba and scipy, which only planning requires
     )
 
     totals = [0.0] * len(candidates)
     chosen = 0.0
     for lengths in batches[: policy.sample]:
-        # All of them are assigned, since a candidate that loses every mini-batch may still be the best to stay with.
+        # All candidates are assigned: one that loses every mini-batch may still be the best static strategy.
         choice = compare_pipelines(candidates, lengths, charges, all_of_them=True, seed=policy.seed)
         chosen += choice.seconds
         totals = [total + verdict.seconds for total, verdict in zip(totals, choice.verdicts, strict=True)]
     best = min(range(len(totals)), key=lambda i: (totals[i], i))
-    # No candidate to stay with: choosing every iteration is the only way, whatever it gains.
+    # Without a static candidate, choosing in every iteration is the only option.
     if totals[best] == float("inf"):
         return Decision(None, 1.0, True, (*totals, chosen))
     gain = 1 - chosen / totals[best] if totals[best] else 0.0

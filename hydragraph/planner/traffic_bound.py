@@ -1,19 +1,19 @@
-"""What network cards must carry in an iteration, whoever owns the state: no iteration ends before they have.
+"""Lower bound of an iteration from the traffic of network cards, for any owners of the state.
 
-That is, as long as a tensor-parallel group is in one node. Each pipeline pulls every block's weights and pushes its
+It requires that each tensor-parallel group is in one node. Each pipeline pulls every block's weights and pushes its
 gradients once. Let its stages on node n take w_n of a block's bytes and g_n of its gradients', summed over pipelines (W
-and G over nodes), and let n own a part f_n of that block's state. Then
+and G over nodes), and let n own a fraction f_n of that block's state. Then
 
     n takes in    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-of it, and the sums over blocks go no faster than the node's cards, nor all that is taken in faster than all cards
-together. Owners are not known yet, and each block may have its own, so the least over all f of each block counts: the
-parts are linear in f_n, so for a node at f_n = 0 or 1, and for all nodes together where the block is owned by the one
-that uses most of it.
+of it. The sums over blocks are limited by the node's cards, and the total taken in is limited by all cards
+together. Owners are not known yet, and each block may have its own, so the minimum over all f of each block counts: the
+terms are linear in f_n, so for a node the minimum is at f_n = 0 or 1, and for all nodes together it is reached if the
+block is owned by the node that uses most of it.
 
 Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards of 1 GB/s. A node takes in
-(1 - f) + f = 1 GB whatever it owns: 1 s at least. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
+(1 - f) + f = 1 GB for any f: at least 1 s. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 class Cards:
-    """Network cards of nodes, and what blocks weigh that go through them."""
+    """Network cards of nodes, and the bytes of blocks that pass through them."""
 
     def __init__(self, costs: Costs) -> None:
         self._span = costs.outline.span
@@ -46,11 +46,11 @@ class Cards:
         self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
-        """Return seconds that no iteration is below, of pipelines that all run micro-batches and share no stage."""
+        """Return a lower bound of an iteration, for pipelines that all run micro-batches and share no stage."""
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
-        uses = np.zeros((nodes, len(self._weights)))  # how often a node takes a block
+        uses = np.zeros((nodes, len(self._weights)))  # number of uses of a block on a node
         for pipeline in strategy.pipelines:
             done = 0
             for stage in pipeline.stages:
@@ -69,7 +69,7 @@ class Cards:
 
 
 def _speed(cluster: Cluster, number: int) -> float:
-    """Return the bytes/s that a node's cards can carry in one direction, to whichever other node that is most."""
+    """Return the bytes/s that a node's cards can carry in one direction, over its fastest link."""
     node = cluster.node(number)
     types = {device.type for device in cluster.devices if device.node == number}
     links = [node.outer, *(pair.link for pair in cluster.pairs if not types.isdisjoint(pair.types))]

@@ -1,4 +1,4 @@
-"""Sequences over pipelines and micro-batches: searches, their bounds, and the choice of a strategy for one mini-batch.
+"""Assignment of sequences to pipelines and micro-batches: searches, bounds, and the strategy for one mini-batch.
 
 The shape of the pipelines is given here. It is chosen in `planner/plan.py`.
 """

@@ -1,4 +1,4 @@
-"""One mini-batch to be spread over pipelines, as the arrays that the search and the bound compute with.
+"""A mini-batch to assign to pipelines, as the arrays of the search and the bound.
 
 The symbols are those of `local_search`: n sequences in descending length, P pipelines of K kinds.
 """
@@ -25,13 +25,13 @@ class Problem:
     """Sequences in descending length, and pipelines grouped into kinds of equal ones.
 
     Attributes:
-        pipelines: all of them, in the caller's order.
-        kinds: the different ones.
+        pipelines: all pipelines, in the caller's order.
+        kinds: the distinct pipelines.
         kind_of: the index in `kinds` of each pipeline [P].
         counts: pipelines of each kind [K].
         order: the caller's index of each sequence [n].
         lengths: tokens [n].
-        cost: a l^2 + b l in seconds [n, K], infinite where a sequence is longer than MaxLen.
+        cost: a l^2 + b l in seconds [n, K], infinite if a sequence is longer than MaxLen.
         terms: how a pipeline of each kind finishes [K, 8]; see `local_search`.
     """
 
@@ -46,25 +46,25 @@ class Problem:
 
     @property
     def instance(self) -> Instance:
-        """What compiled functions are given."""
+        """Input of compiled functions."""
         return Instance(self.cost, self.lengths, self.kind_of, self.terms)
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Of every set of kinds, the longest sequence that just these take: no other can take longer alone."""
+        """For every set of kinds, the longest sequence that fits exactly these: no other can take longer alone."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
 
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
-        """Return which of the caller's sequences each pipeline gets."""
+        """Return the caller's sequences of each pipeline."""
         of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
         for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
             of_pipeline[p].append(i)
         return tuple(map(tuple, of_pipeline))
 
     def only(self, allowed: NDArray[np.bool_]) -> Instance:
-        """Return what compiled functions are given where sequences may only go to the kinds allowed [n, K]."""
+        """Return the input of compiled functions with sequences limited to the allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
@@ -74,14 +74,14 @@ def problem_of(
     """Return the arrays of a mini-batch; sequences of length 0 are left out.
 
     Args:
-        pipelines: what each costs.
+        pipelines: cost of each pipeline.
         lengths: tokens per sequence.
-        formed: pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
-        bubble: of Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant of the pipeline.
+        formed: whether pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
+        bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant.
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.
-        ValueError: there is no pipeline, or a length is negative or no whole number.
+        ValueError: no pipelines are given, or a length is negative or not an integer.
     """
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
@@ -115,8 +115,8 @@ def _checked(lengths: Sequence[int]) -> Ints:
 
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
-    """Return the row that `local_search.finish` reads."""
-    # Where the bubble is a constant, it is in FIXED, and BUBBLE stays 0.
+    """Return the row for `local_search.finish`."""
+    # A constant bubble is part of FIXED, and BUBBLE stays 0.
     depth = float(kind.stages - 1)
     row = np.zeros(local_search.COLUMNS)
     row[local_search.QUADRATIC] = kind.a
@@ -125,7 +125,7 @@ def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     row[local_search.MAX_LEN] = kind.max_len
     row[local_search.UTIL_LEN] = kind.util_len
     row[local_search.MODE] = FORMED if formed else EQ3
-    # By Eq. 2, a pipeline pays c once for its last micro-batch, which its sequences' own work leaves out.
+    # By Eq. 2, a pipeline pays c once for its last micro-batch, which its sequences' work does not include.
     if formed:
         row[local_search.BUBBLE] = depth
     elif bubble == "longest":

@@ -1,5 +1,4 @@
-"""The papers' integer programs, solved exactly for small cases with the extra `exact`, and dynamic programs that are as
-exact.
+"""The papers' integer programs, solved exactly for small cases with the extra `exact`, and exact dynamic programs.
 
-They are an option (`method="exact"`) and the oracle of tests. What must answer quickly belongs elsewhere in `planner/`.
+They are an option (`method="exact"`) and the oracle of tests. Code that must be fast belongs elsewhere in `planner/`.
 """

@@ -1,26 +1,26 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3): exactly, and as published, by SCIP.
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i are put into D groups, each a
-pipeline with one entity a stage. With M micro-batches in an iteration a group runs K = M / D of them; of P stages it
-waits the part rho = (P - 1) / (K + P - 1) of the time (the bubble of 1F1B), so
+pipeline with one entity per stage. With M micro-batches in an iteration a group runs K = M / D of them; with P stages
+it waits the fraction rho = (P - 1) / (K + P - 1) of the time (the bubble of 1F1B), so
 
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
 every entity in exactly one group, every group's memory at least `least_memory`.
 
-Entities of one kind are interchangeable: a group is a pattern (how many of each kind), and a grouping says how often
-each pattern is used. For given D and threshold z, the patterns of G >= z are known, and whether D of them use up all
+Entities of one kind are interchangeable: a group is a pattern (the number of each kind), and a grouping is the number
+of uses of each pattern. For given D and threshold z, the patterns of G >= z are known, and whether D of them use up all
 entities is an integer program of one row per kind and one for D. G takes few values, so bisection over these is exact.
 
 Bound: G_j >= z is K sum_i g_i x_ij >= z (K + P_j - 1). Summed over the groups: K sum g >= z (N + D (K - 1)), so
 
     D z <= M sum g / (N + M - D),
 
-which grows with D. So the largest D comes first, and no D is looked at whose bound is below what was found. The same
+which grows with D. So the largest D comes first, and a D is skipped if its bound is below the best result. The same
 sum over the D - 1 other groups leaves only patterns in a narrow band above z.
 
 Example: 4 of power 1 and 2 of power 2, M = 8, memory for everything everywhere. D = 6: min G = 1, 6 in all. D = 4: the
-two quick ones alone, (1, 1) twice: K = 2, G = 2 and 2 * 2 / 3: 5.33 in all. Bound for D = 6: 8 * 8 / (6 + 8 - 6) = 8.
+two fast ones alone, (1, 1) twice: K = 2, G = 2 and 2 * 2 / 3: 5.33 in all. Bound for D = 6: 8 * 8 / (6 + 8 - 6) = 8.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from hydragraph.errors import Unsupported
 
-# Patterns that are listed at most: the product of all counts.
+# Maximum number of patterns: the product of all counts.
 PATTERNS = 5_000_000
-# Numbers that differ by less than this part are equal.
+# Relative difference below which numbers are equal.
 _SAME = 1e-9
 
 
@@ -52,9 +52,9 @@ class Kind:
     """Entities that are interchangeable.
 
     Attributes:
-        power: g, of one of them; any unit.
-        memory: m, bytes of one of them.
-        count: how many there are.
+        power: g of one entity; any unit.
+        memory: m, bytes of one entity.
+        count: number of entities.
     """
 
     power: float
@@ -67,9 +67,9 @@ class Grouping:
     """Groups of entities.
 
     Attributes:
-        groups: how many of each kind every group has, the groups with most first.
+        groups: number of each kind in every group, the largest groups first.
         value: D min_j G_j.
-        bound: that no grouping exceeds.
+        bound: upper bound of any grouping.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -78,12 +78,12 @@ class Grouping:
 
     @property
     def gap(self) -> float:
-        """How far below the bound it is: 0.01 is 1 %."""
+        """Relative distance below the bound: 0.01 is 1 %."""
         return 1 - self.value / self.bound
 
 
 def effective_power(kinds: Sequence[Kind], group: Sequence[int], micro_batches: float) -> float:
-    """Return G of a group that runs so many micro-batches (equation 2)."""
+    """Return G of a group that runs `micro_batches` micro-batches (equation 2)."""
     stages = sum(group)
     return micro_batches * sum(k.power * n for k, n in zip(kinds, group, strict=True)) / (micro_batches + stages - 1)
 
@@ -98,13 +98,13 @@ def most_power(kinds: Sequence[Kind], micro_batches: int, least_memory: float, t
     """Group entities for the most effective computing power.
 
     Args:
-        kinds: of the entities.
-        micro_batches: M, of an iteration over all groups.
+        kinds: kinds of the entities.
+        micro_batches: M, micro-batches of an iteration over all groups.
         least_memory: bytes that a group needs to train the model.
-        tolerance: a grouping that is within this part of the bound ends the search; 0: the optimum.
+        tolerance: a grouping within this fraction of the bound ends the search; 0: the optimum.
 
     Returns:
-        the best grouping, and the proven bound: the value itself, where the search came to its end.
+        the best grouping, and the proven bound: the value itself if the search completed.
 
     Raises:
         Unsupported: all memory together is less than one group needs, or the kinds have too many patterns.
@@ -114,7 +114,7 @@ def most_power(kinds: Sequence[Kind], micro_batches: int, least_memory: float, t
     listed = _patterns(kinds)
     best: tuple[tuple[int, ...], ...] = ()
     value = 0.0
-    left = 0.0  # the largest bound of a number of groups that was not searched
+    left = 0.0  # the largest bound of a number of groups that was skipped
     for number in range(_most_groups(kinds, micro_batches, least_memory), 0, -1):
         most = power_bound(kinds, number, micro_batches)
         if value >= most * (1 - max(tolerance, _SAME)):
@@ -124,12 +124,12 @@ def most_power(kinds: Sequence[Kind], micro_batches: int, least_memory: float, t
         if found:
             best = found
             value = value_of(kinds, found, micro_batches)
-    # Numbers below have smaller bounds, so `left` covers them all; what was searched is below `value`.
+    # Smaller numbers have smaller bounds, so `left` covers them all; the searched ones are below `value`.
     return Grouping(best, value, max(value, left))
 
 
 def power_bound(kinds: Sequence[Kind], groups: int, micro_batches: int) -> float:
-    """Return what so many groups cannot exceed: M sum g / (N + M - D)."""
+    """Return the upper bound of the power of `groups` groups: M sum g / (N + M - D)."""
     power = sum(k.power * k.count for k in kinds)
     entities = sum(k.count for k in kinds)
     return micro_batches * power / (entities + micro_batches - groups)
@@ -158,7 +158,7 @@ def _most_groups(kinds: Sequence[Kind], micro_batches: int, least_memory: float)
 
 
 def _patterns(kinds: Sequence[Kind]) -> NDArray[np.int64]:
-    """Return how many of each kind a group may have [patterns, kinds]."""
+    """Return the possible numbers of each kind in a group [patterns, kinds]."""
     shape = [k.count + 1 for k in kinds]
     if math.prod(shape) > PATTERNS:
         raise Unsupported(
@@ -177,13 +177,13 @@ def _of_number(
     least_memory: float,
     above: float,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the best grouping into so many groups whose value is above what is known; none, where there is none."""
+    """Return the best grouping into `number` groups with a value above `above`; empty if none exists."""
     each = micro_batches / number
     powers = np.array([k.power for k in kinds])
     memories = np.array([k.memory for k in kinds])
     counts = np.array([k.count for k in kinds])
     stages = listed.sum(axis=1)
-    # The others need memory and at least one entity each, too.
+    # The other groups also need memory and at least one entity each.
     rest = counts - listed
     fits = (listed @ memories >= least_memory * (1 - _SAME)) & (rest.sum(axis=1) >= number - 1)
     fits &= rest @ memories >= (number - 1) * least_memory * (1 - _SAME)
@@ -209,7 +209,7 @@ def _of_number(
 
 
 def _used_up(patterns: NDArray[np.int64], counts: NDArray[np.int64], number: int) -> tuple[tuple[int, ...], ...]:
-    """Return so many patterns that use up all entities; none, where no patterns do."""
+    """Return `number` patterns that use up all entities; empty if that is impossible."""
     from scipy.optimize import LinearConstraint, milp  # only planning needs it
 
     if not len(patterns):
@@ -231,9 +231,9 @@ def _used_up(patterns: NDArray[np.int64], counts: NDArray[np.int64], number: int
 def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: float) -> Grouping:
     """Solve equation 3 as it was published, entity by entity, through cvxpy and SCIP.
 
-    The product (sum_j y_j) z is linear for a given number of groups, so each number is solved by itself; z x_ij, which
-    the bubble ratio brings in, is linear by w_ij = z x_ij with sum_j w_ij = z. Args, returns and errors are
-    `most_power`'s, and `Unsupported` where cvxpy or SCIP is not installed; small instances only.
+    The product (sum_j y_j) z is linear for a given number of groups, so each number is solved separately; the z x_ij
+    in the bubble ratio is linearized as w_ij = z x_ij with sum_j w_ij = z. Arguments, return value and errors are those
+    of `most_power`, plus `Unsupported` if cvxpy or SCIP is not installed; small instances only.
     """
     cvxpy = _with_scip()
     _check(kinds, micro_batches, least_memory)
@@ -255,7 +255,7 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
             cvxpy.sum(w, axis=1) == z,
             each * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (each - 1),
         ]
-        # Only what improves on larger numbers of groups is of interest.
+        # Only improvements on larger numbers of groups matter.
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
         problem.solve(solver="SCIP")
         if x.value is None:
@@ -268,7 +268,7 @@ def most_power_by_scip(kinds: Sequence[Kind], micro_batches: int, least_memory: 
 
 
 def _with_scip() -> Any:
-    """Return cvxpy, which only this needs."""
+    """Import and return cvxpy with SCIP."""
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
         known = "SCIP" in cvxpy.installed_solvers()
@@ -284,7 +284,7 @@ def _with_scip() -> Any:
 
 
 def _counted(kinds: Sequence[Kind], chosen: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    """Return how many of each kind every group has, from entities by groups."""
+    """Return the number of each kind in every group, from entities by groups."""
     kind_of = [k for k, kind in enumerate(kinds) for _ in range(kind.count)]
     groups = []
     for column in chosen.T:

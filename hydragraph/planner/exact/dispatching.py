@@ -1,11 +1,11 @@
-"""Give every sequence to a pipeline (Hydraulis, section 6.2).
+"""Dispatch of sequences to pipelines (Hydraulis, section 6.2).
 
 Equations of Hydraulis -> functions:
 
-    Eq. 2, what a pipeline takes at least        `local_search.finish` in mode EQ3, of `problem.problem_of`
-    Eq. 3, the largest over pipelines            `Dispatch.seconds`; `exact.exact_dispatch` solves it as published
+    Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, of `problem.problem_of`
+    Eq. 3, the largest over pipelines            `Dispatch.seconds`; `exact_assignment.exact_dispatch`, as published
     Alg. 1                                       `greedy`
-    a lower bound on Eq. 3 (the paper has none)  `dispatch_search.bounded`, with the room of `eq3_room`
+    a lower bound on Eq. 3 (the paper has none)  `spread_search.bounded`, with the room of `eq3_room`
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Method = Literal["search", "greedy", "longest first", "exact"]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which pipeline gets which sequences.
+    """Sequences of each pipeline.
 
     Attributes:
         pipelines: the caller's sequences of each pipeline, longest first.
         seconds: Eq. 3: the largest of sum (a l^2 + b l) + c + (PP - 1) T(longest).
-        bound: no dispatch has less.
+        bound: lower bound of any dispatch.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Dispatch:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a part of it."""
+        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -58,22 +58,22 @@ def dispatch(
     """Dispatch sequences to pipelines so that the last one finishes early.
 
     Args:
-        schemes: one per pipeline; their devices are all there are.
+        schemes: one per pipeline; together they use all devices.
         lengths: tokens per sequence; those of length 0 are left out.
-        profile: what each scheme costs.
+        profile: costs of each scheme.
         bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen, a constant of the pipeline.
         method: "greedy" is Alg. 1 (ties to the least loaded); "exact" solves Eq. 3 as an integer program through cvxpy
             (slow; small cases).
-        effort: how long to search; default: `Effort()`.
-        seed: of the search.
+        effort: search effort; default: `Effort()`.
+        seed: seed of the search.
 
     Raises:
-        Unsupported: a sequence is longer than every MaxLen, or the profile lacks a scheme.
+        Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
     """
     problem = problem_of(profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(problem)
     relaxed = bounded(problem, problem.cost, eq3_room(problem), placed)
-    # cvxpy is an extra, and slow to import: only who asks for the oracle needs it.
+    # cvxpy is an optional dependency, and slow to import: only this method needs it.
     if method == "exact":
         from hydragraph.planner.exact.exact_assignment import exact_dispatch
 
@@ -86,14 +86,14 @@ def dispatch(
 
 
 def greedy(problem: Problem, trials: int, seed: int) -> Ints:
-    """Return what Alg. 1 leads to [n], for so many shuffled orders."""
+    """Return the result of Alg. 1 [n] for `trials` shuffled orders."""
     # All trials draw from one generator: the same seed gives the same trials, and more trials begin with the same ones.
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
     return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
 
 
 def eq3_room(problem: Problem) -> Callable[[float], Floats]:
-    """Return how much work a pipeline of each kind can do by z: what its least bubble leaves."""
+    """Return a function for the work that a pipeline of each kind can do by z after its least bubble."""
     # A pipeline in use has at least the shortest sequence, and with it the least bubble.
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds

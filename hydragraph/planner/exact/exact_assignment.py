@@ -1,6 +1,7 @@
-"""The best of all: the paper's integer programs through cvxpy, and every assignment by its schedule; for small cases.
+"""Exact optima for small cases: the paper's integer programs through cvxpy, and enumeration by the schedule.
 
-It is the oracle of the tests. cvxpy is an extra: `pip install hydragraph[exact]`; `exact_assignment` needs numba alone.
+They are the oracle of the tests. cvxpy is an extra: `pip install hydragraph[exact]`; `exact_assignment` only needs
+numba.
 
 Equations of Hydraulis -> functions:
 
@@ -25,7 +26,7 @@ from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, In
 from hydragraph.planner.assignment.problem import Problem, problem_of
 from hydragraph.spec.assignment import Assignment
 
-# Sequences that `exact_assignment` takes: 8 of them have 545,835 orders of micro-batches on a single pipeline.
+# Maximum number of sequences of `exact_assignment`: 8 have 545,835 orders of micro-batches on a single pipeline.
 MOST = 8
 
 
@@ -44,7 +45,7 @@ def _cvxpy() -> Any:
 def exact_dispatch(problem: Problem) -> Ints:
     """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
 
-    A pipeline without sequences takes no time: its constants count where it is used.
+    A pipeline without sequences takes no time: its constants count only if it is used.
     """
     cp = _cvxpy()
     n = len(problem.lengths)
@@ -59,17 +60,17 @@ def exact_dispatch(problem: Problem) -> Ints:
     for j, row in enumerate(terms):
         kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
-        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the largest of all assigned.
+        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the maximum over all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
-        # A maximum of linear terms, as linear programs have it: a variable that is no less than any of them.
-        extra = cp.Variable()  # at least the constants of every sequence that it got
+        # A maximum of linear terms is expressed as a variable that is at least each of them.
+        extra = cp.Variable()  # at least the constants of every assigned sequence
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
     return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
 
 
 def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Solve Eq. 1: for each V, o[i, j] in {0, 1} with the least largest micro-batch of at most MaxLen tokens.
+    """Solve Eq. 1: for each V, o[i, j] in {0, 1} that minimise the largest micro-batch, of at most MaxLen tokens each.
 
     Returns:
         The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
@@ -81,7 +82,8 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # Eq. 1 multiplies by V: a program for each V stays linear. Beyond the range of Appendix C only where capacity asks.
+    # Eq. 1 multiplies by V: one program per V stays linear. V beyond the range of Appendix C is used only if capacity
+    # requires it.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):
@@ -100,12 +102,12 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
 
 
 def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
-    """Return the micro-batch of each sequence that makes the largest least; None: so many cannot hold them."""
+    """Return the assignment to `count` micro-batches that minimises the largest; None if they cannot hold all."""
     cp = _cvxpy()
     o = cp.Variable((len(work), count), boolean=True)
     largest = cp.Variable()
     constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
-    # Micro-batches are interchangeable, so sequence i only needs the first i + 1: fewer symmetric solutions to exclude.
+    # Micro-batches are interchangeable, so sequence i only needs the first i + 1, which excludes symmetric solutions.
     constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
     program = cp.Problem(cp.Minimize(largest), constraints)
     program.solve(solver=cp.HIGHS)
@@ -113,10 +115,10 @@ def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) ->
 
 
 def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[float, Assignment]:
-    """Return the assignment that finishes first of all there are, with any number of micro-batches in any order.
+    """Return the best of all assignments, with any number of micro-batches in any order, and its end.
 
     Raises:
-        ValueError: there are more than `MOST` sequences, or costs that are no constants.
+        ValueError: more than `MOST` sequences, or costs that are not constants.
         Unsupported: a sequence is longer than every MaxLen.
     """
     problem = problem_of(pipelines, lengths, formed=True)
@@ -124,14 +126,14 @@ def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     n = len(problem.lengths)
     if n > MOST or not terms.faithful.all():
         raise ValueError(f"{n} sequences, at most {MOST} of them: all assignments are too many, or costs are tables")
-    # Of every subset of the sequences, the best that a pipeline of each kind can do with it alone.
+    # For every subset of the sequences, the best that a pipeline of each kind can do with it alone.
     alone = [
         _every_subset(problem.lengths, float(kind.max_len), terms, k)
         if n
         else (np.zeros(1), np.zeros((1, 0), np.int64))
         for k, kind in enumerate(problem.kinds)
     ]
-    # Pipeline by pipeline: the best of all ways to give the first ones a subset, and how much of it the last one got.
+    # Pipeline by pipeline: the best way to give the first ones a subset, and the part that the last one gets.
     ends = np.full(1 << n, np.inf)
     ends[0] = 0.0
     shares = []
@@ -164,7 +166,7 @@ def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
 
 @compiled
 def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int) -> tuple[Floats, Ints]:
-    """Return of every subset of the sequences (bit i: sequence i) the least end, and each one's place in the order."""
+    """Return the least end of every subset of the sequences (bit i: sequence i), and each one's place in the order."""
     n = len(lengths)
     stages = terms.stages[kind]
     ends = np.full(1 << n, np.inf)
@@ -175,14 +177,14 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
     squares = np.zeros(n)
     tokens = np.zeros(n)
     group = np.zeros(n, np.int64)
-    most = np.zeros(n, np.int64)  # the largest group so far, as of each member
+    most = np.zeros(n, np.int64)  # the largest group up to each member
     order = np.zeros(n, np.int64)
     for subset in range(1, 1 << n):
         members = np.array([i for i in range(n) if subset >> i & 1])
         count = len(members)
         group[:] = 0
         most[:] = 0
-        # Groups as restricted growth strings: a member opens at most the group behind those that are there.
+        # Groups as restricted growth strings: a member opens at most the group after the existing ones.
         while True:
             groups = most[count - 1] + 1
             squares[:] = 0.0
@@ -220,7 +222,7 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
 
 @compiled
 def _next_order(order: Ints, count: int) -> bool:
-    """Turn an order into the next one of the dictionary, in place; False behind the last one."""
+    """Advance an order to its lexicographic successor, in place; return False after the last one."""
     x = count - 2
     while x >= 0 and order[x] > order[x + 1]:
         x -= 1

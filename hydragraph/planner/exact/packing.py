@@ -31,11 +31,11 @@ class Packing:
     """Micro-batches of one pipeline.
 
     Attributes:
-        micro_batches: the caller's sequences in each, in the order in which they run.
-        seconds: of the objective: "published" (PP - 1 + V) max cost (Eq. 1), "sum": sum of costs + (PP - 1) max cost,
-            "1f1b": the recurrence.
+        micro_batches: the caller's sequences in each, in execution order.
+        seconds: value of the objective: "published" (PP - 1 + V) max cost (Eq. 1), "sum": sum of costs + (PP - 1) max
+            cost, "1f1b": the recurrence.
         seconds_1f1b: the 1F1B recurrence in this order.
-        bound: no packing with V in the range of Eq. 1 has a smaller objective.
+        bound: lower bound of the objective for any packing with V in the range of Eq. 1.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class Packing:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a part of it."""
+        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -62,17 +62,17 @@ def pack(
     """Pack sequences into micro-batches of at most MaxLen tokens.
 
     Args:
-        scheme: of the pipeline.
-        profile: what the scheme costs.
+        scheme: scheme of the pipeline.
+        profile: costs of the scheme.
         lengths: tokens per sequence; those of length 0 are left out.
-        devices: that share the sharded state, which MaxLen depends on; default: this pipeline's own.
+        devices: number of devices that share the sharded state, which determines MaxLen; default: this pipeline's own.
         objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" takes the better of both in
             the order in which the true recurrence finishes first, so it is never worse than either.
         method: "exact" solves Eq. 1 as an integer program through cvxpy (slow; small cases).
-        kicks: how long to search for each number of micro-batches.
+        kicks: search effort for each number of micro-batches.
 
     Raises:
-        Unsupported: a sequence is longer than MaxLen, or the profile lacks the scheme.
+        Unsupported: a sequence is longer than MaxLen, or the profile does not contain the scheme.
     """
     pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
     if method == "exact":
@@ -93,12 +93,12 @@ def pack_pipeline(
     """Pack sequences for one pipeline; see `pack`.
 
     Args:
-        pipeline: what it costs.
+        pipeline: its cost.
         lengths, objective, kicks: see `pack`.
-        climb: rounds of improving the order in which micro-batches run.
+        climb: rounds of improving the order of micro-batches.
     """
     if objective == "1f1b":
-        # No search goes by the recurrence itself: the better of both packings, each in its best order, stands for it.
+        # No search optimizes the recurrence directly: take the better of both packings, each in its best order.
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
         packing = min(both, key=lambda p: p.seconds_1f1b)
         return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
@@ -122,18 +122,18 @@ def pack_sorted(
     """Pack sequences that are sorted by length, descending.
 
     Args:
-        pipeline: what it costs.
+        pipeline: its cost.
         order: the caller's index of each [n].
         work: a l^2 + b l of each, in seconds [n].
         lengths: tokens of each [n].
-        terms: of the pipeline's kind; see `local_search`.
+        terms: row of the pipeline's kind; see `local_search`.
         objective, kicks, climb: see `pack_pipeline`; not "1f1b".
     """
     which = EQ1 if objective == "published" else SUM
     seconds, bound, count, placed, end = form_in_order(
         np.ascontiguousarray(work), lengths, terms, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
     )
-    # Back to what the caller calls the sequences.
+    # Convert back to the caller's indices.
     batches: list[list[int]] = [[] for _ in range(count)]
     for i, j in zip(order.tolist(), placed.tolist(), strict=True):
         batches[j].append(i)

@@ -2,8 +2,8 @@
 
     T(n layers) = sum over the binary digits of n of T(2^i layers)    (its equation 5)   `Powers.seconds`
 
-It takes whole stages of 1, 2, 4, ... layers to measure; `cost.fitting` takes one block, and fits what lengths change,
-too. `python benchmarks/plans.py --only profile` holds both against measured stages.
+It requires measurements of whole stages of 1, 2, 4, ... layers; `cost` measures one block, and also fits the effect of
+lengths. `python benchmarks/plans.py --only profile` compares both with measured stages.
 
 Example: 1, 2 and 4 layers take 1.1, 2.0 and 3.9 s. Five layers are 4 + 1: 5.0 s; seven are 4 + 2 + 1: 7.0 s.
 """
@@ -22,10 +22,10 @@ class Powers:
     measured: tuple[float, ...]
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of a stage of so many layers.
+        """Return the seconds of a stage of `layers` layers.
 
         Raises:
-            Unsupported: a power of two that it needs was not measured.
+            Unsupported: a required power of two was not measured.
         """
         if layers.bit_length() > len(self.measured):
             raise Unsupported(
@@ -37,5 +37,5 @@ class Powers:
 
 
 def powers_to(layers: int) -> tuple[int, ...]:
-    """Return the numbers of layers that have to be measured to price stages of up to so many."""
+    """Return the numbers of layers to measure for stages of up to `layers` layers."""
     return tuple(1 << i for i in range(layers.bit_length()))

@@ -1,4 +1,4 @@
-"""Candidate strategies, one method a file: groups of devices, pipelines, layers and memory of each.
+"""Candidate strategies, one method per file: groups of devices, pipelines, and the layers and memory of each.
 
 A candidate's exact price is in `planner/price_candidate.py`. The search over candidates is in `planner/plan.py`.
 """

@@ -1,16 +1,16 @@
-"""Propose strategies from the data's length histogram (Hydraulis, section 7).
+"""Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
 The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here the question is
-turned round: by a time t, how many devices F(l) do the sequences of length <= l need?
+inverted: for a time t, how many devices F(l) do the sequences of length <= l need?
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
-where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t can
-be kept, so bisection finds t[N][L], in a time that does not depend on N; one F gives the plans of all lengths at once.
+where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t is
+feasible, so bisection finds t[N][L], in a time independent of N; one F gives the plans of all lengths at once.
 
     N, L        devices, and the longest length
     l, l'       lengths in levels of 128 tokens: `upto` and `above` in code
-    k           a scheme;  d  how many pipelines of it, a multiple of 0.1, since a pipeline may serve several intervals
+    k           a scheme;  d  its number of pipelines, a multiple of 0.1, because a pipeline may serve several intervals
     S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
@@ -18,7 +18,7 @@ Example: two levels; <tp1> takes the first in 4 s and cannot take the second; <t
 
     t = 2  <tp1> needs 2 x 1 device for the first, <tp2> 1.3 x 2 = 2.6; <tp2> needs 1.5 x 2 = 3 for the second
     F(1) = 2, and F(2) = 2 + 3 = 5: less than 2.8 x 2 = 5.6, <tp2> alone
-    so 5 devices keep t = 2, by 2 <tp1> and 1.5 <tp2>; on them that rounds to 2 <tp1> + <tp2>, on 6 to 2 <tp1> + 2 <tp2>
+    so 5 devices suffice for t = 2, with 2 <tp1> and 1.5 <tp2>; 5 round to 2 <tp1> + <tp2>, 6 to 2 <tp1> + 2 <tp2>
 
 Equations of Hydraulis -> functions:
 
@@ -47,20 +47,20 @@ from hydragraph.planner.assignment.local_search import Floats, Ints
 # Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Levels: no mini-batch worth a strategy of its own is shorter.
+# Minimum level of a proposal: shorter mini-batches do not deserve their own strategy.
 SHORTEST = 8
-# Ratio of neighbouring times that are tried, from the best time down, for plans of shorter contexts.
+# Ratio of successive times, from the best time down, for plans of shorter contexts.
 SWEEP = 1.03
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """The data as the proposal sees it.
+    """Work of the data by length and scheme.
 
     Attributes:
-        schemes: that fit some sequence [K].
-        devices: of each [K].
-        levels: how many levels of length each can take [K].
+        schemes: schemes that fit some sequence [K].
+        devices: devices of each [K].
+        levels: number of levels of length that each can take [K].
         work: seconds of all sequences up to each level, on one pipeline of each scheme [K, levels + 1].
     """
 
@@ -85,8 +85,8 @@ class Proposal:
     """The best fractional strategy for sequences up to a length.
 
     Attributes:
-        seconds: t[N][L], in the units of the lengths given: all of them are computed in this time.
-        shares: which scheme takes which lengths.
+        seconds: t[N][L], time to compute all given lengths.
+        shares: the lengths of each scheme.
     """
 
     seconds: float
@@ -99,17 +99,17 @@ def propose(
     """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
 
     Args:
-        profile: what each scheme costs.
-        lengths: of the data, or a sample of it; longer ones count as `context`.
-        devices: how many there are; a strategy may leave some idle.
+        profile: costs of each scheme.
+        lengths: lengths of the data, or a sample of it; longer ones count as `context`.
+        devices: number of devices; a strategy may leave some idle.
         context: the longest sequence, in tokens.
-        limit: how many to return at most.
+        limit: maximum number of strategies to return.
 
     Raises:
-        Unsupported: no measured scheme takes `context` tokens on so many devices.
+        Unsupported: no measured scheme takes `context` tokens on this number of devices.
     """
     data = histogram(profile, lengths, devices, context)
-    # Several proposals round to the same strategy; it is priced once, for the length of the first that leads to it.
+    # Several proposals round to the same strategy; it is priced once, for the length of the first one.
     expected: dict[tuple[Scheme, ...], float] = {}
     for proposal in proposals(data, devices):
         for strategy in roundings(proposal, profile, devices, context):
@@ -130,7 +130,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
-    # A scheme takes whole levels only, except that one whose MaxLen is the context takes the last level too.
+    # A scheme takes only whole levels, except that one whose MaxLen is the context also takes the last level.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -145,7 +145,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        # The histogram knows no micro-batches, so every sequence bears its part of the c of a full one.
+        # The histogram does not model micro-batches, so every sequence bears its share of the c of a full one.
         seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
         rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
@@ -162,12 +162,12 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
     Args:
         t: seconds that all sequences may take.
-        steps: per device and pipeline.
-        devices: of each scheme [K].
-        levels: how many levels each scheme can take [K].
+        steps: steps per device and pipeline.
+        devices: devices of each scheme [K].
+        levels: number of levels that each scheme can take [K].
         work: seconds up to each level on one pipeline of each scheme [K, levels + 1].
-        units: where to write F of each level [levels + 1].
-        by, below: where to write the scheme of the last interval up to each level, and the level above which it begins.
+        units: output: F of each level [levels + 1].
+        by, below: output: the scheme of the last interval up to each level, and the level above which it begins.
     """
     last = work.shape[1] - 1
     units[0] = 0
@@ -178,9 +178,9 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         for k in range(len(devices)):
             if upto > levels[k]:
                 continue
-            # From the shortest interval on: the longer it is, the more pipelines it needs.
+            # Start with the shortest interval: longer ones need more pipelines.
             for above in range(upto - 1, -1, -1):
-                # A little less than exact, so that rounding does not ask for a tenth of a pipeline more.
+                # Slightly less than exact, so that rounding does not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
@@ -199,7 +199,7 @@ def proposals(data: Histogram, devices: int) -> list[Proposal]:
     """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
     plans = [least(data, devices)]
     t = plans[0].seconds
-    # In less time the devices suffice up to a shorter length only; F is there for all lengths, so each t gives a plan.
+    # In less time the devices suffice only for a shorter length; F covers all lengths, so each t gives a plan.
     while True:
         t /= SWEEP
         units, by, below = _needs(t, data)
@@ -211,11 +211,11 @@ def proposals(data: Histogram, devices: int) -> list[Proposal]:
 
 
 def least(data: Histogram, devices: int) -> Proposal:
-    """Return t[N][L] and its plan, by bisection; each plan found is priced exactly, which ends the search."""
+    """Return t[N][L] and its plan, by bisection; plans are priced exactly, which ends the search."""
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
-    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # a tenth of one pipeline does it all
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough for a tenth of one pipeline
     best: Proposal | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2
@@ -224,7 +224,7 @@ def least(data: Histogram, devices: int) -> Proposal:
             plan = _proposal(data, last, units, by, below)
             if best is None or plan.seconds < best.seconds:
                 best = plan
-            # d is rounded up, so the plan itself takes less than t: below its seconds is where to look on.
+            # d is rounded up, so the plan itself takes less than t: continue below its seconds.
             high = min(t, best.seconds)
         elif best is None:
             high *= 2
@@ -262,14 +262,14 @@ def roundings(proposal: Proposal, profile: Schemes, devices: int, context: int) 
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
-    # One scheme may serve several intervals, in fractions: it is their sum that is rounded.
+    # One scheme may serve several intervals, in fractions, whose sum is rounded.
     schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # Where one pipeline more of the rounding still fits, the strategy with it contains this one: only that is kept.
+    # Keep only maximal strategies: if one more pipeline still fits, another strategy contains this one.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -280,12 +280,12 @@ def roundings(proposal: Proposal, profile: Schemes, devices: int, context: int) 
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Return an estimate of a strategy's time for all sequences up to a level, infinite where it cannot take them.
+    """Return an estimate of a strategy's time for all sequences up to a level, infinite if it cannot take them.
 
-    All pipelines that take a level share it in proportion to their speed. Sequences above any pipeline's reach can only
-    go to the others, so the same holds of what is above each reach alone; the largest of these times counts.
+    All pipelines that take a level share it in proportion to their speed. Sequences above a pipeline's reach can only
+    go to the others, so the same holds for the sequences above each reach alone; the largest of these times counts.
     """
-    # What the proposal's shares said is gone after rounding: who takes which level is decided anew, by speed alone.
+    # Rounding invalidates the proposal's shares: levels are redistributed by speed alone.
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
     reach = max(int(data.levels[index[s]]) for s in strategy)
@@ -295,9 +295,9 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
 
 
 def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
-    """Return the largest, over the schemes' reaches, of the time that the levels above it take."""
+    """Return the maximum, over the schemes' reaches, of the time for the levels above."""
     of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
-    # Pipelines that share a level work at the sum of their rates; sequences above a reach leave fewer of them to share.
+    # Pipelines that share a level work at the sum of their rates; above a reach, fewer of them share.
     used = np.flatnonzero(counts)
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):

@@ -1,14 +1,14 @@
-"""Metis's planner for devices of several types, the memory-aware one, and the exact optimum of what both search.
+"""Metis's planner for devices of several types, its memory-aware variant, and the exact optimum of their search space.
 
-A plan divides all devices, types one after the other, into stages of consecutive ranks; each stage has its own degrees
+A plan divides all devices, one type after the other, into stages of consecutive ranks; each stage has its own degrees
 of data and tensor parallelism and its own layers. Papers: Metis (USENIX ATC 2024) and Improved Intra-Operator
-Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints beside these. It has
-its own cost model; the same search on `Costs` is `planner/generators/metis_stages.py`.
+Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints for comparison. The
+package has its own cost model; the same search on `Costs` is `planner/generators/metis_stages.py`.
 """
 
 from hydragraph import attributes
 
-# Imported when first used, so that its files may import one another by their package.
+# Imported on first use, so that its modules may import one another through the package.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner.metis",
     {

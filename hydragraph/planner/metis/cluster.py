@@ -1,4 +1,4 @@
-"""The devices that Metis plans for: types with a bandwidth and a memory each, in nodes."""
+"""The devices that Metis plans for: nodes of typed devices with a bandwidth and memory per type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class DeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: between two of them, in units of 2^20 bytes per millisecond. Metis never uses the one between nodes.
+        bandwidth: bandwidth between two devices in a node, in units of 2^20 bytes per millisecond. Metis never uses
+            the one between nodes.
         memory_gb: capacity of one device, in units of 2^30 bytes.
     """
 
@@ -39,9 +40,9 @@ class Cluster:
     """Nodes of devices; their sizes may differ.
 
     Attributes:
-        types: by name.
-        nodes: each one's type and number of devices. The order in which types first appear here is the order in which
-            Metis's own search walks them.
+        types: types by name.
+        nodes: type and number of devices of each node. The order in which types first appear here is the order in
+            which Metis's own search visits them.
     """
 
     types: Mapping[str, DeviceType]
@@ -59,7 +60,7 @@ class Cluster:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many devices there are of each type, in the order of the nodes."""
+        """Number of devices of each type, in the order of the nodes."""
         counts: Counter[str] = Counter()
         for kind, devices in self.nodes:
             counts[kind] += devices
@@ -67,12 +68,12 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return sum(self.counts.values())
 
     @staticmethod
     def load(hosts: str | Path, types: str | Path) -> Cluster:
-        """Read Metis's own files: lines like `0.0.0.1 slots=4`, and JSON that says by address what a node is."""
+        """Read Metis's own files: lines like `0.0.0.1 slots=4`, and JSON that describes nodes by address."""
         record = json.loads(Path(types).read_text(encoding="utf-8"))
         nodes = []
         for line in Path(hosts).read_text(encoding="utf-8").splitlines():
@@ -89,7 +90,7 @@ class Cluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | Cluster) -> Cluster:
-        """Return a cluster of hydragraph's as Metis sees it: a type's least link inside a node, and its memory."""
+        """Return a hydragraph cluster in Metis's terms: the slowest link inside a node of each type, and its memory."""
         if isinstance(cluster, Cluster):
             return cluster
         types: dict[str, DeviceType] = {}

@@ -1,4 +1,4 @@
-"""The ways to divide ranks into stages of 1, 2, 4, ... consecutive ranks."""
+"""Divisions of ranks into stages of 1, 2, 4, ... consecutive ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from hydragraph.planner.metis.problem import Ints
 
-# Divisions that are looked at by one call of a compiled function.
+# Number of divisions per call of a compiled function.
 _CHUNK = 4096
 
 
 def divisions(ranks: int, stages: int) -> Iterator[Ints]:
-    """Yield Metis's divisions of ranks into stages, in arrays of a row per division [G, S].
+    """Yield Metis's divisions of ranks into stages, as arrays with a row per division [G, S].
 
     No stage has less than ranks // stages: at the variance of 1 and without a limit on permutations, as in Table 1.
 
@@ -29,12 +29,12 @@ def divisions(ranks: int, stages: int) -> Iterator[Ints]:
 
 
 def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]:
-    """Yield how often each size is taken, so that so many stages have so many ranks."""
+    """Yield the possible numbers of stages of each size for `stages` stages with `ranks` ranks in total."""
     if not sizes:
         if not ranks and not stages:
             yield Counter()
         return
-    # The largest size is decided first: what remains has to fit between the least and the largest that is left.
+    # The largest size is decided first; the rest must lie between the least and the largest remaining sizes.
     *smaller, largest = sizes
     for many in range(min(stages, ranks // largest), -1, -1):
         others = stages - many
@@ -45,7 +45,7 @@ def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]
 
 
 def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every different order of a multiset, the largest first."""
+    """Yield every distinct order of a multiset, the largest first."""
     row: list[int] = []
     left = dict(sorted(counts.items(), reverse=True))
     total = sum(counts.values())

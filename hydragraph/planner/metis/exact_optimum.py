@@ -6,23 +6,23 @@ cost is a sum over stages and three maxima,
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-with t a stage's milliseconds of a micro-batch, o its update and g its gradients. A *label* is what the stages so far
-add up to: (sum, t, o, g). At the same ranks and layers, label A makes B needless if
+with t a stage's milliseconds of a micro-batch, o its update and g its gradients. A *label* is the total of the stages
+so far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
 
     A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
 
-for whatever follows both, A costs no more. What follows costs at least some t, o and g (`least`, by the same recurrence
-backwards), so a label's t, o and g are first raised to those: then more labels make others needless.
+because A then costs no more for any completion of both. Every completion has at least some t, o and g (`least`, by the
+same recurrence backwards), so a label's t, o and g are first raised to those: then labels dominate more others.
 
-What follows a label also costs a sum, which is larger where its stages must be fast. `sums[k]` is the least sum of
+A completion also adds a sum, which is larger if its stages must be fast. `sums[k]` is the least sum of
 stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs at least
-(B - 1) caps[k - 1] + sums[k]; a label is dropped where, for every k, this reaches the best plan that is known. The
-plans behind `sums` are themselves good ones. Orders and numbers of micro-batches come by their own bound, the least
-first, and those that reach the best plan are never looked at.
+(B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. The
+plans behind `sums` are themselves good ones. Orders and numbers of micro-batches are processed by their own bound, the
+least first, and those that reach the best plan are skipped.
 
 Example: L = 2 layers of 4 ms each, two ranks, B = 4. One rank per stage and layer: 3 * 4 + 4 + 4 = 20 ms. Both ranks in
 one stage, 3.5 ms for both layers: 3 * 3.5 + 3.5 = 14 ms, less. After one rank and one layer the label is (sum 4, t 4),
-and what follows adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so it is dropped.
+and a completion adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so it is dropped.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, Problem, Tables
 
 _MIB = 1024.0 * 1024.0
-# Caps on the slowest stage, between the least there can be and the most that the best plan allows.
+# Number of caps on the slowest stage, between its least time and the most that the best plan allows.
 _CAPS = 8
-# A bound reaches the best plan unless it is smaller by more than rounding.
+# Relative rounding error within which a bound counts as reaching the best plan.
 _ROUNDING = 1e-12
 
 
 class Options(NamedTuple):
-    """What a stage can be, for one order of types and one B, sorted by first rank.
+    """Possible stages for one order of types and one B, sorted by first rank.
 
     Attributes:
         begin: the first option of each rank, and the end [N + 1].
         size: ranks [O].
         dp: replicas [O].
         tp: ranks of a replica [O].
-        first_row: of `upto`: a stage takes the largest difference of its rows [O + 1].
+        first_row: first row of `upto`: a stage takes the largest difference of its rows [O + 1].
         upto: milliseconds of the first layers [R, L + 1].
-        held: MB of the first layers, on the type that needs most [O, L + 1] by `memory_row`.
-        memory_row: which row of `held` an option has [O].
+        held: MB of the first layers, on the type that needs most [rows, L + 1], indexed by `memory_row`.
+        memory_row: row of `held` of an option [O].
         limit: MB of its devices, together or of the smallest [O].
         bandwidth: the least of its types [O].
-        samples: of a micro-batch, per replica [O].
-        sync: B times what is not in layers, if the stage is the last [O].
-        ahead: the largest bandwidth that a stage beginning at each rank can have [N + 1].
+        samples: samples of a micro-batch, per replica [O].
+        sync: B times the time outside layers, if the stage is the last [O].
+        ahead: the largest bandwidth of a stage that begins at each rank [N + 1].
     """
 
     begin: Ints
@@ -110,7 +110,7 @@ def options_of(
     held = np.zeros((1024, layers + 1))
     rows = 0
     held_rows = 0
-    # Stages of one type, degree and size share their row of memory.
+    # Stages of one type, degree and size share a row of memory.
     shared = np.full((tables.bandwidth.size, degrees, tables.size_at.size), -1, dtype=np.int64)
     count = 0
     for start in range(ranks):
@@ -193,7 +193,7 @@ def options_of(
 
 @compiled
 def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
-    """Write the MB of the first layers of a stage, each layer on the type that needs most of it."""
+    """Write the MB of the first layers of a stage, each layer on the type that needs most for it."""
     for layer in range(tables.share.size):
         most = 0.0
         for rank in range(start, start + group):
@@ -206,7 +206,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write the milliseconds of the different replicas of a stage of several types; return the end, -1 if unknown."""
+    """Write the milliseconds of the distinct replicas of a stage of several types; return the end, -1 if unknown."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):
@@ -246,7 +246,7 @@ def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return the numbers that a stage with layers up to end - 1 hands to the next."""
+    """Return the numbers that a stage with layers up to end - 1 sends to the next."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -254,7 +254,7 @@ def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
 
 @compiled
 def updating(tables: Tables, o: Options, option: int, count: int) -> float:
-    """Return the milliseconds of the optimizer for so many layers."""
+    """Return the milliseconds of the optimizer for `count` layers."""
     return float(tables.optimizer / o.tp[option] * count / tables.share.size)
 
 
@@ -268,17 +268,17 @@ def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> 
 
 @compiled
 def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
-    """Return what follows ranks n and layers l at least, for every n and l.
+    """Return lower bounds of completions after ranks n and layers l, for every n and l.
 
     Args:
         tables: see `Tables`.
         o: the options.
-        caps: on the milliseconds of a stage, ascending [K].
+        caps: caps on the milliseconds of a stage, ascending [K].
 
     Returns:
-        sums: the least sum over stages, none slower than each cap [N + 1, L + 1, K]; infinite where there is no way.
-        least: the least that the largest t, o and g can be [N + 1, L + 1, 3].
-        option, end: the first stage of the way behind `sums` [N + 1, L + 1, K].
+        sums: the least sum over stages, none slower than each cap [N + 1, L + 1, K]; infinite if none exists.
+        least: lower bounds of the maximum t, o and g [N + 1, L + 1, 3].
+        option, end: the first stage of the completion behind `sums` [N + 1, L + 1, K].
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
@@ -347,19 +347,19 @@ def way(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
 def best_labels(
     tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
 ) -> tuple[Ints, int]:
-    """Look for a plan of at least `fewest` stages that costs less than `best`.
+    """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        Its rows as `way` has them, without a stage if there is none; and how many labels were looked at.
+        Its rows as in `way`, without a stage if none is found; and the number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and what it still has to hand on: numbers, and the bandwidth on its side.
+    # A label: sum, t, o, g, and the pending transfer: numbers, and the bandwidth on its side.
     value = np.zeros((room, 6))
-    # Where it comes from: the label before, the option, the layers up to its end; the next at the same place; and how
-    # many stages it has, counted up to `fewest`.
+    # Its origin: the previous label, the option, the layers up to its end; the next label at the same place; and
+    # its number of stages, counted up to `fewest`.
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)
@@ -435,7 +435,7 @@ def best_labels(
 def added(
     origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
 ) -> tuple[Ints, Floats, int]:
-    """Write a label behind the others, in larger arrays where they are full; return the arrays and the new count."""
+    """Append a label, in larger arrays if they are full; return the arrays and the new count."""
     if made == value.shape[0]:
         value = np.concatenate((value, np.zeros_like(value)))
         origin = np.concatenate((origin, np.zeros_like(origin)))
@@ -450,7 +450,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return how much more than another label one costs at most by its t, o and g, whatever follows both."""
+    """Return the maximum extra cost of one label over another from its t, o and g, for any completion of both."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -460,10 +460,10 @@ def excess(batches: int, one: Floats, other: Floats) -> float:
 def is_needless(
     value: Floats, origin: Ints, head: int, new: Floats, stages: int, soonest: float, batches: int, slow: float
 ) -> bool:
-    """Return whether a label at the same place is as good as a new one, whatever stage comes next.
+    """Return whether an existing label at the same place is as good as the new one, for any next stage.
 
-    What they hand on depends on that stage's bandwidth, so the one has to be better at the least, `slow`, than the new
-    one is at the largest, unless both hand on the same.
+    The pending transfer depends on that stage's bandwidth, so the existing label must be better at the least, `slow`,
+    than the new one at the largest, unless both transfers are equal.
     """
     label = head
     while label >= 0:
@@ -490,7 +490,7 @@ def drop_needless(
     batches: int,
     fast: float,
 ) -> None:
-    """Take the labels that a new one makes needless out of their place's list."""
+    """Remove the labels that a new one dominates from their place's list."""
     before = -1
     label = heads[rank, layer]
     while label >= 0:
@@ -541,7 +541,7 @@ class _Case(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best plan: its order of types, micro-batches and rows as `way`, its cost, and the labels looked at."""
+    """The best plan: its order of types, micro-batches and rows as in `way`, its cost, and the number of labels."""
 
     types: tuple[str, ...]
     batches: int
@@ -559,14 +559,14 @@ def optimum(
     known: Optimum | None = None,
     until: float | None = None,
 ) -> Optimum | None:
-    """Return the plan of least cost; None: nothing fits.
+    """Return the plan of least cost, or None if no plan fits.
 
     Args:
-        problem: what is planned.
+        problem: the problem.
         mixed_tp: whether a replica may have devices of several types.
-        smallest: the least ranks of a stage; all powers of two from there on are looked at.
+        smallest: the least ranks of a stage; all powers of two from there on are searched.
         fewest: the least number of stages.
-        known: a plan that is already known: it is returned where there is no better one.
+        known: a known plan, which is returned if there is no better one.
         until: after this time (of `time.monotonic`) the best plan so far is returned.
     """
     tables = problem.tables
@@ -603,16 +603,16 @@ def _late(until: float | None) -> bool:
 
 
 def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
-    """Return the best plan with what one case has to offer, and the labels looked at."""
+    """Return the better of the best plan and the results of one case, and the number of labels."""
     tables = problem.tables
     batches = case.batches
     lowest = case.least[0, 0, 0]
     caps = np.full(1, np.inf)
     if batches > 1 and best is not None:
-        # A slower stage than this makes the pipeline alone cost as much as the best plan.
+        # With a slower stage than this, the pipeline alone costs as much as the best plan.
         others = batches * tables.generator + case.least[0, 0, 1] + case.least[0, 0, 2] + case.sums[0, 0, 0]
         highest = (best.cost - others) / (batches - 1)
-        # The sums may be computed in another order than the slowest stage was: equal ones must not exclude each other.
+        # The sums may be computed in another order than the slowest stage: equal ones must not exclude each other.
         caps = np.geomspace(lowest, max(lowest, highest), _CAPS) * (1.0 + _ROUNDING)
     sums, least, chosen, ends = bounds_of(tables, case.options, caps)
     for k in range(len(caps)):
@@ -628,7 +628,7 @@ def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) ->
 
 
 def _better(problem: Problem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
-    """Return the better one of the best plan so far and another, which is priced in full."""
+    """Return the better of the best plan so far and another, which is priced in full."""
     groups, dp, tp = rows[:3, :-1].copy()
     found = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
     cost = float(found.sum())
@@ -642,5 +642,5 @@ def _bound(problem: Problem, batches: int, sums: Floats, least: Floats) -> float
 
 
 def _divisors(number: int) -> list[int]:
-    """Return what divides a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]

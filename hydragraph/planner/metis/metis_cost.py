@@ -1,22 +1,22 @@
-"""What an iteration of a plan takes by Metis's cost model, and how a stage of several types shares its samples.
+"""Metis's cost model of an iteration, and its distribution of samples in a stage of several types.
 
-    s, S      a stage, and how many; its ranks are dp * tp, its layers a to b - 1
+    s, S      a stage, and the number of stages; its ranks are dp * tp, its layers a to b - 1
     B, mbs    micro-batches of an iteration; samples of one per replica, batch // dp // B
 
 A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
 over its replicas by their speed at one sample, and a replica takes, for its share, the sum over the share's binary
-digits: 5 samples take what 4 and 1 take. Then
+digits: 5 samples take the time of 4 plus that of 1. Then
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
-          + B max over types of the last stage of sync        what is not in layers
+          + B max over types of the last stage of sync        time outside layers
           + max_s optimizer / tp * (b - a) / L                update
           + max_s 2 (dp - 1) / dp * bytes / tp / bandwidth    gradients
-          + sum_{s < S - 1} numbers handed on / bandwidth     activations (numbers, not bytes: so Metis has it)
+          + sum_{s < S - 1} numbers sent / bandwidth          activations (numbers, not bytes, as in Metis)
           + B generator                                       data
 
-with the least bandwidth of any type in a stage, or in a stage and its next. Metis names the sum "cost": milliseconds.
+with the least bandwidth of any type in a stage, or in a stage and its next. Metis calls the sum "cost": milliseconds.
 
-Example: two stages that take 3 and 5 ms, B = 4, nothing else: 3 * 5 + 3 + 5 = 23 ms.
+Example: two stages that take 3 and 5 ms, B = 4, no other costs: 3 * 5 + 3 + 5 = 23 ms.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generato
 def parts(plan: Plan) -> dict[str, float]:
     """Return the milliseconds of each part of a plan's iteration; they add up to its cost.
 
-    A plan that loses layers, or has a stage without, is priced as Metis prices it: `Plan.faults` says what is wrong.
+    A plan that loses layers, or has an empty stage, is priced as Metis prices it: see `Plan.faults`.
 
     Raises:
-        ValueError: the profile has not measured what a stage does.
+        ValueError: the profile has no measurement for a stage.
     """
     tables = plan.problem.tables
     dp, tp = (np.array(column, dtype=np.int64) for column in zip(*plan.degrees, strict=True))
@@ -62,7 +62,7 @@ def parts(plan: Plan) -> dict[str, float]:
 
 
 def cost(plan: Plan) -> float:
-    """Return the milliseconds that an iteration of a plan takes by Metis's cost model, all of its stages counted.
+    """Return the milliseconds of a plan's iteration by Metis's cost model, with all of its stages counted.
 
     Raises:
         ValueError: see `parts`.
@@ -77,7 +77,7 @@ def cost(plan: Plan) -> float:
 def price(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
 ) -> Floats:
-    """Return the parts [6] of a cost, infinite where something was not measured.
+    """Return the parts [6] of a cost, infinite if something was not measured.
 
     Args:
         tables: see `Tables`.
@@ -87,7 +87,7 @@ def price(
         tp: ranks of a replica [S].
         bounds: first layer of each stage, and the end [S + 1].
         batches: B.
-        count: how many stages to look at; S, or 1 for the plans of which Metis costs the first stage only.
+        count: number of stages to price; S, or 1 for plans that Metis prices by the first stage only.
     """
     layers = tables.share.size
     found = np.zeros(6)
@@ -130,7 +130,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether a group's devices are of one type; those of a type follow each other."""
+    """Return whether a group's devices are of one type; devices of a type are consecutive."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
@@ -146,7 +146,7 @@ def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float
 
 @compiled
 def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
-    """Return what a micro-batch takes besides its layers, on the slowest type of a group; infinite if unknown."""
+    """Return the milliseconds of a micro-batch outside its layers, on a group's slowest type; infinite if unknown."""
     m = size_index(tables, mbs)
     most = -np.inf
     for rank in range(start, start + size):
@@ -161,7 +161,7 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 
 @compiled
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
-    """Return the bytes of parameters that one rank of a stage holds."""
+    """Return the bytes of parameters on one rank of a stage."""
     middle = end - first
     found = 0.0
     if first == 0:
@@ -175,7 +175,7 @@ def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
 
 @compiled
 def size_index(tables: Tables, mbs: int) -> int:
-    """Return the entry of a micro-batch size; -1 where it was not measured at all."""
+    """Return the entry of a micro-batch size; -1 if it was not measured at all."""
     return int(tables.size_at[mbs]) if 0 < mbs < tables.size_at.size else -1
 
 
@@ -222,9 +222,10 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
 
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
-    """Return how many samples each replica [dp] of a stage gets: by speed at one sample, rounded to the largest parts.
+    """Return the number of samples of each replica [dp] of a stage: by speed at one sample, with rounding.
 
-    A replica is as fast as the type of its first device. Where that was not measured, no samples are shared out.
+    A replica is as fast as the type of its first device. The largest remainders are rounded up. If a speed was not
+    measured, all numbers are -1.
     """
     speed = np.zeros(dp)
     group = size // dp

@@ -1,4 +1,4 @@
-"""One call for Metis's search, for the memory-aware one, and for the exact optimum of what they search.
+"""Entry point of Metis's search, the memory-aware one, and the exact optimum of their search space.
 
 Example:
     profile = metis.Profile.load(["a100.json", "v100.json"], hidden=4096, sequence=1024, vocabulary=51200)
@@ -34,9 +34,9 @@ class Found(Plan):
 
     Attributes:
         cost: milliseconds of an iteration by Metis's cost model, all stages counted: `metis.cost` of this plan.
-        steps: steps that the search took, counted as in Table 1 of the improved paper; for "exact", labels looked at.
-        claimed: what the published program would print as the cost of its best plan, which may be one of which it
-            counted the first stage only, or which loses layers; None for "exact".
+        steps: steps of the search, counted as in Table 1 of the improved paper; for "exact", the number of labels.
+        claimed: the cost that the published program would print for its best plan, which may count only the first
+            stage or lose layers; None for "exact".
         claimed_plan: that plan.
     """
 
@@ -57,23 +57,23 @@ def search(
     mixed_tp: bool | None = None,
     groups: Literal["all", "metis"] | None = None,
 ) -> Found:
-    """Return the best plan that a search finds: its cost, its steps, and what Metis's own program claims.
+    """Return the best plan of a search: its cost, its steps, and the claim of Metis's own program.
 
     Args:
-        profile: of the model; one of another number of layers is stretched (`Profile.stretched`).
+        profile: profile of the model; one with another number of layers is stretched (`Profile.stretched`).
         cluster: Metis's or hydragraph's; all of its devices are used.
-        layers: of the model.
+        layers: layers of the model.
         batch: sequences of an iteration.
-        order: "naive", Metis's own; "memory", the improved paper's; "exact", the least cost there is, proven.
-        max_tp: the largest tensor-parallel degree. By default what the profile has, and for "exact" 4 of it: beyond
+        order: "naive", Metis's own; "memory", the improved paper's; "exact", the proven least cost.
+        max_tp: the largest tensor-parallel degree. By default the profile's largest, and for "exact" at most 4: beyond
             that Metis's own measurements are extrapolations.
         mixed_tp: whether a replica of a stage may have devices of several types, which Metis prices as if all were
-            like the first. By default so for the two searches, as published, and not for "exact".
-        groups: for "exact", the ranks of a stage: "all" powers of two (the default), or "metis", what its search
-            looks at: none smaller than ranks // stages.
+            like the first. By default True for the two searches, as published, and False for "exact".
+        groups: for "exact", the ranks of a stage: "all" powers of two (the default), or "metis", the sizes in its
+            search: none smaller than ranks // stages.
 
     Raises:
-        ValueError: the profile lacks what the cluster or the batch needs, or no plan fits; the message says which.
+        ValueError: the profile does not cover the cluster or the batch, or no plan fits; the message says which.
     """
     if order not in ("naive", "memory", "exact"):
         raise ValueError(f"order is {order!r}: use 'naive', 'memory' or 'exact'")
@@ -98,7 +98,7 @@ def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = N
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # S stages of at least ranks // S ranks: for each size, the plans of so many stages that it is large enough.
+        # S stages of at least ranks // S ranks: for each size, the plans with enough stages for that size.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
@@ -109,7 +109,7 @@ def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = N
 
 
 def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
-    """Return the best plan that Metis's search, or the memory-aware one, comes to; see `search`."""
+    """Return the best plan of Metis's search or the memory-aware one; see `search`."""
     steps = 0
     best: Best | None = None
     best_types: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
         found = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
-        # The second time costs other than the first stage's are looked at as well, and the steps are the same.
+        # The second visit also prices more than the first stage; its steps are the same.
         steps += 2 * found.steps if twice else found.steps
         if best is None or found.cost < best.cost:
             best = found
@@ -140,8 +140,8 @@ def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
 def _visits(problem: Problem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
     """Yield orders of types with divisions of the ranks, and whether Metis visits these twice.
 
-    The first time it prices the first stage only. It does so where it begins with an order of types that is not the
-    first one: with the least number of stages above one. It never comes to one stage there.
+    On the first visit it prices only the first stage. This happens at the start of every order of types except the
+    first order: with the least number of stages above one. Such orders never have one stage.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):

@@ -1,8 +1,8 @@
-"""What Metis's planner decides on, as numbers: tables of a profile, the devices of a cluster, and a plan for both.
+"""Metis's planning problem as numbers: tables of a profile, the devices of a cluster, and a plan for both.
 
 T  types of devices, in the order in which the cluster's nodes name them
 D  tensor-parallel degrees 1, 2, 4, ...: entry d is degree 2^d
-M  micro-batch sizes that were measured, ascending; `size_at[mbs]` is a size's entry, -1 where it was not
+M  measured micro-batch sizes, ascending; `size_at[mbs]` is a size's entry, -1 if it was not measured
 L  layers
 
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
@@ -28,45 +28,45 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# By how much Metis multiplies the measured memory of layers.
+# Factor that Metis applies to the measured memory of layers.
 MEMORY_FACTOR = 5.0
 
 
 class Tables(NamedTuple):
-    """A profile and a cluster as arrays, which compiled functions read; see the head of this module."""
+    """A profile and a cluster as arrays for compiled functions; see the module docstring."""
 
     upto: Floats
     sync: Floats
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    share: Floats  # [L]: each layer's part of all milliseconds, by the profile's first type, alone and one by one
+    share: Floats  # [L]: each layer's fraction of all milliseconds, on the profile's first type, at degree and size 1
     bandwidth: Floats  # [T], in units of 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
     parameters: Floats  # [3]: bytes of the first, of a middle, and of the last layer
     optimizer: float  # milliseconds of the whole model on one device, twice what was profiled
     generator: float  # milliseconds of one micro-batch
-    activation: float  # numbers that a layer hands on, per sequence
-    logits: float  # numbers that the last layer but one hands on, per sequence: so Metis has it
+    activation: float  # numbers that a layer sends to the next, per sequence
+    logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
     batch: int  # sequences of an iteration
-    factor: float  # how many times its layers' measured memory a stage needs
-    per_rank: bool  # whether each device has to hold that by itself, rather than all of a stage together
+    factor: float  # factor on the layers' measured memory for a stage's need
+    per_rank: bool  # whether each device must hold that need itself, rather than all of a stage together
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is planned for what.
+    """Inputs of planning.
 
     Attributes:
-        profile: of a model with as many layers.
-        cluster: all of whose devices a plan uses.
+        profile: profile of a model with as many layers.
+        cluster: a plan uses all of its devices.
         batch: sequences of an iteration.
-        max_tp: the largest tensor-parallel degree that a plan may have.
-        per_rank: the rules of hydragraph in place of Metis's: memory is what one rank of a replica holds, and has to
+        max_tp: the largest tensor-parallel degree of a plan.
+        per_rank: use hydragraph's rules instead of Metis's: memory is per rank of a replica, and must
             fit into each device of the stage; and the ranks of a replica are in one node.
 
     Raises:
-        ValueError: the profile lacks a type of device of the cluster, or a number is out of range.
+        ValueError: the profile has no measurements for a type of the cluster, or a number is out of range.
     """
 
     profile: Profile
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers of the model."""
         return self.profile.layers
 
     @cached_property
@@ -94,14 +94,14 @@ class Problem:
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:
-        """Return each rank's type [N] where types follow each other in an order, all devices of one before the next."""
+        """Return each rank's type [N] for an order of types, with all devices of one type before the next."""
         if sorted(types) != sorted(self.types):
             raise ValueError(f"types are {list(types)}: name each of {list(self.types)} once")
         at = [self.types.index(kind) for kind in types]
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 
     def places(self, types: Sequence[str]) -> Ints:
-        """Return what the ranks of one replica must have in common, for each rank [N]: the type, or here the node."""
+        """Return a label for each rank [N] that all ranks of a replica must share: the type or, per rank, the node."""
         if not self.per_rank:
             return self.kinds(types)
         ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
@@ -109,7 +109,7 @@ class Problem:
 
     @cached_property
     def tables(self) -> Tables:
-        """Everything as arrays."""
+        """The problem as arrays."""
         profile = self.profile
         measured = profile.measurements
         degrees = [tp for tp in _powers(self.max_tp) if any((t, tp) == key[:2] for t in self.types for key in measured)]
@@ -126,7 +126,7 @@ class Problem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # Added one by one from the first layer on, as Metis does: its search breaks ties by the last bit.
+                    # Accumulated from the first layer on, as Metis does: its search breaks ties by the last bit.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -168,11 +168,11 @@ class Plan:
 
     Attributes:
         types: the types of devices in the order of ranks: Metis's node sequence.
-        groups: how many ranks each stage has.
+        groups: number of ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
         batches: micro-batches of an iteration.
-        layers: how many layers each stage has.
-        problem: what it is a plan for.
+        layers: number of layers of each stage.
+        problem: the problem that it solves.
     """
 
     types: tuple[str, ...]
@@ -197,12 +197,12 @@ class Plan:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """The first layer of each stage, and behind them the end: Metis's layer partition."""
+        """The first layer of each stage, followed by the end: Metis's layer partition."""
         return tuple(int(end) for end in np.cumsum((0, *self.layers)))
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What makes it a plan that cannot train the model, as some of Metis's cannot; empty if nothing does."""
+        """Reasons why the plan cannot train the model, which some of Metis's plans cannot; empty if it can."""
         found = []
         if sum(self.layers) < self.problem.layers:
             found.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def lost_sequences(self) -> int:
-        """How many sequences the stage that computes fewest leaves out, where batch // dp // B does not come out even.
+        """Maximum number of sequences that a stage omits if batch // dp // B does not divide evenly.
 
         Metis rounds down and prices the rest: with a batch of 6, a stage of dp 4 computes 4.
         """
@@ -222,5 +222,5 @@ class Plan:
 
 
 def _powers(most: int) -> list[int]:
-    """Return the powers of two up to a number."""
+    """Return the powers of two up to `most`."""
     return [1 << i for i in range(most.bit_length())]

@@ -1,7 +1,7 @@
-"""What Metis measures of a model: milliseconds and memory of each layer by type of device, degree and micro-batch size.
+"""Metis's measurements of a model: milliseconds and memory of layers by type of device, degree and micro-batch size.
 
-Read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files that hold one type
-of device each with all its measurements: lists of layers under `samples`, or first, middle and last layer by number of
+They are read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files with all
+measurements of one type of device: lists of layers under `samples`, or first, middle and last layer by number of
 layers under `by_num_layers`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Up to here the optimizer's and the batch generator's milliseconds are taken from the largest degree and micro-batch.
+# Maximum degree and micro-batch size for the optimizer's and the batch generator's milliseconds; the largest are used.
 _MEASURED = 4
 
 
@@ -29,8 +29,8 @@ class Measurement:
 
     Attributes:
         layers_ms: forward and backward of a micro-batch, layer by layer.
-        forward_backward_ms: of all layers with what lies between them; what is over is Metis's `fb_sync`.
-        memory_mb: of each layer.
+        forward_backward_ms: time of all layers and of the work between them; the excess is Metis's `fb_sync`.
+        memory_mb: memory of each layer.
     """
 
     layers_ms: tuple[float, ...]
@@ -48,11 +48,11 @@ class Measurement:
 
     @property
     def sync_ms(self) -> float:
-        """What a micro-batch takes besides its layers."""
+        """Time of a micro-batch outside its layers."""
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the same with another number of layers: all but the first and the last are like the second."""
+        """Return the measurement for another number of layers: all but the first and the last are like the second."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -64,14 +64,14 @@ class Profile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: at least one; all of the same number of layers. The first one's type is the one whose layers
-            Metis's layer balancer looks at.
-        parameters_bytes: of the first, of a middle, and of the last layer.
-        optimizer_ms: of the whole model, as it stands in a file of measurements.
-        batch_generator_ms: of one micro-batch.
-        hidden: numbers per token that one layer hands to the next.
+        measurements: at least one, all with the same number of layers. Metis's layer balancer uses the layers of the
+            first one's type.
+        parameters_bytes: parameters of the first, of a middle, and of the last layer.
+        optimizer_ms: optimizer time of the whole model, as given in a file of measurements.
+        batch_generator_ms: time of the data of one micro-batch.
+        hidden: numbers per token that one layer sends to the next.
         sequence: tokens of a sequence.
-        vocabulary: numbers per token that the last layer makes.
+        vocabulary: numbers per token in the output of the last layer.
     """
 
     measurements: Mapping[tuple[str, int, int], Measurement]
@@ -89,7 +89,7 @@ class Profile:
 
     @cached_property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers of the model."""
         return len(next(iter(self.measurements.values())).layers_ms)
 
     @cached_property
@@ -98,7 +98,7 @@ class Profile:
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
     def stretched(self, layers: int) -> Profile:
-        """Return the profile of the model with another number of layers, as the improved paper makes its own (4.1).
+        """Return the profile for another number of layers, with the improved paper's method (4.1).
 
         The layers between the first and the last must be equal; the optimizer's time grows with the layers.
         """
@@ -125,17 +125,17 @@ class Profile:
         sequence: int | None = None,
         vocabulary: int | None = None,
     ) -> Profile:
-        """Read files of measurements; of a folder, all that are named as Metis names them.
+        """Read files of measurements; from a folder, all files that follow Metis's naming.
 
         Args:
             paths: a folder, a file, or several files; the first file's type comes first.
-            layers: which number of layers to read where a file holds several; by default the least.
-            hidden: see `Profile`; needed where no file says it, as in Metis's own. So are the next two.
+            layers: the number of layers to read if a file contains several; by default the least.
+            hidden: see `Profile`; required if no file contains it, as in Metis's own. The next two also are.
             sequence: see `Profile`.
             vocabulary: see `Profile`.
 
         Raises:
-            ValueError: a file is no profile, or something is missing; the message says which and what.
+            ValueError: a file is not a profile, or something is missing; the message says which and what.
         """
         files = [Path(paths)] if isinstance(paths, str | Path) else [Path(each) for each in paths]
         if len(files) == 1 and files[0].is_dir():
@@ -150,7 +150,7 @@ class Profile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from whichever file the operating system lists first. In the published runs it was one of
+        # Metis takes these from the first file that the operating system lists. In the published runs it was one of
         # the first type with a degree and a micro-batch of at least 4, and those files agree.
         measured = [e for e in found if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or found[:1], key=lambda e: (e.tp, e.size))
@@ -165,7 +165,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one measurement's part of a file says."""
+    """Contents of one measurement in a file."""
 
     type: str
     tp: int
