@@ -363,7 +363,7 @@ def _estimated(
 
 
 class _Clock:
-    """Estimates seconds with traffic, assuming owners with unlimited memory; memory is checked later."""
+    """Cached estimates of seconds with traffic, assuming owners with unlimited memory; memory is checked later."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs

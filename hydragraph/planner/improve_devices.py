@@ -48,7 +48,7 @@ Devices = tuple[int, ...]
 
 
 class Yard:
-    """Builds pipelines of devices, and generates moves of devices between pipelines.
+    """Builder of pipelines from devices, and generator of moves of devices between pipelines.
 
     Args:
         costs: costs of the cluster.

@@ -1,4 +1,4 @@
-"""How iterations are planned, and whether choosing a strategy in every iteration is worthwhile."""
+"""The planning policy of iterations, and the decision whether to choose a strategy in every iteration."""
 
 from __future__ import annotations
 

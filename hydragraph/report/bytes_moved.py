@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom in an iteration, by ranks and by nodes, from what the simulation moves."""
+"""Bytes between ranks and between nodes in an iteration, from the transfers of the simulation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Rows and columns of a matrix: beyond, neighbours count together.
+# Maximum number of rows and columns of a matrix: with more, neighbours are merged.
 MOST = 32
 
 Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks, and between nodes where there are several; of many ranks only the latter."""
+    """Return the traffic between ranks, and between nodes if there are several; with many ranks only the latter."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     found = []
@@ -59,16 +59,16 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
 
 
 def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
-    """Return sums over groups of ranks, neighbours together where there are too many groups.
+    """Return sums over groups of ranks, with neighbouring groups merged if there are too many.
 
     Args:
-        title, word: of many and of one.
-        moved: between ranks [kinds, R, R].
-        group: of each rank.
-        nodes: of each group.
+        title, word: plural and singular.
+        moved: bytes between ranks [kinds, R, R].
+        group: group of each rank.
+        nodes: node of each group.
     """
     count = max(group) + 1
-    each = -(-count // MOST)  # groups that count together
+    each = -(-count // MOST)  # groups merged into a row
     rows = -(-count // each)
     row_of = np.array(group) // each
     sums = np.zeros((len(moved), rows, rows))

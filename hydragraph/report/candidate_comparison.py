@@ -203,7 +203,7 @@ def explain(
 
     Raises:
         Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
-        ValueError: there are no sequences, or a strategy has more devices than given.
+        ValueError: no sequences are given, or a strategy has more devices than given.
     """
     profile = schemes_of(measured, devices)
     data = np.minimum(np.asarray(lengths, dtype=np.int64), context)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydragraph.report.candidate_comparison import Candidate, MemoryUse, PlanReport, scheme_counts
 
-ROWS = 8  # of the table, without --explain
+ROWS = 8  # rows of the table without --explain
 MEANING = {
     "work": "device time of the sequences over all devices, as if it could be divided at will",
     "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
@@ -23,7 +23,7 @@ def to_text(report: PlanReport, explain: bool = False) -> str:
     """Return the report as lines of text.
 
     Args:
-        explain: all candidates, what their seconds go to, the memory of each scheme, and what was left out.
+        explain: include all candidates, the parts of their seconds, the memory of each scheme, and what was left out.
     """
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
@@ -43,7 +43,7 @@ def to_text(report: PlanReport, explain: bool = False) -> str:
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain data; what is infinite becomes None."""
+    """Return the report as plain data; infinite numbers become None."""
     example = report.example
     return {
         "profile": report.profile,
@@ -84,7 +84,7 @@ def _record(candidate: Candidate) -> dict[str, Any]:
 
 
 def _verdict(report: PlanReport) -> list[str]:
-    """Say what to run."""
+    """Return lines on the strategy to run."""
     best = report.best
     alike = report.homogeneous
     if best.max_len < report.context or not math.isfinite(best.seconds):
@@ -102,7 +102,7 @@ def _verdict(report: PlanReport) -> list[str]:
 
 def _table(report: PlanReport, explain: bool) -> list[str]:
     """Return a line for each candidate."""
-    # The best homogeneous strategy is what one would run without a planner, so all are compared with it.
+    # The best homogeneous strategy is the choice without a planner, so all are compared with it.
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
@@ -111,7 +111,7 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
         f"{'wins':>5}  why not"
     ]
     for c in shown:
-        # What was not assigned is known from below only.
+        # For unassigned candidates only a lower bound is known.
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
         name = f"{scheme_counts(c.strategy):<{width}}"
@@ -129,8 +129,8 @@ def _few(report: PlanReport) -> list[Candidate]:
 
 
 def _memory(report: PlanReport) -> list[str]:
-    """Return a line for each scheme that a shown candidate has, with what its fullest device holds."""
-    # Strategies of as many devices share a scheme's memory; of others, the first that is shown stands for it.
+    """Return a line for each scheme of a shown candidate, with the memory of its fullest device."""
+    # Strategies with as many devices share a scheme's memory; otherwise the first one shown represents it.
     by_scheme: dict[tuple[int, int], MemoryUse] = {}
     for candidate in _few(report):
         for use in candidate.memory:
@@ -152,8 +152,8 @@ def _bytes(use: MemoryUse) -> str:
 
 
 def _parts(report: PlanReport) -> list[str]:
-    """Return what the seconds of each assigned candidate go to."""
-    # Only what was assigned has parts; a bound says how little a candidate may take, not where its seconds go.
+    """Return the parts of each assigned candidate's seconds."""
+    # Only assigned candidates have parts; a bound has none.
     shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
     width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
     lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]

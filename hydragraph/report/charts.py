@@ -1,6 +1,6 @@
-"""Charts as SVG that says everything by itself: axes with round numbers, and a title on every mark.
+"""Self-contained SVG charts: axes with round numbers, and a title on every mark.
 
-A script may turn titles into a panel beside the pointer; without one browsers show them as they always have.
+A script may show titles in a panel at the pointer; without it browsers show them as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Show = Callable[[float], str]
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 24
-# Points of one series that get a mark of their own with its numbers.
+# Maximum number of points of a series that get a mark with their numbers.
 MOST_MARKS = 400
 
 
@@ -25,12 +25,12 @@ class Series:
     """Points of a chart.
 
     Attributes:
-        name: in the legend, and in the title of its marks.
+        name: name in the legend, and in the title of its marks.
         points: (x, y), in order of x.
         style: the class of its colour, "s-0", "s-1", ...
-        marks: draw a mark for every point; else only a line.
-        line: draw a line.
-        dashed: the line.
+        marks: whether to draw a mark for every point.
+        line: whether to draw a line.
+        dashed: whether the line is dashed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line through a chart: where, its title, and the class of its colour."""
+    """A vertical line through a chart: position, title, and the class of its colour."""
 
     x: float
     title: str
@@ -77,12 +77,12 @@ def line_chart(
     """Return a chart with a legend.
 
     Args:
-        label: what it shows, for readers who do not see it.
-        series: at least one point in all.
-        x_name, y_name: of the axes.
-        show: writes a y.
-        zero: let the y axis begin at 0.
-        marks: lines behind the series; those beyond the x axis are left out.
+        label: description for screen readers.
+        series: at least one point in total.
+        x_name, y_name: names of the axes.
+        show: formats a y value.
+        zero: whether the y axis begins at 0.
+        marks: lines below the series; those outside the x axis are omitted.
     """
     points = [point for each in series for point in each.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
@@ -123,7 +123,7 @@ def line_chart(
 
 
 def legend(series: Sequence[Series]) -> Markup:
-    """Return names with their colours."""
+    """Return the legend of the series."""
     items = [
         tag("span", tag("i", class_=f"key {s.style} {'dot' if not s.line else 'dash' if s.dashed else 'line'}"), s.name)
         for s in series
@@ -147,14 +147,14 @@ def _series(series: Series, at: Callable[[float, float], Point], x_name: str, sh
 
 
 def _span(low: float, high: float) -> tuple[float, float]:
-    """Return bounds that are apart."""
+    """Return distinct bounds."""
     if high > low:
         return low, high
     return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return bytes over an iteration as an area, with the limit where it is near enough to be seen."""
+    """Return bytes over an iteration as an area, with the limit if it is close enough to be visible."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0
@@ -167,7 +167,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # A peak within an instruction is higher than what is held before and after it.
+    # A peak within an instruction exceeds the memory before and after it.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

@@ -1,4 +1,4 @@
-"""The diagram of a strategy: devices x layers, equal neighbours as one row."""
+"""The diagram of a strategy: devices x layers, with equal neighbours merged into one row."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Rows that show every rank; with more ranks, the ranks of a stage are one row.
+# Maximum number of ranks with a row each; with more ranks, the ranks of a stage are one row.
 EVERY = 64
 MOST_ROWS = 160
 
 
 def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
-    """Return which device computes which layers."""
+    """Return the diagram of devices and their layers."""
     return diagram_of(
         strategy,
         [device.node for device in cluster.devices],
@@ -26,7 +26,7 @@ def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
 
 
 def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], rates: Sequence[float]) -> Diagram:
-    """Return the same from each rank's node, its type, and how many times as long it takes (infinite: it is lost)."""
+    """Return the diagram for each rank's node, type and rate (slowdown; infinite if it is lost)."""
     parts = [_parts(strategy, rank) for rank in range(len(nodes))]
     joined: Callable[[int], object] = lambda rank: (nodes[rank], types[rank], rates[rank], parts[rank])  # noqa: E731
     key = joined if len(nodes) > EVERY else lambda rank: rank
@@ -41,7 +41,7 @@ def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], r
 
 
 def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
-    """Leave out pipelines whose stages are those of an earlier one on devices like its own."""
+    """Omit pipelines that have the same stages as an earlier one on equal devices."""
     shape: dict[int, list[object]] = {i: [] for i in range(len(strategy.pipelines))}
     for row in rows:
         for part in row.parts:
@@ -60,7 +60,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[Part, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # a stage that several pipelines share
+        if (place.first_layer, place.last_layer) in seen:  # a stage shared by several pipelines
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

@@ -1,4 +1,4 @@
-"""A plan of devices that differ as a picture: nodes and their devices, what each computes, and what it holds."""
+"""A plan for heterogeneous devices as a picture: nodes and their devices, with the layers and memory of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.strategy import Stage
 
-TALLEST = 72  # rows that are drawn at full height
+TALLEST = 72  # maximum number of rows at full height
 ROW = 0.27  # inches
-NAMED = 10  # pipelines in the legend; beyond, colours come again
+NAMED = 10  # pipelines in the legend; beyond that, colours repeat
 # Light enough for dark text.
 COLOURS = (
     "#9ec5e8",
@@ -30,13 +30,13 @@ COLOURS = (
 )
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
-_WIDTH = 6.4  # inches of the layers
-_LETTER = 0.062  # inches of a letter in a bar
+_WIDTH = 6.4  # width of the layers in inches
+_LETTER = 0.062  # width of a letter in a bar, in inches
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """Neighbouring rows with the same stage: from the layer `first` to `last`, in the colour of its pipeline."""
+    """Adjacent rows with the same stage: from the layer `first` to `last`, in the colour of its pipeline."""
 
     top: int
     bottom: int
@@ -47,7 +47,7 @@ class _Bar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file, which is replaced only when the new one is complete."""
+    """Draw a plan to a PNG file, replacing it only when the new one is complete."""
     figure = device_figure(plan, costs)
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=120, format="png")
@@ -58,8 +58,8 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
     """Return the figure of devices x layers, and their memory.
 
     A row is a device, below its node's name; its bar covers the layers of its stage, in the colour of its pipeline.
-    Hatched rows compute nothing: idle ones grey, lost ones red. Beside it the memory it holds when it holds most, and
-    as a black line what it may hold.
+    Rows without computation are hatched: idle ones grey, lost ones red. The second panel shows the peak memory, and
+    the limit as a black line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
 
 def _rows(costs: Costs) -> list[int | None]:
-    """Return the rank of every row, and None for a row with the name of the node of those that follow."""
+    """Return the rank of every row, and None for the row with a node's name above its ranks."""
     rows: list[int | None] = []
     for _, ranks in groupby(range(costs.ranks), costs.cluster.node_of):
         rows += [None, *ranks]
@@ -120,7 +120,7 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_Bar]:
         for j, stage in enumerate(pipeline.stages):
             last = first + stage.layers
             at = sorted(rows.index(rank) for rank in stage.devices)
-            # Rows that follow each other have the same difference to their position.
+            # Consecutive rows have the same difference to their position.
             for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
                 together = [row for _, row in run]
                 yield _Bar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))
@@ -133,7 +133,7 @@ def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
 
 
 def _write(axes: Any, bar: _Bar, layers: int) -> None:
-    """Write a bar's text in it; where it is too narrow, beside it, where nothing else is in its rows."""
+    """Write a bar's text in it or, if it is too narrow, next to it, where its rows are empty."""
     middle = (bar.top + bar.bottom) / 2
     needed = (len(bar.text) + 2) * _LETTER / _WIDTH * layers
     if needed <= bar.last - bar.first:
@@ -173,7 +173,7 @@ def _unit(size: float) -> tuple[float, str]:
 
 
 def _draw_labels(axes: Any, costs: Costs, rows: list[int | None]) -> None:
-    """Name devices at the left, and nodes in their rows."""
+    """Write the names of devices on the left, and those of nodes in their rows."""
     every = -(-len(rows) // TALLEST)
     ticks = []
     names = []

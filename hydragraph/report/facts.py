@@ -128,7 +128,7 @@ class DeviceRow:
     Attributes:
         ranks: the ranks.
         node: node number.
-        what: type and current speed: "h100", "l4, 2.57 x slower", "lost".
+        what: type and current speed: "h100", "l4, 2.57 × as slow", "lost".
         ok: whether it has its normal speed.
         parts: stages that it computes; empty if idle.
     """
@@ -232,7 +232,7 @@ class Against:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One step of a run: see `train.metrics.Metrics`."""
+    """One step of a run: see `train.step_metrics.Metrics`."""
 
     step: int
     strategy: str
@@ -248,7 +248,7 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class Happening:
-    """An event or decision about ranks: see `elastic.events.Event`.
+    """An event or decision about ranks: see `train.stragglers.run_events.Event`.
 
     Attributes:
         after_s: seconds since the first step with a timestamp.

@@ -27,7 +27,7 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
     Args:
         name: name of the element.
-        content: texts, which are escaped, and markup, which is not; lists are joined, None is skipped.
+        content: texts, which are escaped, and markup, which is not; lists are joined; None is skipped.
         attributes: underscores become hyphens, except a trailing one (`class_`); None and False omit the attribute.
     """
     given = "".join(_attribute(key, value) for key, value in attributes.items())

@@ -1,4 +1,4 @@
-"""Will it fit: what ranks hold when they hold most, of what, and what to change first where it is too much."""
+"""Memory check of a strategy: peak memory of ranks, its composition, and what to change first if it does not fit."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WORDS = {
     "working": "what a block makes and drops again",
     "messages": "messages under way",
 }
-SHORTER = 0.8  # of the length tried before, when shorter micro-batches are looked for
+SHORTER = 0.8  # factor between successive lengths in the search for shorter micro-batches
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """One strategy.
+    """Memory of one strategy.
 
     Attributes:
-        strategy: the one that was walked.
-        memory: of every rank, when it holds most.
+        strategy: the strategy.
+        memory: peak memory of every rank.
         limits: bytes that each rank may use.
-        seconds: of the iteration that was asked about.
+        seconds: seconds of the iteration.
     """
 
     strategy: Strategy
@@ -42,22 +42,22 @@ class MemoryFit:
 
     @property
     def tightest(self) -> int:
-        """The rank that has the least room left, as a part of its memory."""
+        """The rank with the least room left, relative to its memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total / self.limits[rank])
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
+        """Whether every rank's memory suffices."""
         return all(m.total <= limit for m, limit in zip(self.memory, self.limits, strict=True))
 
     @property
     def largest(self) -> str:
-        """What takes most on the tightest rank, in words."""
+        """Name of the largest part on the tightest rank."""
         parts = vars(self.memory[self.tightest])
         return WORDS[max(parts, key=lambda name: parts[name])]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return a JSON-compatible record."""
         return {
             "strategy": self.strategy.name,
             "fits": self.fits,
@@ -71,7 +71,7 @@ class MemoryFit:
 
 
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
-    """Simulate an iteration and walk every rank's program, so that it is known when messages are over."""
+    """Simulate an iteration and walk every rank's program, which gives the lifetime of messages."""
     timeline = costs.simulate(strategy, assignment)
     memory = tuple(timeline.memory[rank].peak for rank in range(costs.ranks))
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
@@ -79,10 +79,10 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
-    """Say what to change first; "" where it fits.
+    """Return advice on what to change first; "" if it fits.
 
-    What changes least comes first: recomputation keeps the strategy, shorter micro-batches keep its shape, shorter
-    sequences keep the ranks. Each of these was walked, so that it fits if it is advised.
+    The smallest change comes first: recomputation keeps the strategy, shorter micro-batches keep its shape, shorter
+    sequences keep the ranks. Each of these was walked, so the advised change fits.
     """
     if found.fits:
         return ""
@@ -100,7 +100,7 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
 
 
 def _more(found: MemoryFit) -> str:
-    """Say what to do where even a short sequence does not fit: more ranks, which share the state, or smaller stages."""
+    """Return advice if even a short sequence does not fit: more ranks, which share the state, or smaller stages."""
     memory = found.memory[found.tightest]
     home = memory.state + memory.shard
     room = found.limits[found.tightest] - memory.weights - memory.gradients
@@ -111,7 +111,7 @@ def _more(found: MemoryFit) -> str:
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return how many tokens micro-batches may have; None where the longest sequence alone is too much already."""
+    """Return the maximum tokens of micro-batches; None if the longest sequence alone is too much."""
     longest = max((n for n in assignment.lengths if n), default=0)
     now = max((sum(m) for p in assignment.tokens for m in p), default=0)
     for tokens in _shorter(now):
@@ -124,7 +124,7 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
 
 
 def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return how long sequences may be, each a micro-batch of its own; None where none fits."""
+    """Return the maximum length of sequences, each a micro-batch of its own; None if no length fits."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
         if fit_only(costs, strategy, packed_in(cut, length)):
@@ -133,7 +133,7 @@ def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | 
 
 
 def _shorter(tokens: int) -> Iterator[int]:
-    """Yield ever smaller numbers of tokens, in steps of 64, or to 1 where there are fewer."""
+    """Yield decreasing numbers of tokens, in steps of 64, or down to 1 below that."""
     while tokens > 1:
         tokens = int(tokens * SHORTER)
         tokens = tokens // 64 * 64 if tokens >= 64 else tokens
@@ -142,7 +142,7 @@ def _shorter(tokens: int) -> Iterator[int]:
 
 
 def packed_in(assignment: Assignment, tokens: int) -> Assignment:
-    """Return each pipeline's sequences, in the order that they have, in micro-batches of at most so many tokens."""
+    """Return each pipeline's sequences, in their order, in micro-batches of at most `tokens` tokens."""
     pipelines = []
     for pipeline in assignment.micro_batches:
         batches: list[list[int]] = []
@@ -159,13 +159,13 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 def recomputing(strategy: Strategy) -> Strategy:
     """Return a strategy whose stages all recompute."""
-    # Recomputation changes what stages keep, not which rank holds what: the strategy stays otherwise the same.
+    # Recomputation changes what stages keep, not their ranks: the rest of the strategy stays the same.
     pipelines = (Pipeline(tuple(replace(s, recompute=True) for s in p.stages)) for p in strategy.pipelines)
     return replace(strategy, pipelines=tuple(pipelines))
 
 
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:
-    """Say whether every rank has room."""
+    """Return whether every rank's memory suffices."""
     memory = costs.simulate(strategy, assignment).memory
-    # Rank by rank: one that has no room is enough to know.
+    # Rank by rank: the first that does not fit decides.
     return all(memory[rank].peak.total <= device.memory_bytes for rank, device in enumerate(costs.cluster.devices))

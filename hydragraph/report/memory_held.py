@@ -1,4 +1,4 @@
-"""What ranks hold over a simulated iteration, with what they may hold."""
+"""Memory of ranks over a simulated iteration, with their limits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import Held
 
-# Curves that are walked: every one takes a walk through its rank's program.
+# Maximum number of curves: each requires a walk through its rank's program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[Held, ...], str]:
-    """Return the memory of all ranks, those that hold the same together, and a note on what was left out.
+    """Return the memory of all ranks, grouped by equal memory, and a note on omitted ranks.
 
-    Of many ranks, one of each stage is looked at, and of many stages some, evenly chosen.
+    With many ranks, only one of each stage is included, and with many stages an even selection.
     """
     ranks = list(range(costs.ranks))
     note = ""
@@ -46,7 +46,7 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> Held:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most so many of a curve's points: of each stretch the highest, where it is."""
+    """Return at most `most` of a curve's points: the highest of each stretch."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]

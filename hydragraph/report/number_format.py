@@ -46,7 +46,7 @@ def times(one: float, other: float) -> str:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
-    """Return ranks, with ranges of neighbours: "0-3, 8, 12-15 and 20 more"."""
+    """Return ranks, with ranges of neighbours: "0–3, 8, 12–15 and 20 more"."""
     runs = []
     for _, group in groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
         run = [rank for _, rank in group]

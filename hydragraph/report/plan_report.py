@@ -22,7 +22,7 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
     Args:
         title: title of the page.
         record: contents of the plan's JSON file.
-        simulated: details of the plan's strategy if its costs are available; without them there is no timeline.
+        simulated: details of the plan's strategy if its costs are available; otherwise the report has no timeline.
 
     Raises:
         ValueError: the record is not a plan; the message names what is missing.

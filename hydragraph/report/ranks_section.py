@@ -1,4 +1,4 @@
-"""The section on ranks that were lost, slow or came, and the marks of that in the charts of a run."""
+"""The section on lost, slow and joining ranks, and their marks in the charts of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.report.charts import Mark, Series, line_chart
 from hydragraph.report.facts import Happened, Happening
 from hydragraph.report.markup import Markup, section, tag
 
-# The classes of colours, by what an event is about: ranks that are gone, there (again) or slow, and decisions.
+# Colour classes by the subject of an event: ranks that are lost, back or slow, and decisions.
 _STYLES = {
     "fault": "m-lost",
     "leave": "m-lost",
@@ -30,11 +30,11 @@ _KEYS = {
 }
 _IN_CHARTS = ("fault", "leave", "join", "straggler", "recovered", "switch", "migrate")
 _PART_STYLES = ("full", "paused", "lost", "slower")
-MOST_ROWS = 40  # that stand open
+MOST_ROWS = 40  # visible without opening the details
 
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
-    """Return lines for charts over steps: one for all that happened after a step, in the colour of the first of it."""
+    """Return marks for charts over steps: one for all events after a step, in the colour of the first of them."""
     by_step: dict[int, list[Happening]] = {}
     for event in happened.events:
         if event.kind in _IN_CHARTS and event.done:
@@ -46,14 +46,14 @@ def marks_of(happened: Happened) -> tuple[Mark, ...]:
 
 
 def mark_keys(marks: Sequence[Mark]) -> Markup | None:
-    """Return what the colours of marks mean."""
+    """Return a legend of the colours of marks."""
     used = {mark.style for mark in marks}
     keys = [tag("span", tag("i", class_=f"key head {style}"), name) for style, name in _KEYS.items() if style in used]
     return tag("div", keys, class_="legend keys") if keys else None
 
 
 def ranks_section(happened: Happened) -> Markup:
-    """Return what happened to ranks, in order, and what it cost."""
+    """Return the events of ranks, in order, and their costs."""
     chart = None
     if happened.counts:
         steps = [(float(x), float(y)) for (a, n), (b, _) in _pairs(happened.counts) for x, y in ((a, n), (b, n))]
@@ -69,7 +69,7 @@ def _pairs(counts: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], tup
 
 
 def _time(happened: Happened) -> Markup | None:
-    """Return a bar of what the wall time consists of."""
+    """Return a bar of the composition of the wall time."""
     whole = sum(seconds for _, seconds in happened.parts)
     if not whole:
         return None

@@ -1,8 +1,8 @@
 "use strict";
-// What a page does beyond showing: colours to choose, tabs, a panel beside the pointer, kinds of traffic, and timelines
-// that can be zoomed. Everything is on the page without it, too.
+// Interactive features: colour themes, tabs, a panel at the pointer, kinds of traffic, and zoomable timelines.
+// The page is complete without this script.
 
-const TICKS = 1e9; // of an iteration: times of bars are whole ticks
+const TICKS = 1e9; // ticks of an iteration: times of bars are whole ticks
 const root = document.documentElement;
 const tip = document.getElementById("tip");
 
@@ -23,7 +23,7 @@ function style(name) {
   return getComputedStyle(root).getPropertyValue(name).trim();
 }
 
-// The panel beside the pointer.
+// Panel at the pointer.
 
 function showTip(text, x, y) {
   tip.textContent = text;
@@ -64,7 +64,7 @@ function theme(redraw) {
     button.textContent = name;
     button.setAttribute("aria-label", "Colours: " + words);
     button.onclick = () => choose((at + 1) % THEMES.length);
-    try { localStorage.setItem("hydragraph-theme", value); } catch { /* a page from a file may keep nothing */ }
+    try { localStorage.setItem("hydragraph-theme", value); } catch { /* storage may be unavailable for local files */ }
     redraw();
   };
   let kept = "";
@@ -123,9 +123,9 @@ function traffic() {
 
 // Timelines.
 
-const AXIS = 26; // pixels of the axis above the lanes
-const NARROWEST = 0.7; // pixels of a bar
-const TALLEST = 560; // pixels of a view before it scrolls
+const AXIS = 26; // height of the axis above the lanes, in pixels
+const NARROWEST = 0.7; // minimum width of a bar, in pixels
+const TALLEST = 560; // maximum height of a view before it scrolls, in pixels
 
 class Timeline {
   constructor(place, course) {
@@ -166,7 +166,7 @@ class Timeline {
     this.words.setAttribute("aria-live", "polite");
     place.querySelector(".picture").before(tools, this.view, this.words);
     this.whole = AXIS + this.row * this.lanes.length + 6;
-    this.top = 0; // pixels that are scrolled away above
+    this.top = 0; // scroll offset in pixels
     this.listen();
   }
 
@@ -232,7 +232,7 @@ class Timeline {
     acts[event.key]();
   }
 
-  // What is in view.
+  // The visible range.
 
   get left() { return this.canvas.clientWidth < 560 ? 74 : 132; }
 
@@ -270,7 +270,7 @@ class Timeline {
 
   get height() { return Math.min(this.whole, TALLEST); }
 
-  // Where a stream's bars are in a lane: [from the top, height].
+  // Position of a stream's bars in a lane: [offset from the top, height].
   band(stream) {
     const thin = Math.max(2, Math.floor(this.row / 10));
     const wide = this.row - 3 * (thin + 1) - 6;
@@ -343,7 +343,7 @@ class Timeline {
     return this.choose({ lane, stream, i: Math.max(0, Math.min(last, i + step)) });
   }
 
-  // The bar of another stream or lane that is nearest in time.
+  // The bar of another stream or lane that is closest in time.
   other(step) {
     let row = this.chosen ? this.chosen.lane * 4 + this.chosen.stream : -1;
     const time = this.chosen ? this.bar(this.chosen).begin : this.from;
@@ -450,7 +450,7 @@ class Timeline {
       const kind = bars.kind[i];
       const x = this.x(bars.begin[i]);
       const end = this.x(bars.end[i]);
-      if (end < reach[kind] + NARROWEST) continue; // what is drawn already covers it
+      if (end < reach[kind] + NARROWEST) continue; // already covered
       const wide = Math.max(NARROWEST, end - x - (end - x > 3 ? 1 : 0));
       pen.fillStyle = this.colour[kind];
       if (wide > 6 && height > 8) {
@@ -518,7 +518,7 @@ function short(pen, text, width) {
   return kept + "…";
 }
 
-// Bars as they travel: [ticks since the one before ended, ticks, kind, name, micro-batch] of each, one after another.
+// Encoded bars: [ticks since the previous one ended, ticks, kind, name, micro-batch] for each, concatenated.
 function unpack(packed) {
   const length = packed.length / 5;
   const bars = { length, begin: new Float64Array(length), end: new Float64Array(length), reach: new Float64Array(length),
@@ -535,7 +535,7 @@ function unpack(packed) {
   return bars;
 }
 
-// The first bar that may end after a time; those of a stream may overlap, so that ends are no order, but their maxima are.
+// The first bar that may end after a time; bars of a stream may overlap, so the search uses running maxima of ends.
 function first(bars, time) {
   let low = 0;
   let high = bars.length;

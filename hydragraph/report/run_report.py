@@ -1,4 +1,4 @@
-"""A report of a run: its steps, and where it was traced, its iterations beside their simulation."""
+"""A report of a run: its steps and, if it was traced, its iterations and their simulation."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def run_report(
     """Return the report of a run.
 
     Args:
-        title: of the page.
-        metrics: of all its steps, at least one.
-        traced: its trace, and what prices its model on the ranks it ran on; None: it has none.
-        events: what happened to its ranks.
+        title: title of the page.
+        metrics: metrics of all its steps, at least one.
+        traced: costs of its model on its ranks, and its trace; None without a trace.
+        events: events of its ranks.
     """
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
@@ -48,14 +48,14 @@ def run_report(
     costs, trace = traced
     found = compare(costs, trace)
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # the last step of a strategy: nothing compiles any more
+    last = {step.strategy: step for step in trace.steps}  # last step of each strategy, when compilation is complete
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return Report("run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found))
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return what to call each strategy: its text without the fingerprint, where that tells them apart."""
+    """Return the name of each strategy: its text without the fingerprint if that is unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
@@ -103,7 +103,7 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
 
 
 def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
-    """Return the strategies that steps ran, by their median tokens per second; the first step of each is left out."""
+    """Return the strategies of the steps by their median tokens per second, excluding the first step of each."""
     found = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
@@ -120,7 +120,7 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
 
 
 def _slower(row: Contender, best: Contender) -> str:
-    """Say how much longer a strategy took per token, and what of that were waits."""
+    """Return how much longer a strategy took per token, and the fraction from waits."""
     longer = (best.tokens_per_s or 0.0) / (row.tokens_per_s or 1.0)
     waited = sum(part for _, part in row.shares) * longer - sum(part for _, part in best.shares)
     text = f"{longer - 1:.1%} longer per token" if longer < 2 else f"{longer:.2g} × as long per token"
@@ -140,7 +140,7 @@ def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:
 
 
 def against(found: Comparison) -> Against:
-    """Return a comparison as the page shows it: every kind on all ranks, then on each where there are few."""
+    """Return a comparison for the page: every kind on all ranks and, if there are few, on each rank."""
     rows = []
     for together in found.kinds:
         rows.append(Compared(together.kind.value, None, together.measured, together.predicted))
@@ -151,5 +151,5 @@ def against(found: Comparison) -> Against:
     return Against(found.source, found.sentence, tuple(rows), steps)
 
 
-# Of the table of kinds: with more ranks only their sum is shown.
+# Maximum number of ranks with their own rows in the table of kinds; with more, only sums are shown.
 MOST_RANKS = 16

@@ -12,22 +12,22 @@ from hydragraph.ir.instruction import Op, Stream
 from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy
 
-MOST = 6  # strategies that are drawn, the best ones
-TALLEST = 16  # ranks of one strategy that are drawn at full height
+MOST = 6  # maximum number of strategies, the best ones
+TALLEST = 16  # maximum number of ranks of one strategy at full height
 
-# Forwards and backwards in the colours that papers on pipelines have made familiar, and traffic in thin lines.
+# Forwards and backwards in the usual colours of papers on pipelines, and traffic in thin lines.
 _COMPUTE = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f", Op.UPDATE: "#9a7bc0"}
 _TRAFFIC = {Stream.PULL: "#d08a3e", Stream.P2P: "#5f5f5f", Stream.PUSH: "#c0504d"}
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
-    """Draw ranks x time to a PNG file, which is replaced only when the new one is complete.
+    """Draw ranks x time to a PNG file, replacing it only when the new one is complete.
 
     All strategies share the time axis, so that a shorter row of bars is a faster iteration. Numbers are micro-batches.
 
     Args:
         priced: the best first; at least one.
-        path: of the file.
+        path: path of the file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,12 +73,12 @@ def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:
 
 
 def _bars(spans: Sequence[SimulatedSpan]) -> Iterator[tuple[Op, int | None, float, float]]:
-    """Yield what a rank computes, a stage's blocks of one micro-batch as one bar: what, and from when to when."""
+    """Yield a rank's computation as (op, micro-batch, begin, end), with a stage's blocks of one micro-batch merged."""
     computed = [span for span in spans if span.instruction.op in _COMPUTE and span.seconds > 0]
     for (op, micro_batch), group in groupby(computed, lambda s: (s.instruction.op, s.instruction.micro_batch)):
         begin = end = None
         for span in group:
-            if end is not None and begin is not None and span.start_s > end + 1e-3 * (end - begin):  # it waited
+            if end is not None and begin is not None and span.start_s > end + 1e-3 * (end - begin):  # a wait
                 yield op, micro_batch, begin, end
                 begin = None
             begin = span.start_s if begin is None else begin

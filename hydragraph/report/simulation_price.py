@@ -54,7 +54,7 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
     """Simulate one iteration.
 
     Raises:
-        ValueError: the arguments do not match, or there are no micro-batches.
+        ValueError: the arguments do not match, or no pipeline has a micro-batch.
     """
     counts = assignment.counts
     if not any(counts):

@@ -1,6 +1,6 @@
-"""Courses for the page: as compact data for its script, and as a picture that needs none.
+"""Courses for the page: as compact data for its script, and as a static picture.
 
-Times are whole ticks, of which an iteration has a thousand million, so that numbers are short and exact enough: a bar
+Times are whole ticks of 1e-9 of the iteration, so that numbers are short and precise enough: a bar
 is [ticks since the one before it ended, its ticks, its kind, its name, its micro-batch].
 """
 
@@ -14,17 +14,17 @@ from hydragraph.report.facts import KINDS, STREAMS, Bar, Course, CriticalStep, L
 from hydragraph.report.markup import Content, Markup, tag
 
 TICKS = 1e9
-# Of the picture without a script: its size, the narrowest bar, and the most lanes and bars.
+# Static picture: its size, the narrowest bar, and the maximum number of lanes.
 WIDTH, LABEL, LANE = 1000, 110, 26
 NARROWEST = 0.6
 MOST_LANES = 48
 
 
 def course_data(course: Course) -> dict[str, Any]:
-    """Return what the script draws, as JSON holds it."""
+    """Return the data of the script as a JSON-compatible record."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
-    tracks: dict[int, int] = {}  # lanes that are alike share what they draw
+    tracks: dict[int, int] = {}  # equal lanes share their data
     packed: list[list[list[int]]] = []
     lanes = []
     for lane in course.lanes:
@@ -64,7 +64,7 @@ def _packed(bars: Sequence[Bar], names: dict[str, int], scale: float) -> list[in
 
 
 def course_picture(course: Course) -> Markup:
-    """Return an iteration as SVG: a row of computation for each lane, its traffic in thin lines below it."""
+    """Return an iteration as SVG: a row of computation for each lane, with its traffic in thin lines below."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
     drawn: list[Content] = []
@@ -86,7 +86,7 @@ def course_picture(course: Course) -> Markup:
 
 
 def _band(stream: int, top: float) -> tuple[float, float]:
-    """Return from where a stream's bars are drawn in a lane, and how high."""
+    """Return the top and the height of a stream's bars in a lane."""
     return (top + 3, 14.0) if stream == 0 else (top + 14.5 + 2.5 * stream, 2.0)
 
 
@@ -108,7 +108,7 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0
     for stream, bars in enumerate(lane.bars):
         y, height = _band(stream, top)
-        # A path per kind rather than an element per bar: pages stay small.
+        # A path per kind rather than an element per bar keeps pages small.
         paths: dict[str, list[str]] = {}
         at: dict[str, float] = {}
         for bar in bars:

@@ -1,4 +1,4 @@
-"""Assign a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
+"""Assignment of a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
 
 Dispatching and packing depend on each other: a pipeline's end is known only once its share is cut into micro-batches.
 So sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED);

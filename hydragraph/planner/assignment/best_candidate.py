@@ -1,4 +1,4 @@
-"""Choose the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
+"""Choice of the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
 
 Bounds are cheap and assignments are not. So candidates are assigned in the order of their bounds, and a candidate
 whose bound is no less than the best assignment so far is skipped: with bounds 2.0, 2.4 and 2.7 s, and assignments of

@@ -1,4 +1,4 @@
-"""Spread sequences over pipelines that differ in kind: longest first, then local search with kicks (compiled by numba).
+"""Assignment of sequences to pipelines of different kinds: longest first, then local search with kicks (compiled by numba).
 
     n  sequences, sorted by length, descending: the longest of any set of them is its least index
     P  pipelines

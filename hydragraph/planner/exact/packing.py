@@ -1,4 +1,4 @@
-"""Pack one pipeline's sequences into micro-batches (Hydraulis, section 6.1).
+"""Packing of one pipeline's sequences into micro-batches (Hydraulis, section 6.1).
 
 Equations of Hydraulis -> functions:
 

@@ -373,7 +373,7 @@ def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[i
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
     """Assign each sequence to the pipeline where it ends first, in even micro-batches of at most `together`.
 
-    Example: 8 sequences, two pipelines of which one takes three times as long, 2 together: 6 in three and 2 in one.
+    Example: 8 sequences, two pipelines, one three times as slow as the other, 2 together: 6 in three and 2 in one.
     """
     counts = [0] * len(seconds)
     queue = [(each, p) for p, each in enumerate(seconds)]
@@ -393,7 +393,7 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
 
 
 def _fits(costs: Costs, plan: Staged, flying: int) -> bool:
-    """Return whether every rank's memory suffices or, if memory was not walked, as many micro-batches as are in flight.
+    """Return whether every rank's memory suffices or, without a walk, whether `flying` micro-batches are enough.
 
     Under 1F1B a stage has as many in flight as there are stages from it to the end, for each pipeline that it serves.
     """
