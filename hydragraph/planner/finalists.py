@@ -194,7 +194,7 @@ def finalists(
     clock = _Clock(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
-    # Proposals without an estimate are settled only while nothing fits.
+    # Proposals without an estimate are settled only while no plan fits.
     estimated = {one.strategy for one in estimates}
     others = [each for each in found if each.strategy not in estimated]
     queue = _Queue(costs, clock, estimates, others, until, near, moved)

@@ -6,7 +6,7 @@
     one mini-batch                                    for these, assigned quickly, traffic in order
     memory                                            from the best on, until one fits
 
-Nothing is simulated, and the state is not moved. `hg.plan` considers all mini-batches, and finds better plans.
+It neither simulates nor moves the state. `hg.plan` considers all mini-batches, and finds better plans.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-AT_ONCE_S = 0.3  # after which the best so far is taken
-# Maximum number of estimated strategies from those that run, and from the search; minimum number whatever the time.
+AT_ONCE_S = 0.3  # default deadline
+# Maximum number of estimates of running strategies, and of searched ones; minimum number in total, whatever the time.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
@@ -66,7 +66,7 @@ class Estimate:
 def plan_at_once(
     costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
-    """Return the best strategy found within about `deadline_s`; None if nothing fits.
+    """Return the best strategy found within about `deadline_s`, or None if no strategy fits.
 
     Args:
         costs: costs whose home is kept.

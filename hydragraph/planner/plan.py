@@ -64,7 +64,7 @@ STAGED = 2
 # Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins. Moving the
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a faster plan soon pays for the move.
 NEAR = 0.005
-# Fraction of the deadline after which no new work starts, and the fraction of that time after which the searches end.
+# No new work starts after the fraction SEARCHING of the deadline; the searches end after the fraction FINDING of that.
 # The rest is for settling what they found: plans cannot be ranked without their traffic. (Metis's own search, if
 # requested explicitly, ends at the first limit.)
 SEARCHING = 0.9
@@ -149,7 +149,7 @@ def plan(
             64 ranks and without a deadline: with more ranks it takes ten seconds).
         running: the current plan, strategy or strategy text; among nearly equal plans, the one that moves the fewest
             bytes is chosen.
-        deadline_s: time limit, after which the best plan so far is returned; None: the search runs to completion, and
+        deadline_s: time limit; the best plan so far is then returned. None: the search runs to completion, and
             equal arguments give equal plans.
         seed: random seed; currently unused.
         solver: "scip" groups devices into pipelines with AutoHet's published program (its equation 3, through cvxpy)
@@ -159,7 +159,7 @@ def plan(
         the plan.
 
     Raises:
-        Unsupported: nothing fits (the message gives the shortage and remedies), a type was not measured, or all
+        Unsupported: no plan fits (the message gives the shortage and remedies), a type was not measured, or all
             devices are lost.
         ValueError: an invalid method, solver, deadline or `running`.
     """

@@ -1,7 +1,7 @@
 """Conversion of a search candidate to a runnable strategy: rank placement, assignment, exact seconds and memory.
 
 The search works with forms of groups and average layers. This module maps groups to ranks, distributes micro-batches by
-the exact 1F1B recurrence with messages between stages, walks memory (`cost.rank_memory.Walk`), and chooses state owners.
+the exact 1F1B recurrence with messages between stages, walks memory (`rank_memory.Walk`), and chooses state owners.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
 
-# Effort of the assignments behind estimates.
+# Effort of the assignments in estimates.
 QUICK = Effort(kicks=1, enough=2e-2)
 # Number of strategies per search that are simulated.
 SIMULATED = 3
@@ -90,7 +90,7 @@ class Varied:
         Args:
             origin: see `price_candidate.Candidate`.
             home: fixed owners of the state, if given.
-            simulating: False to estimate instead of simulating, for lack of time.
+            simulating: whether to simulate; otherwise the seconds are estimated.
         """
         simulating = simulating and self.costs.ranks <= FEW
         # A stage's needs do not depend on the owners of the state, so its useful micro-batches represent all.

@@ -26,7 +26,7 @@ QUADRATIC_FROM = 4096
 OVERHEAD_TOKENS = 32
 # A micro-batch is cut at this many tokens unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# Tokens from which a micro-batch is assumed to use a device well.
+# Minimum tokens of a micro-batch that is assumed to use a device well.
 USEFUL_TOKENS = 256
 # Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2

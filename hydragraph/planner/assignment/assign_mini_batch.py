@@ -45,7 +45,7 @@ from hydragraph.spec.assignment import Assignment
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
-# Number of lengths at which `bound_devices` examines sequences.
+# Number of prefixes of the sequences that `bound_devices` examines.
 PREFIXES = 12
 # Effort of the search by the schedule itself.
 EFFORT = Effort(kicks=50, enough=1e-3)

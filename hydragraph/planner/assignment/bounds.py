@@ -61,7 +61,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The bound and where its solution puts each sequence.
+    """The bound, and its solution's shares of each sequence.
 
     Attributes:
         seconds: lower bound of any assignment.
@@ -78,7 +78,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     """Return the relaxation.
 
     Args:
-        cost: seconds of each sequence on each kind [n, K], infinite where it does not fit; by length, descending.
+        cost: seconds of each sequence on each kind [n, K], infinite if it does not fit; by length, descending.
         capacity: seconds of work that all pipelines of each kind can do by z [K]; non-decreasing in z.
         start: a z that some assignment reaches.
     """
@@ -107,7 +107,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Finer groups at the long end, where one sequence matters; a group never spans a length at which a kind drops out.
+    # Finer groups at the long end, where one sequence matters; all sequences of a group fit the same kinds.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))

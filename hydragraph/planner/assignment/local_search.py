@@ -1,13 +1,13 @@
-"""Assignment of sequences to pipelines of different kinds: longest first, then local search with kicks (compiled by numba).
+"""Assignment of sequences to unlike pipelines: longest first, then local search with kicks (compiled by numba).
 
     n  sequences, sorted by length, descending: the longest of any set of them is its least index
     P  pipelines
     K  kinds of pipelines; those of one kind are equal
 
-    cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite where it does not fit
+    cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite if it does not fit
     lengths[i]     [n]     tokens of sequence i
     kind_of[p]     [P]     the kind of pipeline p
-    terms[t]       [K, 8]  coefficients with which `finish` computes the end of a pipeline of kind t, one per column
+    terms[t]       [K, 8]  coefficients, one per column, of the end of a pipeline of kind t; see `finish`
     placed[i]      [n]     the pipeline of sequence i; -1: none
     ends[p]        [P]     when pipeline p finishes
 
@@ -61,7 +61,7 @@ SINGLE = 2.0
 NEAR = 16
 # Fraction of the last end that a step must save: rounding alone must not keep the search running forever.
 LEAST_GAIN = 1e-12
-# With more sequences than this, a step examines so many of them that it must save more.
+# With more sequences than MANY a step is more expensive, so it must save at least LEAST_OF_MANY.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 

@@ -323,7 +323,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
 
 @compiled
 def way(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
-    """Return the plan behind `sums[0, 0, k]` as rows of groups, dp, tp and first layers [4, S + 1]."""
+    """Return the plan of `sums[0, 0, k]` as rows of groups, dp, tp and first layers [4, S + 1]."""
     ranks = o.begin.size - 1
     found = np.zeros((4, ranks + 1), dtype=np.int64)
     start = 0
@@ -350,7 +350,7 @@ def best_labels(
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        Its rows as in `way`, without a stage if none is found; and the number of labels.
+        Its rows as in `way`, without a stage if no plan is found; and the number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size

@@ -92,7 +92,7 @@ def walk(
         order: NAIVE or MEMORY.
         max_tp: the largest degree.
         mixed_tp: whether a replica may have devices of several types.
-        stages: number of stages with which Metis prices these plans at first.
+        stages: number of stages that Metis prices on its first visit to these plans.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -433,7 +433,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the piece at which one is full stays unassigned for now."""
+    """Fill each stage but the last from the front; the piece that fills a stage stays unassigned for now."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -448,7 +448,7 @@ def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill the last stage from the end: the last layer, then adjacent pieces as long as there is capacity."""
+    """Fill the last stage from the end: the last layer, then adjacent pieces while capacity is left."""
     last = capacity.size - 1
     lowest = split.size
     taken = 0
