@@ -61,7 +61,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
     """Return fractions as `filled` does, for two copies on different nodes: no node has more than half of the total.
 
-    A node that would have more owns the whole state once, and all others share the second copy (`ir.home_layout`).
+    A node that would have more owns the whole state once, and all others share the second copy (`ir.layout`).
 
     Args:
         nodes: node of each rank.
