@@ -1,5 +1,6 @@
-"""A model becomes a Program: captured without changes to it, compared with it by numbers (`check/`), or read from a
-compiled folder (`compiled_folder/`); and sequences become packed mini-batches.
+"""Frontend: capture a model as a Program without changing it, compare the two numerically (`check/`), or read a Program
+from a compiled folder (`compiled_folder/`); and pack sequences into mini-batches.
 
-What a trace would lose is refused here by name. Transformations of captured graphs belong in `passes/`.
+Model features that a trace would lose are rejected here by name. Transformations of captured graphs belong in
+`passes/`.
 """

@@ -1,8 +1,8 @@
-"""Tell which blocks compute the same, from what each does: its operators, in order, on shapes alone.
+"""Equivalence of blocks, determined from the operators that each runs, in order, on shapes alone.
 
-A block is run once on the meta device, and every operator is noted with its operands. That takes milliseconds where a
-trace takes tenths of a second, and nothing hides from it: not attributes of any name, layer indices, closures, classes
-made in functions, nor tables outside the block. Blocks whose notes are equal have equal graphs.
+A block is run once on the meta device, and every operator is recorded with its operands. That takes milliseconds,
+whereas a trace takes tenths of a second, and covers everything: attributes of any name, layer indices, closures,
+classes made in functions, and tables outside the block. Blocks with equal records have equal graphs.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-# The most elements of a constant tensor that is compared by its content.
+# Maximum number of elements of a constant tensor that is compared by content.
 _LARGEST = 1 << 20
 
 
 def kind_of(site: Site, hints: dict[str, int]) -> str | None:
-    """Return a digest of all that a block computes; None: it cannot be noted, and must be traced by itself.
+    """Return a digest of a block's computation, or None if it cannot be recorded and needs its own trace.
 
     Args:
         site: the block and the arguments it was called with.
         hints: example values of symbolic sizes, by symbol.
 
     Raises:
-        Unsupported: it does what no trace sees, or something else in each call.
+        Unsupported: it does something that a trace cannot capture, or behaves differently in each call.
     """
     notes = _noted(site, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
 
 def is_without_index(site: Site, hints: dict[str, int]) -> bool:
-    """Say whether a block computes nothing with attributes that say where it stands (`LAYER_INDEX`).
+    """Return whether a block computes nothing with its index attributes (`LAYER_INDEX`).
 
-    So blocks that differ in these alone compute the same, without each being run. The block is run with something in
-    the place of its index that may be handed on, but not be computed, compared or looked up with.
+    Blocks that differ only in these then compute the same, without running each. The block is run with its index
+    replaced by an object that may be passed on, but not used in computations, comparisons or lookups.
     """
     plain = _noted(site, hints)
     places = [(vars(m), name) for m in site.module.modules() for name in LAYER_INDEX if name in vars(m)]
@@ -61,7 +61,7 @@ def is_without_index(site: Site, hints: dict[str, int]) -> bool:
 
 
 class _Nowhere:
-    """What can only be handed on."""
+    """Object that can only be passed on."""
 
     def _used(self, *_: object) -> Any:
         raise TypeError("a layer's index is used")
@@ -71,27 +71,27 @@ class _Nowhere:
 
 
 def refuse_state(site: Site, hints: dict[str, int]) -> None:
-    """Run a block twice more; raise Unsupported where it does not do the same."""
+    """Run a block twice more; raise Unsupported if the runs differ."""
     _refuse_difference(_noted(site, hints), _noted(site, hints), site.name)
 
 
 def refuse_state_around(opaque: AbstractContextManager[nn.Module], batch: Mapping[str, Tensor], where: str) -> None:
-    """Run what stands around the blocks, and the loss; raise Unsupported where it does something else in each call.
+    """Run the model around its blocks, and the loss; raise Unsupported if repeated calls differ.
 
     Args:
         opaque: `skeleton.with_opaque_blocks`.
-        batch: on the meta device.
+        batch: a packed batch on the meta device.
     """
     notes = []
     try:
         with meta_as_cpu(), opaque as module:
-            module(batch)  # first calls may make what later ones find
+            module(batch)  # first calls may create state that later calls reuse
             for _ in range(2):
                 noted = _Notes(module, list(batch.values()))
                 with noted:
                     result = module(batch)
                 notes.append(None if noted.unknown else [*noted.lines, noted.text(result)])
-    except Exception:  # what needs values cannot run on shapes; what else is wrong, the trace finds
+    except Exception:  # code that needs values cannot run on shapes; other errors are found by the trace
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
@@ -122,21 +122,21 @@ def _noted(site: Site, hints: dict[str, int]) -> list[str] | None:
             result = site.flat()(*arguments)
     except Unsupported:
         raise
-    except Exception:  # what needs values cannot run on shapes
+    except Exception:  # code that needs values cannot run on shapes
         return None
     refuse_own_backward(result, site.name)
     return None if notes.unknown else [*notes.lines, notes.text(result)]
 
 
 class _Notes(TorchDispatchMode):
-    """Notes every operator that is called, each tensor by where it came from."""
+    """Recorder of every operator call, which identifies each tensor by its origin."""
 
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.unknown = False  # a tensor without values came from nowhere
+        self.unknown = False  # a tensor without values has an unknown origin
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no id is used twice
+        self._kept: list[Tensor] = []  # so that no id is reused
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             first_name = self._names.setdefault(id(tensor), name)
@@ -146,7 +146,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before: an operator may write into its operands
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # first: an operator may write into its operands
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

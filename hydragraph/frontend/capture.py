@@ -1,4 +1,4 @@
-"""`capture`: an unmodified model becomes a strategy-independent Program."""
+"""Capture: turn an unmodified model into a strategy-independent Program."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
     Args:
-        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or
-            CPU; it is not changed. A module of your own is called with those fields of the packed batch that its
-            forward's parameters name, or with the whole dict where its one parameter is no field (`batch`); its
-            blocks take the hidden state, [1, T, H] or [T, H], first and return it, and their tokens meet only in
+        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU;
+            it is not changed. A custom module is called with the fields of the packed batch that its forward's
+            parameters name, or with the whole dict if its only parameter is not a field (`batch`); its blocks take the
+            hidden state, [1, T, H] or [T, H], first and return it, and tokens interact only in
             `hydragraph.varlen_attention`.
-        dtype: what it will compute in.
-        example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens
-            [N + 1] int32 and max_length, 0-d int64, which need not be given; what is given besides, [1, T, ...], is a
-            field of your own for forward or loss, and each sequence then brings it as a tensor [L, ...].
-        loss: takes the model's outputs and the packed batch (a dict), returns the loss summed over targets: over
-            positions whose label is not -100. A step divides it by the targets of the global mini-batch. What stands
-            where the label is -100 must not count: padding is a sequence of its own with such labels.
-            Default: cross-entropy of the logits.
-        blocks: the path of the nn.ModuleList of repeated blocks, where the largest one is not meant.
+        dtype: compute dtype.
+        example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1]
+            int32 and max_length, 0-d int64, all of which may be omitted; any additional entry, [1, T, ...], is a custom
+            field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
+        loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
+            over positions whose label is not -100. A step divides it by the number of targets in the global mini-batch.
+            Positions with label -100 must not contribute: padding is a separate sequence with such labels. Default:
+            cross-entropy of the logits.
+        blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
 
     Raises:
-        Unsupported: with module, operator and remedy.
+        Unsupported: with the module, the operator and a remedy.
     """
     check_torch()
     check_model(model, "capture")
@@ -100,7 +100,7 @@ def _captured(
     blocks: str | None,
     sizes: Mapping[str, int],
 ) -> Program:
-    """Trace a model with an example of some sizes; arguments as for `capture`."""
+    """Trace a model with example sizes; arguments as for `capture`."""
     where = type(model).__name__
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
@@ -119,7 +119,8 @@ def _captured(
     templates = _capture_layers(sites, keys, pieces.sizes, where)
     _prove(pieces, templates, where, dtype)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        # In the model's words: that it counts positions itself, and not that some arange counts through a row.
+        # This names the cause in terms of the model (it counts positions itself), not just an arange that counts
+        # through a row.
         huggingface.refuse_own_positions(where, _used_fields(pieces, templates))
     _refuse_leaks(pieces, templates, where, own_loss=loss is not None)
     if is_huggingface:
@@ -128,10 +129,10 @@ def _captured(
 
 
 def check_model(model: object, call: str) -> None:
-    """Check that what a user passed as a model is one.
+    """Check that the `model` argument is a module.
 
     Raises:
-        TypeError: it is no module; a name or a path has to be loaded first.
+        TypeError: it is not a module; a name or a path has to be loaded first.
     """
     if isinstance(model, nn.Module):
         return
@@ -154,7 +155,7 @@ def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _refuse_tensors_of_loss(loss: Loss | None) -> None:
-    """Raise Unsupported for a loss that is a module with tensors of its own, which no rank would own or update."""
+    """Raise Unsupported for a loss module with its own tensors, which no rank would own or update."""
     if not isinstance(loss, nn.Module):
         return
     for kind, tensors in (("parameter", loss.named_parameters()), ("buffer", loss.named_buffers())):
@@ -169,13 +170,13 @@ def _refuse_tensors_of_loss(loss: Loss | None) -> None:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The skeleton cut up: templates, and what feeds each block."""
+    """Skeleton split into templates, and the inputs of each block."""
 
     embed: Template
     aux: Template
     head: Template
-    feeds: dict[str, list[int]]  # block -> for each of its other tensor inputs, the aux output
-    sizes: dict[str, int]  # the symbols of the token and the sequence count, with example values
+    feeds: dict[str, list[int]]  # block -> index of the aux output for each of its other tensor inputs
+    sizes: dict[str, int]  # symbols of the token count and the sequence count, with example values
 
 
 def _slice_skeleton(
@@ -187,8 +188,8 @@ def _slice_skeleton(
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # Blocks follow one another through the hidden state alone; whatever else they take is computed beside them (`aux`),
-    # once per micro-batch on every stage, so it may depend on the batch and on buffers only.
+    # Consecutive blocks are connected only by the hidden state; their other inputs are computed separately (`aux`),
+    # once per micro-batch on every stage, so these may depend only on the batch and on buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -233,7 +234,7 @@ def _slice_skeleton(
 
 
 def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Return placeholder -> name in the model (parameters, buffers) and in the batch."""
+    """Return the mappings from placeholder to name: of parameters, of buffers and of batch fields."""
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: v.removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
     return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True))
@@ -242,19 +243,19 @@ def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[
 def _capture_layers(
     sites: Sequence[Site], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Trace each block that computes something else than those before it; return every block's template.
+    """Trace each block that differs from those before it; return the template of every block.
 
     Args:
-        keys: id of a block -> what it is built of, but for its index: blocks that share it, are called alike, and
-            compute nothing with their index, are equal. Of others it is seen by what they do whether they are.
-        model: what is captured.
+        keys: id of a block -> its structure without the index. Blocks with the same structure that are called alike and
+            compute nothing with their index are equal. Other blocks are compared by what they compute.
+        model: name of the model, for progress messages.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for number, site in enumerate(sites, start=1):
         log.doing(f"capturing {model}", number, len(sites))
-        # Three ways to see that two blocks are one template, cheapest first: built alike, doing alike, equal graphs.
+        # Three ways to recognise that two blocks share a template, cheapest first: structure, behaviour, equal graphs.
         built = ("built", keys[id(site.module)] + site.called())
         if built not in template_of:
             kind = kind_of(site, hints)
@@ -263,10 +264,10 @@ def _capture_layers(
                 if kind is not None:
                     refuse_state(site, hints)
                 template = capture_template(site, hints)
-                # Equal graphs are one template, however their blocks were told apart.
+                # Equal graphs are one template, even if their blocks were distinguished before.
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
             templates[site.name] = template_of[does]
-            # Asked of the second that is built alike: of one, there is nothing to save.
+            # Checked at the second block of a structure: with only one there is nothing to save.
             seen[built] += 1
             if seen[built] == 2 and is_without_index(site, hints):
                 template_of[built] = template_of[does]
@@ -276,7 +277,7 @@ def _capture_layers(
 
 
 def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping[str, int]) -> dict[str, int]:
-    """Return the symbols of the token and the sequence count, in this order, with example values."""
+    """Return the symbols of the token count and the sequence count, in this order, with example values."""
     shapes = {fields.get(n.name): value_of(n).shape for n in skeleton.graph.nodes if n.op == "placeholder"}
     tokens = symbol_name(shapes["input_ids"][1])
     bounds = symbol_name(shapes["cu_seqlens"][0])
@@ -286,7 +287,7 @@ def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping
 
 
 def _prove(pieces: _Pieces, layers: Mapping[str, Template], model: str, dtype: torch.dtype) -> None:
-    """Check that each template runs with the dtypes it was traced with, and for any number of tokens."""
+    """Check that each template runs with the dtypes it was traced with and for any number of tokens."""
     unique = {template.name: (template, name) for name, template in reversed(list(layers.items()))}
     around = [(pieces.embed, f"{model} before its first block"), (pieces.aux, f"{model} beside its blocks")]
     for template, where in [*around, *unique.values(), (pieces.head, f"{model} after its last block")]:
@@ -295,10 +296,10 @@ def _prove(pieces: _Pieces, layers: Mapping[str, Template], model: str, dtype: t
 
 
 def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, own_loss: bool) -> None:
-    """Check that packed sequences cannot see each other: every operator must be known to keep tokens apart.
+    """Check that packed sequences cannot interact: every operator must be known to keep tokens apart.
 
     Args:
-        own_loss: the loss is the user's; what it adds up of each token is seen by `refuse_unsummed`.
+        own_loss: the loss is custom; `refuse_unsummed` checks how it sums over tokens.
     """
     tokens = next(iter(pieces.sizes))
     checked = set()
@@ -326,7 +327,7 @@ def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, o
 
 
 def _given_fields(pieces: _Pieces, block: str, template: Template) -> dict[str, str]:
-    """Return, by placeholder, which of a block's inputs are fields of the packed batch as they are."""
+    """Return placeholder -> field for the inputs of a block that are unmodified fields of the packed batch."""
     outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
     others = [name for name in template.inputs if name.startswith("other.")]
     fed = {name: field_of(outputs[pieces.feeds[block][int(name.removeprefix("other."))]]) for name in others}
@@ -340,7 +341,7 @@ def _assemble(
     pieces: _Pieces,
     layers: Mapping[str, Template],
 ) -> Program:
-    # Until here names were those within a block; from here on they are the model's, tied ones by their first name.
+    # So far names were relative to a block; from here on they are the model's, with the first name for tied parameters.
     canonical = _canonical_names(model)
     raw = {"embed": pieces.embed, **layers, "head": pieces.head}
     blocks = []
@@ -362,7 +363,7 @@ def _assemble(
     for alias, name in canonical.items():
         if alias != name:
             aliases[name].append(alias)
-    # All blocks that use a parameter must cut it alike; only then can the placeholders be put in.
+    # All blocks that use a parameter must shard it alike; only then can the placeholders be inserted.
     shard = agree(blocks, templates)
     described = {
         n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad) for n, p in parameters.items()
@@ -387,7 +388,7 @@ def _assemble(
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits over all of a model but its weights: modules, their attributes, config, what is frozen."""
+    """Return 12 hex digits that identify a model without its weights: modules, attributes, config and frozen parts."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -395,7 +396,7 @@ def origin(model: nn.Module) -> str:
 
 
 def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
-    """Return the fields of the packed batch that the model before its last block computes with."""
+    """Return the fields of the packed batch that the model reads before its head."""
     outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
     used = {
         outputs[pieces.feeds[name][int(i.removeprefix("other."))]]
@@ -408,7 +409,7 @@ def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
 
 
 def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
-    """Say whether labels are the next tokens: where attention looks back only, but for some classes of transformers."""
+    """Return whether labels are the next tokens: attention is causal, except for some classes of transformers."""
     if huggingface.is_huggingface(model):
         return huggingface.is_causal(model)
     calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target is varlen)
@@ -416,7 +417,7 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return every parameter name (tied aliases too) -> its first name."""
+    """Return every parameter name, including tied aliases -> its first name."""
     first = {id(p): n for n, p in model.named_parameters()}
     return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
 
@@ -424,9 +425,10 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 def _buckets(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Group parameters: those of one block alone together, each tied one by itself, in block order.
+    """Group parameters into buckets, in block order: those used by one block together, each tied parameter by itself.
 
-    What gets no gradient is apart from what does (`learns`), so that it is never pushed; last comes what no block uses.
+    Parameters without a gradient (not in `learns`) get separate buckets, so that these are never pushed; parameters
+    used by no block come last.
     """
     users: dict[str, list[str]] = {}
     for block in blocks:
@@ -446,7 +448,7 @@ def _buckets(
 def _by_learning(
     name: str, parameters: Sequence[Parameter], blocks: tuple[str, ...], learns: Collection[str]
 ) -> Iterator[Bucket]:
-    """Yield a bucket of the parameters that get a gradient, and one of the others, as far as there are any."""
+    """Yield one bucket of the parameters that get a gradient and one of the others, if there are any."""
     for suffix, kind in (("", True), ("/frozen", False)):
         chosen = tuple(p for p in parameters if (p.name in learns) is kind)
         if chosen:

@@ -1,4 +1,4 @@
-"""Modules that are no Hugging Face models: how their forward is called with a packed batch."""
+"""Calling of modules other than Hugging Face models with a packed batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return how to call a module on a packed batch: its forward's parameters name the fields that it gets.
+    """Return a function that calls a module on a packed batch: its forward's parameters name the fields that it gets.
 
-    A forward whose one required parameter is no field (`def forward(self, batch)`) gets the whole dict.
+    A forward whose only required parameter is not a field (`def forward(self, batch)`) gets the whole dict.
 
     Args:
         model: any module.
-        fields: the names that its packed batch has.
+        fields: names of the fields of its packed batch.
 
     Raises:
-        Unsupported: a required parameter is no field.
+        Unsupported: a required parameter is not a field.
     """
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _NAMED]
     names = [p.name for p in parameters if p.name in fields]

@@ -1,4 +1,4 @@
-"""From an exported program to a plain functional graph."""
+"""Conversion of an exported program to a plain functional graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.private.operator_schemas import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
 
-# What PyTorch's messages have in common where a tensor that is not on the meta device meets those of a traced model.
+# Words in PyTorch's messages about a tensor outside the meta device used together with those of a traced model.
 _TWO_DEVICES = ("device", "meta", "cpu")
-# Texts of PyTorch's messages -> what a model did that leads to them, and what to do instead.
+# Substring of a PyTorch message -> what the model did to cause it, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
         "forward writes in place into what it is given, or into a parameter",
@@ -44,19 +44,19 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters as they are, or with .detach(); hand tensors on as arguments; write out what torch.func does",
     ),
 }
-# The most attributes that an error names.
+# Maximum number of attributes named in an error.
 _NAMED = 4
-# Where code lies that is not a model's: PyTorch's and ours.
+# Folders whose code is not the model's: PyTorch's and ours.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# The most characters of a line of code that an error shows.
+# Maximum number of characters of a code line shown in an error.
 _LONGEST = 80
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
-    """Trace a module, with sizes that are known only at run time.
+    """Trace a module with sizes that are known only at run time.
 
     Raises:
-        Unsupported: whatever the module or the trace raised, which stays the cause.
+        Unsupported: caused by any exception of the module or the trace.
     """
     try:
         with watched(where, module), meta_as_cpu():
@@ -68,7 +68,7 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
 
 
 def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
-    """Say what keeps a module from being traced, in words of its own where PyTorch's say little."""
+    """Explain why a module cannot be traced, in our own words where PyTorch's are unclear."""
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
         return Unsupported(
@@ -85,7 +85,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
 
 
 def _line_of(error: Exception) -> str:
-    """Name the line of the model's own code that an error came from, if any did."""
+    """Name the line of the model's code that raised an error, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith(_NOT_THE_MODELS) and Path(frame.filename).is_file():
@@ -94,7 +94,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _of_attributes(module: nn.Module) -> str:
-    """Name the attributes of a module's parts that hold plain tensors or listed modules, if there are any."""
+    """Name the attributes of a module's submodules that hold plain tensors or modules in containers, if any."""
     names = [
         f"{prefix}.{name}".removeprefix(".").removeprefix("model.").removeprefix("block.")
         for prefix, child in module.named_modules()
@@ -109,7 +109,7 @@ def _holds_tensors(value: object) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error that says something."""
+    """Return the first line of an error that carries information."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()] or [""]
     line = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
     return f"{type(error).__name__}: {line[:300]}"
@@ -118,11 +118,11 @@ def _reason(error: Exception) -> str:
 def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphModule, ExportGraphSignature]:
     """Return the cleaned graph and the signature of its placeholders.
 
-    A graph that writes in place is functionalized by `run_decompositions`, which takes seconds and forgets where
-    gradients were switched off; so it is used only for graphs that need it, with such regions inlined.
+    A graph with in-place writes is functionalized by `run_decompositions`, which takes seconds and discards where
+    gradients were disabled; so it is used only for graphs that need it, with such regions inlined.
 
     Raises:
-        Unsupported: the graph writes where autograd does not see it, or draws random numbers.
+        Unsupported: the graph contains writes that autograd does not see, or draws random numbers.
     """
     _refuse_changes(exported, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
@@ -134,9 +134,9 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Refuse what is written through `x.detach()`, or under no_grad to a value from outside: x's gradient ignores it.
+    """Reject writes through `x.detach()`, or under no_grad to a value from outside: the gradient of x ignores them.
 
-    A functional graph would have the gradient of what was written.
+    A functional graph would include the gradient of the written values.
     """
     for node in graph.graph.nodes:
         if GRAD_MODE not in str(node.target):
@@ -160,7 +160,7 @@ def _unseen_write(how: str, where: str) -> Unsupported:
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
-    """Refuse a graph that writes into the model's tensors or what it is given, and one that computes under autocast."""
+    """Reject a graph that writes into the model's tensors or its inputs, or that computes under autocast."""
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
@@ -184,7 +184,7 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
 
 
 def changes(name: str, where: str) -> Unsupported:
-    """Say that forward changes a tensor of its module."""
+    """Return the error for a forward that changes a tensor of its module."""
     return Unsupported(
         f"forward changes {name!r}, and what it writes would be lost",
         where=where,
@@ -193,10 +193,10 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the name of a tensor of the model that a graph writes into, itself or through a view.
+    """Return the name of a model tensor that a graph writes into, directly or through a view.
 
     Args:
-        targets: the nodes that are tensors of the model, with their names.
+        targets: the nodes that hold the model's tensors, with their names.
     """
     targets = dict(targets)
     for node in graph.graph.nodes:
@@ -221,10 +221,10 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return the graph, which must draw no random numbers."""
+    """Check that a graph draws no random numbers, and return it."""
     for node in graph.graph.nodes:
         if "scaled_dot_product" in str(node.target):
-            # It has dropout too, but is refused for mixing tokens, which says more.
+            # It has dropout too, but is rejected for mixing tokens, with a more helpful error.
             continue
         if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
             raise Unsupported(

@@ -1,4 +1,4 @@
-"""Hugging Face models: how they are called with packed sequences, and what of theirs is refused."""
+"""Support for Hugging Face models: how to call them with packed sequences, and which features are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.graph_node import varlen
 
-# The name under which transformers finds our attention function.
+# The name of our attention function in transformers' registry.
 ATTENTION = "hydragraph"
 
 _REFUSED = {
@@ -24,9 +24,9 @@ _REFUSED = {
     "softcap": "choose a model without capped attention scores: without its cap this one would be another model",
     "s_aux": "choose a model without attention sinks",
 }
-# What transformers passes besides, and cu_seqlens says already.
+# Further arguments from transformers whose information is already in cu_seqlens.
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
-# Classes of transformers whose labels stand where they are predicted, not one place before.
+# Suffixes of transformers classes whose labels are at the predicted token itself, not at the previous one.
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -43,10 +43,10 @@ def attention(
     max_length_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
+    """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: for a mask, dropout, a sliding window, chunks, capped scores or attention sinks.
+        Unsupported: a mask, dropout, a sliding window, chunks, capped scores or attention sinks are requested.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -62,11 +62,11 @@ def attention(
         raise Unsupported(f"attention dropout {dropout}", where=where, remedy="set the config's attention dropout to 0")
     longest = window(getattr(module, "config", None))
     if longest is not None and (options.get("sliding_window") or 0) >= longest:
-        options = {**options, "sliding_window": None}  # `Executable` keeps sequences within it
+        options = {**options, "sliding_window": None}  # `Executable` bounds sequences by the window
     _refuse_options(options, where)
     if attention_mask is not None and (causal or not attention_mask.both_ways):
         attention_mask.refuse(_layer(module))
-    # Heads of unequal sizes (DeepSeek's values are narrower than its keys) are widened with zeros for the kernel.
+    # Heads of unequal sizes (DeepSeek's values are narrower than its keys) are padded with zeros for the kernel.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
@@ -77,19 +77,19 @@ def attention(
 
 
 def _layer(module: nn.Module) -> str:
-    """Return the class of an attention module, and which layer it is of."""
+    """Return the class of an attention module and its layer index."""
     index = vars(module).get("layer_idx")
     return type(module).__name__ if index is None else f"{type(module).__name__} of layer {index}"
 
 
 def _packed(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, D] -> [B * T, H, size], zeros at the end of each head: they change neither scores nor sums."""
+    """Reshape [B, H, T, D] to [B * T, H, size], padding each head with zeros: these change neither scores nor sums."""
     x = x.transpose(1, 2).reshape(-1, *x.shape[1::2])
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _refuse_options(options: Mapping[str, Any], where: str) -> None:
-    """Refuse what a model asks of its attention and ours does not do."""
+    """Reject attention options that our attention does not support."""
     for name, remedy in _REFUSED.items():
         if options.get(name) is not None:
             value = "a tensor" if isinstance(options[name], Tensor) else options[name]
@@ -104,7 +104,7 @@ def _refuse_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_own_attention(model: nn.Module) -> None:
-    """Refuse attention that a user registered with transformers: ours would stand in its place."""
+    """Reject attention that a user registered with transformers: ours would replace it."""
     from transformers import AttentionInterface
 
     known = AttentionInterface()
@@ -124,19 +124,19 @@ def _refuse_own_attention(model: nn.Module) -> None:
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Say whether a model is one of transformers', without importing transformers for those that are not."""
+    """Return whether a model is from transformers, without importing transformers for other models."""
     classes = type(base_model(model)).__mro__
     return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
 def is_library_class(model: nn.Module) -> bool:
-    """Say whether a model's own class is transformers' or peft's, and its forward no other: these keep no state."""
+    """Return whether a model's class is from transformers or peft, with its own forward: these keep no state."""
     known = type(model).__module__.partition(".")[0] in ("transformers", "peft")
     return known and not any("forward" in vars(module) for module in model.modules())
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make a model (our own meta copy of the user's) call `attention` in every layer, with steady frequencies."""
+    """Make a model (our own meta copy) call `attention` in every layer, with fixed rotary frequencies."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -150,7 +150,9 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return how to call a model on a packed batch: ids and positions [1, T], sequence bounds for its attention."""
+    """Return a function that calls a model on a packed batch: ids and positions [1, T], sequence bounds for its
+    attention.
+    """
     padding = unplaced_id(model)
     first = 0 if padding is None else padding + 1
 
@@ -171,14 +173,14 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the id that has no place in a sequence: RoBERTa and its kin count on from it, and pass its tokens over."""
+    """Return the token id without a position: RoBERTa and similar models count positions from it, skipping its tokens."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return how many positions a model's config gives a sequence, and the setting's name; None: it does not say."""
+    """Return the maximum positions per sequence in a model's config, and the setting's name; None if it is not set."""
     short = short_positions(model)
     if short is not None:
         return short
@@ -200,20 +202,23 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Say whether a model predicts the next token (its labels are shifted here); else labels stand where they count."""
+    """Return whether a model predicts the next token (labels are then shifted here); otherwise labels are already
+    aligned.
+    """
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
 def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, Template]) -> None:
-    """Refuse a captured model that cannot have kept packed sequences apart.
+    """Reject a captured model that cannot have kept packed sequences separate.
 
     Args:
-        model: its class.
-        fields: what it uses of the packed batch.
+        model: its class name.
+        fields: the fields of the packed batch that it uses.
         layers: the template of each block.
 
     Raises:
-        Unsupported: a layer whose tokens do not meet in transformers' attention interface, or positions of its own.
+        Unsupported: a layer mixes tokens outside transformers' attention interface, or the model counts positions
+            itself.
     """
     for name, template in layers.items():
         if not any(n.target is varlen for n in template.graph.graph.nodes):
@@ -226,7 +231,7 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
 
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
-    """Raise Unsupported where a model uses no positions but those that it counts itself."""
+    """Raise Unsupported if a model uses only positions that it counts itself."""
     if "position_ids" not in fields:
         raise Unsupported(
             "it takes no position_ids, so positions would run on through packed sequences",
@@ -236,7 +241,9 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise Unsupported for what would be captured wrongly: dropout in training, a padding id that embeddings skip."""
+    """Raise Unsupported for features that would be captured incorrectly: dropout in training, router loss,
+    checkpointing.
+    """
     for name, module in model.named_modules():
         if module.training and isinstance(module, nn.Dropout) and module.p > 0:
             raise Unsupported(

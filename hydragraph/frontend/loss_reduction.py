@@ -1,6 +1,7 @@
-"""Refuse a loss that is a mean: a step divides by the targets of the whole mini-batch, so a loss is a sum over tokens.
+"""Reject a loss that is a mean: a step divides by the targets of the whole mini-batch, so a loss must be a sum over
+tokens.
 
-Cut into micro-batches, sums of a loss add up and means do not. Seen from the result backwards, through values of one
+Across micro-batches, summed losses add up and means do not. Traced backwards from the result, through values of one
 element:
 
     loss = nll.mean()                      a mean over tokens
@@ -8,8 +9,8 @@ element:
     loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
     loss = nll.sum() / temperature         a sum
 
-And from the batch forwards: each token's part is computed from that token alone, and what stands behind their sum is
-linear, or the sums of two micro-batches would not add up:
+And forwards from the batch: each token's term is computed from that token alone, and everything after their sum is
+linear; otherwise the sums of two micro-batches would not add up:
 
     loss = (nll * x.softmax(1)).sum()      a softmax over tokens, of whatever was packed together
     loss = nll.sum().sqrt()                the root of a sum
@@ -35,13 +36,13 @@ from hydragraph.private.tracing import is_counted
 
 aten = torch.ops.aten
 
-# The number by which operators know reduction="mean".
+# Encoding of reduction="mean" in operator arguments.
 _MEAN = 1
 _MEANS = frozenset({aten.mean.default, aten.mean.dim})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.mul.Tensor, aten.mul.Scalar})
 
 
-# What does the same to a sum as to each of its summands.
+# Operators that commute with a sum.
 _LINEAR = (
     MOVES
     | VIEWS
@@ -56,10 +57,10 @@ _SUM = 2
 
 
 def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for a loss that is no sum of what is computed from each token alone.
+    """Raise Unsupported for a loss that is not a sum of terms computed from each token alone.
 
-    One that reads sequences' bounds is a sum over sequences, and one that picks tokens by a mask has sizes that no
-    graph says; see `terms` for both.
+    A loss that reads sequence bounds is a sum over sequences, and one that selects tokens with a mask has sizes that
+    the graph does not determine; see `terms` for both.
 
     Args:
         tokens: the symbol of the token count.
@@ -78,13 +79,13 @@ def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
 
 
 class _Sums:
-    """Follows sums over tokens through a loss."""
+    """Tracker of sums over tokens through a loss."""
 
     def __init__(self) -> None:
         self._summed: set[fx.Node] = set()
 
     def follow(self, node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool | str:
-        """Note what is a sum over tokens; False: an operator has to do with none. See `mixing`."""
+        """Record sums over tokens; return False for an operator unrelated to any. See `mixing`."""
         if node.op == "output":
             unsummed = next((n for n in node.all_input_nodes if n not in self._summed), None)
             return True if unsummed is None else "is returned, which is no sum over tokens"
@@ -100,7 +101,7 @@ class _Sums:
 
 
 def _stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
-    """Say whether an operator on sums over tokens, and on nothing that has tokens, leaves a sum."""
+    """Return whether the result of an operator on sums over tokens, and on values without tokens, is still a sum."""
     others = [n for n in node.all_input_nodes if n not in summed]
     if node.target in _ADDED:
         numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
@@ -112,7 +113,7 @@ def _stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
 
 
 def _sums(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """Say whether an operator adds up what its operand has of each token."""
+    """Return whether an operator sums its operand over tokens."""
     arguments = operands(node)
     first = arguments[0] if arguments else None
     if not isinstance(first, fx.Node) or first not in rows:
@@ -131,21 +132,23 @@ def _sums(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Say whether a value is zeros, to which something is added."""
+    """Return whether a value is all zeros, the initial value of a sum."""
     if node.target in (aten.full.default, aten.scalar_tensor.default):
         return bool(operands(node)[-1] == 0)
     return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def refuse_mean(template: Template, where: str) -> None:
-    """Raise Unsupported if what a template returns is a mean over tokens, or divided by what depends on the batch."""
+    """Raise Unsupported if a template returns a mean over tokens or a value divided by something that depends on the
+    batch.
+    """
     nodes = list(template.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])
     for node in nodes:
         if any(n in varies for n in node.all_input_nodes):
             varies.add(node)
-    for node in nodes:  # of every token too
+    for node in nodes:  # including per-token values
         sizes = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
         if node.target in _DIVISIONS and sizes:
             _refuse(f"it is scaled by {sizes[0].name}, a number of tokens or sequences ({node.target})", where)
@@ -168,14 +171,14 @@ def refuse_mean(template: Template, where: str) -> None:
 
 
 def _is_divisor(node: fx.Node, by: fx.Node, varies: Collection[fx.Node]) -> bool:
-    """Say whether one of two numbers that depend on the batch scales the other; a product of two is no sum either."""
+    """Return whether one of two batch-dependent numbers scales the other; a product of two is not a sum either."""
     second = len(by.args) > 1 and by.args[1] is node and _is_one_number(node)
     first = by.args[0]
     return second and ("mul" not in str(by.target) or (isinstance(first, fx.Node) and first in varies))
 
 
 def _reduction(node: fx.Node) -> int | None:
-    """Return how a loss of PyTorch's reduces; None: the operator is none."""
+    """Return the reduction of a PyTorch loss, or None for any other operator."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "reduction":

@@ -1,8 +1,8 @@
-"""What a Hugging Face model asks of its attention by the mask alone: windows, chunks, patterns of its own.
+"""Attention patterns that a Hugging Face model requests through its mask: windows, chunks and custom patterns.
 
-transformers builds masks from functions of a query's and a key's position. Ours is asked for the mask of packed
-sequences instead of a tensor [T, T], and says what the functions are: nothing for plain attention, which needs no mask
-here; for anything else a marker, which the model hands to those layers that it is meant for.
+transformers builds masks from functions of a query's and a key's position. Our mask function is called for the mask of
+packed sequences instead of building a tensor [T, T], and classifies these functions: it returns None for plain
+attention, which needs no mask here, and otherwise a marker, which the model passes to the layers concerned.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-# Patterns that keep packed sequences apart, as our attention does anyway.
+# Patterns that keep packed sequences separate, as our attention does anyway.
 _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
-_LEAST_WINDOW = 256  # tokens: more than any sequence that captured graphs are compared on
+_LEAST_WINDOW = 256  # tokens: longer than any sequence used by the numeric check
 _WINDOW = (
     "set sliding_window to None in the config (or use_sliding_window to False), or to "
     f"{_LEAST_WINDOW} or more tokens, which bound the sequences"
@@ -34,12 +34,13 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Stands for a mask that packed attention does not know; a model may hand it on, and nothing else.
+    """Stand-in for a mask that packed attention does not support; a model may pass it on but not use it.
 
     Attributes:
-        kind: what the mask lets through.
+        kind: description of the mask.
         remedy: what to change.
-        both_ways: it is attention in both directions, which is no mask to attention that looks both ways anyway.
+        both_ways: the mask makes attention bidirectional, which changes nothing for attention that is already
+            bidirectional.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class Marker:
     both_ways: bool = False
 
     def refuse(self, where: str) -> NoReturn:
-        """Raise Unsupported for a layer that was given it."""
+        """Raise Unsupported for a layer that received this mask."""
         raise Unsupported(f"{self.kind}, which its mask asks for", where=where, remedy=self.remedy)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,9 +61,9 @@ class Marker:
 
 
 def window(config: Any) -> int | None:
-    """Return the sliding window within which a model's sequences stay; None: it has none, or one that is refused.
+    """Return the sliding window that bounds a model's sequences; None: it has none, or one that is rejected.
 
-    Attention within a window that no sequence is longer than is plain attention.
+    If no sequence is longer than the window, attention within it is plain attention.
     """
     tokens = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -73,17 +74,17 @@ def window(config: Any) -> int | None:
 def mask(
     *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
 ) -> Marker | None:
-    """Say what a mask is, as transformers' mask interface calls it: None for plain attention.
+    """Classify a mask; called through transformers' mask interface. Return None for plain attention.
 
     Args:
-        mask_function: from indices of batch, head, query and key to whether the query sees the key.
-        attention_mask: which tokens count, [B, T]; we pass none, so it is the model's own. Ones
-            hide nothing.
-        config: whose model it is for.
+        mask_function: maps indices of batch, head, query and key to whether the query sees the key.
+        attention_mask: marks the tokens that count, [B, T]; we pass none, so it is the model's own. A mask of ones
+            hides nothing.
+        config: config of the model that the mask is for.
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
-    # transformers builds a mask of functions that are combined; each says by its name and its closure what it hides.
+    # transformers combines functions into a mask; the name and the closure of each tell what it hides.
     kinds = [_described(part, window(config)) for part in _parts(mask_function)]
     others = [kind for kind in kinds if kind is not None]
     if others:
@@ -95,7 +96,7 @@ def mask(
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the functions of which all must let a key through, without those that keep packed sequences apart."""
+    """Yield the functions that must all let a key through, except those that keep packed sequences separate."""
     name = _name(pattern)
     if name in _PACKED:
         return
@@ -113,7 +114,7 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _is_empty(pattern: Pattern) -> bool:
-    """Say whether a pattern lets nothing through: blocks of tokens that see each other, of which there are none."""
+    """Return whether a pattern lets nothing through: a blockwise overlay without blocks."""
     if _name(pattern) != "blockwise_overlay":
         return False
     number = constant_of(inspect.getclosurevars(pattern).nonlocals["block_sequence_ids"])
@@ -121,12 +122,12 @@ def _is_empty(pattern: Pattern) -> bool:
 
 
 def _name(pattern: Pattern) -> str:
-    """Return the name of a function, or of the one that made it."""
+    """Return the name of a function, or of the function that made it."""
     return str(getattr(pattern, "__qualname__", type(pattern).__name__)).partition(".")[0]
 
 
 def _described(pattern: Pattern, longest: int | None = None) -> tuple[str, str] | None:
-    """Return the kind of a pattern, and how to do without it; None: it hides nothing of `longest` tokens."""
+    """Return the kind of a pattern and the remedy, or None if it hides nothing within `longest` tokens."""
     name = _name(pattern)
     if name in _PLAIN:
         return None

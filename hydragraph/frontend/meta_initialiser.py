@@ -1,7 +1,7 @@
-"""Start a model that was built on the meta device: its own initialiser, run block by block.
+"""Initialisation of a model that was built on the meta device: its own initialiser, run block by block.
 
-No process ever holds more than one block, or what stands around the blocks. Each of these has random numbers of its
-own, seeded by its name, so that any number of ranks, in any order, makes the same values.
+No process ever holds more than one block, or the modules outside the blocks. Each of these has its own random numbers,
+seeded by its name, so that any number of ranks produces the same values in any order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.frontend.repeated_blocks import block_list
 
-# An integer that no initialiser sets: where it still stands afterwards, nothing was written.
+# An integer that no initialiser sets: if it remains afterwards, the value was not set.
 _UNSET = -(2**31)
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Say whether a model has no weights yet.
+    """Return whether a model has no weights yet.
 
     Raises:
-        Unsupported: it has some but not all, or it has adapters.
+        Unsupported: only some parameters have weights, or the model has adapters.
     """
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
@@ -45,7 +45,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name: first those around its blocks.
+    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name: first those outside its blocks.
 
     Args:
         model: it stays on the meta device.
@@ -53,7 +53,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
         blocks: as in `capture`.
 
     Raises:
-        Unsupported: naming a parameter that the model's own initialiser does not set.
+        Unsupported: names a parameter that the model's own initialiser does not set.
     """
     path, modules = block_list(model, blocks)
     canonical = {name for name, _ in model.named_parameters()}
@@ -67,10 +67,10 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name on the CPU; those on the meta device as the model's own initialiser sets them.
+    """Return a model's buffers by name on the CPU; buffers on the meta device are set by the model's own initialiser.
 
     Raises:
-        Unsupported: naming a buffer that it does not set.
+        Unsupported: names a buffer that it does not set.
     """
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -84,7 +84,7 @@ def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.Module:
-    """Give a copy of one of a model's modules memory and initial values."""
+    """Allocate and initialise a copy of one of a model's modules."""
     for parameter in unit.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -94,7 +94,7 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        # From the inside out, as `apply` goes: an outer module may set again what an inner one has set.
+        # From the inside out, like `apply`: an outer module may override what an inner one has set.
         for module in reversed(list(unit.modules())):
             _initialise(model, module)
     return unit

@@ -1,4 +1,4 @@
-"""A global mini-batch on its way to the executor: checked, agreed upon by all ranks, and packed for this rank."""
+"""Global mini-batches on their way to the executor: validated, agreed upon by all ranks, and packed for this rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """What a user passed, checked.
+    """Validated mini-batch.
 
     Attributes:
-        sequences: with aligned labels.
-        lengths: tokens of each; 0 for one without a target, which counts for nothing.
-        tokens: targets in all of them, at least one.
+        sequences: the sequences, with aligned labels.
+        lengths: tokens of each sequence; 0 for one without a target, which does not contribute.
+        tokens: number of targets in all sequences, at least one.
     """
 
     sequences: tuple[workload.Sequence, ...]
@@ -40,12 +40,12 @@ class MiniBatch:
         fields: Mapping[str, workload.Field],
         limits: Sequence[Limit] = (),
     ) -> MiniBatch:
-        """Check what a user passed.
+        """Validate a mini-batch.
 
         Args:
             given: sequences, or padded batches of them (`hydragraph.spec.padded`).
-            fields: of the user's own.
-            limits: the values that the model's tables and its loss allow.
+            fields: custom fields.
+            limits: limits on values from the model's tables and its loss.
 
         Raises:
             ValueError: a sequence is malformed, a value is outside the limits, or there is no target at all.
@@ -55,7 +55,7 @@ class MiniBatch:
             for i, sequence in enumerate(checked):
                 for limit in limits:
                     limit.check(sequence, i)
-        targets = [s.targets for s in checked]  # once: every rank does this before every step, however slow it is
+        targets = [s.targets for s in checked]  # only once: every rank does this before every step, and some are slow
         tokens = sum(targets)
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
@@ -64,11 +64,11 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Planned:
-    """How an assignment came about.
+    """Planning times of an assignment.
 
     Attributes:
-        exposed_s, hidden_s: seconds of planning that this step waited for, and that it did not.
-        expected_s: seconds that the plan expects of the iteration's computing; 0 where nothing was measured.
+        exposed_s, hidden_s: planning time that this step waited for, and that it did not wait for, in seconds.
+        expected_s: predicted compute time of the iteration, in seconds; 0 without measurements.
     """
 
     exposed_s: float
@@ -78,12 +78,12 @@ class Planned:
 
 @dataclass(frozen=True, eq=False)
 class AssignedBatch:
-    """A mini-batch assigned under a strategy.
+    """Mini-batch assigned under a strategy.
 
     Attributes:
-        batches: per pipeline, per micro-batch, the packed batch; empty but for this rank's pipelines.
+        batches: the packed batch, by pipeline and micro-batch; empty except for this rank's pipelines.
         padding: tokens added, in all pipelines.
-        planning: what choosing it took, and what was expected of it.
+        planning: planning times of the assignment.
     """
 
     strategy: Strategy
@@ -106,8 +106,8 @@ def packed(
     """Pack a rank's micro-batches.
 
     Args:
-        several: the model keeps packed sequences apart, so that padding is a sequence of its own.
-        unplaced: a token id without a position of its own, see `Program`.
+        several: the model keeps packed sequences separate, so padding is a separate sequence.
+        unplaced: a token id that has no position, see `Program`.
     """
     mine = {place.pipeline for place in strategy.places(rank)}
     multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
@@ -126,12 +126,12 @@ def packed(
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return what the token count of a pipeline's micro-batches must be a multiple of, for sequence parallelism."""
+    """Return the number that a pipeline's micro-batch token counts must be a multiple of, for sequence parallelism."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 
 def digest(text: str, batch: MiniBatch | None) -> int:
-    """Return 62 bits over what ranks must agree on before they run an iteration."""
+    """Return a 62-bit digest of what ranks must agree on before they run an iteration."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8)
     for sequence in batch.sequences if batch else ():
         hashed.update(sequence.ids.numpy().data)

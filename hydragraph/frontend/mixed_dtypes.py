@@ -1,8 +1,8 @@
-"""Refuse operators whose operands have dtypes that do not go together, which shapes alone do not tell.
+"""Rejection of operators whose operands have incompatible dtypes, which shapes alone do not reveal.
 
-A model may keep some parameters in another dtype than the rest (a head in bfloat16, a router in float32) and cast what
-it multiplies them with. Here all parameters compute in one dtype, so such a cast misses; and a trace, which computes
-nothing, says so only where an operator's shape function happens to look.
+A model may keep some parameters in a different dtype (a head in bfloat16, a router in float32) and cast their operands
+to it. Here all parameters compute in one dtype, so such a cast is wrong; and a trace, which computes nothing, detects
+this only if an operator's shape function happens to check dtypes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator that does not run with the dtypes that it gets, naming the parameter.
+    """Raise Unsupported for an operator that does not support the dtypes of its operands, naming the parameter.
 
     Args:
-        where: what was traced, for the error.
-        dtype: of the model's parameters.
+        where: description of what was traced, for the error.
+        dtype: dtype of the model's parameters.
     """
     nodes = template.graph.graph.nodes
     placeholders = [n for n in nodes if n.op == "placeholder"]
     tensors = dict(zip(placeholders, (*template.parameters, *template.buffers), strict=False))
-    # Operators take many mixtures (a sum is promoted, some norms widen), so each kind is asked once.
+    # Operators accept many mixtures (a sum is promoted, some norms widen), so each combination is tried once.
     asked: dict[object, str] = {}
     for node in nodes:
         given = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
@@ -56,12 +56,12 @@ def _is_floating(value: Any) -> bool:
 
 
 def _failure(node: fx.Node) -> str:
-    """Run an operator on zeros of the traced shapes; return the first line of what it raises, or ""."""
+    """Run an operator on zeros of the traced shapes; return the first line of its error, or ""."""
     try:
         with torch.no_grad():
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)  # type: ignore[misc]
             node.target(*args, **kwargs)  # type: ignore[operator]
-    except NotImplementedError:  # not on a CPU
+    except NotImplementedError:  # not available on CPUs
         return ""
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
@@ -69,7 +69,7 @@ def _failure(node: fx.Node) -> str:
 
 
 def _zeros(argument: Any) -> Any:
-    """Return what stands for an argument: zeros that take no memory, whatever their shape, or the number itself."""
+    """Return a substitute for an argument: zeros that take no memory regardless of shape, or the number itself."""
     value = value_of(argument) if isinstance(argument, fx.Node) else argument
     if isinstance(value, Tensor):
         return torch.zeros((), dtype=value.dtype).expand([hint_of(size) for size in value.shape])
@@ -79,7 +79,7 @@ def _zeros(argument: Any) -> Any:
 
 
 def _behind(node: fx.Node, tensors: dict[fx.Node, str]) -> str:
-    """Return the parameter or buffer that a value is, or a view or a cast of; "": it is none."""
+    """Return the parameter or buffer behind a value, looking through views and casts, or "" if there is none."""
     while node not in tensors:
         inputs = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
         if len(inputs) != 1:

@@ -1,7 +1,8 @@
-"""What a model is apart from its weights, as texts that are the same in every process; `structure` is for one alone.
+"""Description of a model without its weights, as texts that are the same in every process; `structure` is for one
+process only.
 
-A class of a library counts by its name, as the library's version says the rest, and another by the source of its file.
-Where something cannot be told (code without source, hooks, functions that close over values), nothing is described.
+A library class is described by its name, as the library's version determines the rest; any other class by the source of
+its file. If something cannot be described (code without source, hooks, closures), nothing is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Libraries whose version says what their modules do; of all others, the source is read.
+# Libraries whose version determines what their modules do; for all others, the source is read.
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -25,14 +26,15 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 
 
 class Unknown(Exception):  # noqa: N818
-    """Something that no text can tell, in words."""
+    """Raised for an object that cannot be described as text."""
 
 
 def described(model: nn.Module) -> Iterator[str]:
-    """Yield what each module is: its class, the source of classes that no version covers, and its attributes.
+    """Yield the description of each module: its class, the source of classes not covered by a version, and its
+    attributes.
 
     Raises:
-        Unknown: it cannot be told.
+        Unknown: it cannot be described.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
@@ -48,10 +50,10 @@ def described(model: nn.Module) -> Iterator[str]:
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return the attributes of a module that are no tensors and no modules, sorted, with their values as texts.
+    """Return the attributes of a module other than tensors and modules, sorted, with their values as texts.
 
     Raises:
-        Unknown: a hook, or a value that cannot be told.
+        Unknown: the module has a hook, or a value that cannot be described.
     """
     found = []
     for attribute, value in vars(module).items():
@@ -66,7 +68,7 @@ def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
 
 
 def is_known(module: str) -> bool:
-    """Say whether a module of Python's belongs to a library whose version says what it does."""
+    """Return whether a Python module belongs to a library whose version determines what it does."""
     return module.partition(".")[0] in _KNOWN
 
 
@@ -91,10 +93,10 @@ def _value(value: object) -> str:
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Return what a function is; one of a library or of hydragraph by its name, another by its source.
+    """Describe a function: by name if it belongs to a library or to hydragraph, otherwise by its source.
 
     Raises:
-        Unknown: it is no plain function, or it closes over values.
+        Unknown: it is not a plain function, or it is a closure.
     """
     if not isinstance(function, FunctionType):
         raise Unknown(f"a {type(function).__name__} cannot be told from another")
@@ -106,10 +108,10 @@ def described_function(function: Callable[..., Any]) -> str:
 
 
 def source_digest(thing: Any) -> str:
-    """Return a SHA-256 of the whole file that a class or a function is defined in.
+    """Return the SHA-256 of the whole file that defines a class or a function.
 
     Raises:
-        Unknown: there is no such file.
+        Unknown: it is not defined in a file.
     """
     file = getattr(sys.modules.get(thing.__module__), "__file__", None)
     if not file:

@@ -1,4 +1,4 @@
-"""What a module is apart from its weights, as a digest: classes, all attributes, functions and what they close over."""
+"""Digest of a module without its weights: classes, all attributes, functions and their closures."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from torch.nn.parameter import is_lazy
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-# A module's tensors and parts are read by name, not as attributes.
+# A module's tensors and submodules are read by name, not as attributes.
 _TENSORS = ("_parameters", "_buffers", "_modules")
-# Attributes that mostly only say where a block stands, so that blocks alike differ in them.
+# Attributes that usually hold only a block's index, so that equal blocks differ in them.
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
-# Attributes of transformers': a generation config's hash, which each process seeds anew, and a mark on modules whose
-# weights are there already, which says nothing of the module.
+# Attributes of transformers: a generation config's hash, which is seeded per process, and a mark on modules whose
+# weights are already initialised, which does not describe the module.
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
-# Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code makes.
+# Py_TPFLAGS_HEAPTYPE, set for classes defined in Python.
 _HEAP = 1 << 9
-# After so many values, a structure counts as one of its own: a model may hold a whole data set.
+# A structure with more values than this counts as unique: a model may hold a whole data set.
 _LARGEST = 20_000
 
 
 def structure(value: object, index: bool = True) -> str:
-    """Return a digest that two modules, or any values, share only if they are built alike.
+    """Return a digest that two modules, or any two values, share only if they are built alike.
 
-    Tensors count by shape, dtype and whether they learn, and by which of them are one; functions by their code,
-    defaults and cells; objects of Python classes by class and attributes. What cannot be read so counts by identity:
-    it equals itself only, in this process and in those forked from it.
+    Tensors are described by shape, dtype, requires_grad and aliasing; functions by code, defaults and closure cells;
+    objects of Python classes by class and attributes. Anything else is described by identity: it equals only itself, in
+    this process and in its forks.
 
     Args:
-        index: attributes that say where a block stands (`LAYER_INDEX`) count, too.
+        index: whether attributes with a block's index (`LAYER_INDEX`) count.
     """
     return hashlib.sha256(_Reader(index).text(value).encode()).hexdigest()
 
 
 def outline(module: nn.Module) -> str:
-    """Return what two blocks that return values of one form mostly share: classes, and a block's own plain settings."""
+    """Return a text shared by most blocks with outputs of the same form: submodule classes and the block's own plain
+    settings.
+    """
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
@@ -54,11 +56,11 @@ class _Reader:
     def __init__(self, index: bool) -> None:
         self._left_out = () if index else LAYER_INDEX
         self._known: dict[int, int] = {}
-        # What is held cannot be freed, so that no id is used twice.
+        # Held references prevent objects from being freed, so that no id is reused.
         self._kept: list[Any] = []
 
     def text(self, value: Any) -> str:
-        """Describe a value; one that was described before, by its number: structures may hold themselves."""
+        """Describe a value; a value seen before is described by its number, as structures may be recursive."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):
@@ -123,7 +125,7 @@ class _Reader:
         return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
 
     def _class(self, kind: type) -> str:
-        """Describe a class: by its name, where it can be found under it; one made in a function, by its members too."""
+        """Describe a class by its name; a class defined in a function also by its members."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if "<locals>" not in kind.__qualname__:
             return name
@@ -132,7 +134,7 @@ class _Reader:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Say whether the attributes of a class's objects are all that they hold: no base but `object` is written in C."""
+    """Return whether an object's attributes are its whole state: no base but `object` is written in C."""
     new: Any = kind.__new__
     ours = new is object.__new__ or isinstance(new, FunctionType)
     heap = all(base is object or base.__flags__ & _HEAP for base in kind.__mro__)

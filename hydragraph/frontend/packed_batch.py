@@ -1,4 +1,4 @@
-"""Packed micro-batches as tensors: what the captured graphs take."""
+"""Packed micro-batches as tensors: the inputs of captured graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
-    """Return how many tokens of padding a micro-batch of sequences of such lengths gets (arguments as in `pack`)."""
+    """Return the number of padding tokens for a micro-batch with sequences of these lengths (arguments as in `pack`)."""
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens
@@ -29,14 +29,14 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and to at least 2, by one sequence of its own whose
-            tokens are no targets.
-        several: pad a lone sequence too: a loss that computes with cu_seqlens is traced for two sequences or more.
-        unplaced: a token id whose position is -1, and after which positions go on as if it were not there.
+        multiple: the token count is padded to a multiple of this, and to at least 2, with a separate sequence whose
+            tokens are not targets.
+        several: also pad a lone sequence: a loss that computes with cu_seqlens is traced for at least two sequences.
+        unplaced: a token id whose position is -1, and which is skipped when positions are counted.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
-        the sequences' own fields [1, T, ...], 0 in the padding.
+        the sequences' custom fields [1, T, ...], 0 in the padding.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -68,5 +68,5 @@ def _positions(ids: Tensor, unplaced: int | None) -> Tensor:
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor; to a GPU from page-locked memory, so that the host need not wait."""
+    """Move a tensor; to a GPU from pinned memory, so that the host does not wait."""
     return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Copy a model without its weights, and find its repeated blocks."""
+"""Copying of a model without its weights, and search for its repeated blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.frontend.rebound_functions import rebind
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model onto the meta device with floating parameters in `dtype`, copying no weights.
+    """Copy a model to the meta device with floating-point parameters in `dtype`, without copying weights.
 
     Tied parameters stay tied; buffers keep their dtype (rotary frequencies stay fp32 under bf16).
     """
@@ -32,19 +32,19 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """Return, as a memo of `copy.deepcopy`, tensors among attributes that were computed from parameters.
+    """Return tensor attributes that were computed from parameters, as a memo for `copy.deepcopy`.
 
-    A weight norm of the old kind leaves its product there, and computes it anew in every forward.
+    The old weight norm stores its product in such an attribute, and recomputes it in every forward.
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """Return the path and the module list of a model's repeated blocks: the one that holds most parameters.
+    """Return the path and the module list of a model's repeated blocks: the list with the most parameters.
 
     Raises:
-        Unsupported: there is none, or a block occurs in it twice.
+        Unsupported: there is none, or it contains a block twice.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if path is None:

@@ -1,4 +1,4 @@
-"""Capture the model around its blocks: prologue, what every block needs besides the hidden state, and epilogue.
+"""Capture of the model around its blocks: prologue, inputs of blocks besides the hidden state, and epilogue.
 
 During the trace each block is one opaque node, so the cost does not grow with depth; the blocks themselves are traced
 once per unique structure.
@@ -27,7 +27,7 @@ from hydragraph.private.tracing import TensorSpec, untraced
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
 def block_op(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
-    """Stand for one block during capture; it never runs."""
+    """Placeholder for one block during capture; it never runs."""
     raise AssertionError("hydragraph::block is a placeholder")
 
 
@@ -38,36 +38,36 @@ def _(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
 
 @dataclass
 class Site:
-    """One block as the model called it: flat arguments, which of them are tensors, and how to rebuild both ways."""
+    """Call of one block by the model: flat arguments, positions of the tensors, and how to rebuild both directions."""
 
     name: str
     module: nn.Module
     spec: TreeSpec
-    leaves: list[Any]  # the flat arguments, None where a tensor stands
-    tensors: list[int]  # where the tensors stand; the first is the hidden state
+    leaves: list[Any]  # the flat arguments, None in place of each tensor
+    tensors: list[int]  # positions of the tensors; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
     flat_tokens: bool = False  # the model passes the hidden state as [T, H]
-    own: Callable[..., Any] | None = field(default=None, repr=False)  # a forward that was set on the instance
-    form: str = ""  # of what it returns, as it was assumed of blocks of its kind
-    feeds: tuple[int, ...] | None = None  # of the one node that stands for all blocks, which inputs are its others
+    own: Callable[..., Any] | None = field(default=None, repr=False)  # a forward set on the instance
+    form: str = ""  # form of the output, as assumed for blocks of its kind
+    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of its inputs that are the others
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The block's own forward, of its instance or of its class."""
+        """The block's own forward, set on the instance or defined by the class."""
         return self.own or functools.partial(type(self.module).forward, self.module)
 
     def called(self) -> str:
-        """Return a digest of how it was called: the arguments that are no tensors, and what the tensors are like."""
+        """Return a digest of the call: the non-tensor arguments, and shapes and dtypes of the tensors."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
     def flat(self) -> FlatBlock:
-        """Return the block as a module of flat tensor arguments with one tensor as its result."""
+        """Return the block as a module with flat tensor arguments and one tensor as its result."""
         return FlatBlock(self)
 
 
 class FlatBlock(nn.Module):
-    """A block called with its tensor arguments only."""
+    """Wrapper that calls a block with its tensor arguments only."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class FlatBlock(nn.Module):
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return the one tensor among a block's outputs, and how to put another in its place."""
+    """Return the one tensor among a block's outputs, and a function that replaces it."""
     leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
@@ -115,7 +115,7 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
 
 
 def _outline(output: Any) -> str:
-    """Describe what a block returns in a few words: tensors by their dtype, all else by its class."""
+    """Summarise a block's output: tensors by dtype, everything else by class."""
     if isinstance(output, Tensor):
         return "a tensor" if output.is_floating_point() else f"a tensor of {output.dtype}"
     if isinstance(output, Mapping):
@@ -126,7 +126,7 @@ def _outline(output: Any) -> str:
 
 
 def form_of(output: Any) -> str:
-    """Describe what a block returns, apart from its tensor."""
+    """Describe a block's output without its tensor."""
     leaves, spec = tree_flatten(output)
     return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
 
@@ -143,7 +143,7 @@ class _Traced(nn.Module):
 
 
 def _summed(loss: Any, where: str) -> Tensor:
-    """Return a loss as one number."""
+    """Return a loss as a 0-d tensor."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
         return loss.reshape(())
     returned = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -154,7 +154,7 @@ def _summed(loss: Any, where: str) -> Tensor:
 def with_opaque_blocks(
     model: nn.Module, listed: nn.ModuleList, alike: Callable[[nn.Module], str], call: Callable[..., Any], loss: Loss
 ) -> Iterator[nn.Module]:
-    """Yield `loss(call(model, batch))` as a module of a packed batch, of which the blocks hand on what they get."""
+    """Yield `loss(call(model, batch))` as a module of a packed batch, whose blocks return their inputs unchanged."""
     with _light_blocks(listed, alike, []):
         yield _Traced(model, call, loss)
 
@@ -177,19 +177,19 @@ def capture_skeleton(
     """Trace `loss(call(model, batch))` with each block opaque.
 
     Args:
-        model: our meta copy; its blocks' forwards may be overridden for good.
-        listed: its blocks, in the order in which it must call them.
-        alike: a key of a block; blocks that share it return outputs of the same form, or are refused when traced.
+        model: our meta copy; the forwards of its blocks may be overridden permanently.
+        listed: its blocks, in the order in which the model must call them.
+        alike: key of a block; blocks with the same key return outputs of the same form, or are rejected when traced.
         example: the sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
-        fields: what a packed batch has.
+        fields: fields of a packed batch.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = meta_batch(example, fields)
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     trace = functools.partial(export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
-    # A parameter costs a trace about a millisecond, and a node some ten, so blocks are traced without their parameters,
-    # and all of them as one node. Where the model uses one of them, or what goes from one block to the next, or
-    # anything at all goes wrong, the blocks themselves are traced.
+    # Tracing costs about a millisecond per parameter and about ten per node, so blocks are traced without their
+    # parameters and all of them as one node. If the model uses one of these, or a value passed between blocks, or
+    # anything else goes wrong, the real blocks are traced.
     light = list[Site]()
     with contextlib.suppress(Exception), _light_blocks(listed, alike, light):
         exported = trace()
@@ -221,7 +221,7 @@ def _in_order(
 
 @contextlib.contextmanager
 def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
-    """Put blocks that are opaque, and have no parameters, in the places of a model's own."""
+    """Replace a model's blocks with opaque blocks that have no parameters."""
     own = dict(table_of(listed))
     forms = _Forms()
     run = _Run("layer.0", f"layer.{len(listed) - 1}")
@@ -237,7 +237,7 @@ def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], site
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a module of the block's kind with its attributes, whose parts are found in the block itself."""
+    """Return a module with the block's class and attributes, which looks up submodules and parameters in the block."""
     light: nn.Module = object.__new__(_light_kind(type(block)))
     vars(light).update(vars(block), forward=forward, _whole=block)
     vars(light).update(empty_tables())
@@ -245,7 +245,7 @@ def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 
 def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
-    def found(self: nn.Module, name: str) -> Any:  # of what is no attribute of its own
+    def found(self: nn.Module, name: str) -> Any:  # for attributes that are not its own
         return getattr(vars(self)["_whole"], name)
 
     light_class: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
@@ -254,11 +254,12 @@ def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass
 class _Forms:
-    """What is learned of blocks while the model is traced.
+    """Facts about blocks learned during the trace.
 
     Attributes:
-        of: by kind: how to put a hidden state into what it returns, and a text of that.
-        wide: id of a hidden state [T, H] that a block returned -> it as [1, T, H].
+        of: by kind of block: a function that inserts a hidden state into its output, and a text that describes the
+            output.
+        wide: id of a hidden state [T, H] that a block returned -> the same state as [1, T, H].
     """
 
     of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)
@@ -267,15 +268,15 @@ class _Forms:
 
 @dataclass
 class _Run:
-    """All blocks as one node, which the last of them makes.
+    """All blocks as one node, which the last block creates.
 
-    What goes from one to the next is no value of the trace: whoever else computes with it makes the trace fail.
+    Values passed between blocks are not part of the trace: any other computation with them makes the trace fail.
 
     Attributes:
         first, last: names of blocks.
-        given: the hidden state that the first got, [1, T, H].
-        passed: what the one before returned.
-        others: what blocks took besides, in order of appearance.
+        given: the hidden state passed to the first block, [1, T, H].
+        passed: output of the previous block.
+        others: the blocks' other inputs, in order of appearance.
     """
 
     first: str
@@ -285,7 +286,7 @@ class _Run:
     others: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
-        """Note what a block is called with; return which of `others` it takes."""
+        """Record the inputs of a block; return the indices of its inputs in `others`."""
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
@@ -299,7 +300,9 @@ class _Run:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's hidden state: of the last a node's, of the others one that nobody else may use."""
+        """Return a block's hidden state: the node's for the last block, otherwise a value that only the next block may
+        use.
+        """
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
@@ -317,14 +320,15 @@ def _opaque(
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
-        # The hidden state is the first of fractions: by name, or behind ids and bounds, it may stand anywhere.
+        # The hidden state is the first floating-point tensor: it may be a keyword or come after ids and bounds.
         tensors = sorted(
             (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
             key=lambda i: not leaves[i].is_floating_point(),
         )
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # One block of each kind is run, to learn in what form it returns its hidden state: alone, or first of a tuple.
+        # One block of each kind is run to learn the form of its output: the hidden state alone, or the first of a
+        # tuple.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name):
                 output = own(*arguments, **keywords)
@@ -337,8 +341,8 @@ def _opaque(
             flat = inputs[0].dim() == 2
             sites.append(Site(name, block, spec, constants, tensors, wide, flat, instance, forms.of[key][1], feeds))  # type: ignore[arg-type]
             return forms.of[key][0](run.leave(name, inputs[0]))
-        # A model that flattens its tokens hands on [T, H]. Templates know [1, T, H] only, so the opaque block takes
-        # that, and `wide` remembers it, lest a squeeze and an unsqueeze stand between two blocks of the skeleton.
+        # A model that flattens its tokens passes [T, H]. Templates only support [1, T, H], so the opaque block takes
+        # that, and `wide` remembers it, to avoid a squeeze and an unsqueeze between two blocks of the skeleton.
         flat = inputs[0].dim() == 2
         if flat:
             inputs[0] = forms.wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
@@ -355,7 +359,7 @@ def _opaque(
 
 @contextlib.contextmanager
 def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
-    """Run a block, which must not put other tensors in its buffers' places."""
+    """Run a block and check that it does not replace its buffers with other tensors."""
     before = dict(block.named_buffers())
     yield
     for name, buffer in block.named_buffers():
@@ -372,7 +376,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, the first argument that is floating",
         )
-    # What stages hand on is [1, T, H], whatever a block makes of it.
+    # Stages always exchange [1, T, H], whatever a block makes of it.
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):
         raise Unsupported(

@@ -1,6 +1,6 @@
-"""Show from its graph that a loss that picks tokens, or reads the bounds of sequences, is a sum of separate terms.
+"""Proof, from its graph, that a loss that picks tokens or reads sequence bounds is a sum of separate terms.
 
-Such a loss has values with one dimension of a size that the graph does not say: tokens, picked tokens, or sequences.
+Such a loss has values with one dimension whose size the graph does not determine: tokens, picked tokens, or sequences.
 Each value is one of four kinds:
 
     constant    the same for every batch
@@ -8,9 +8,9 @@ Each value is one of four kinds:
     terms       one row for each token, picked token or sequence
     total       a sum of terms
 
-Operators on terms must keep the rows apart (`apart.keeps`), or take rows from where bounds or a mask say. Terms become
-a total by a sum and by nothing else, and only sums and factors may stand behind a total. Which rows an index picks is
-not shown; the check by numbers compares that.
+Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. Terms become
+a total only through a sum, and only sums and factors may follow a total. Which rows an index picks is not proved; the
+numeric check compares that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 
 aten = torch.ops.aten
 
-# What takes rows of its operand, or adds them up, where an index, a mask or counts say.
+# Operators that take rows of their operand, or add rows up, according to an index, a mask or counts.
 _TAKES = frozenset(
     {
         *(aten.index.Tensor, aten.index_select.default, aten.masked_select.default),
@@ -36,7 +36,7 @@ _TAKES = frozenset(
         aten.index_put.default,
     }
 )
-# What may read positions in the packed row: it makes indices of them.
+# Operators that may read positions in the packed row, because they turn these into indices.
 _FINDS = frozenset(
     {
         *(aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.repeat_interleave.Tensor, aten.sub.Tensor),
@@ -53,17 +53,17 @@ Stays = Callable[[fx.Node, Container[fx.Node]], bool]
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds, linear: Stays) -> str | None:
-    """Return the first operator that makes a loss no sum of separate terms, and what it does; None: it is one.
+    """Return the first operator that keeps a loss from being a sum of separate terms and what it does, or None.
 
     Args:
-        nodes: of the graph of the loss.
-        bounds: the placeholders cu_seqlens and max_length, where they are used.
-        sums: says whether an operator adds up the rows of its first operand.
-        linear: says whether an operator on totals, and on nothing that has rows, leaves a total.
+        nodes: nodes of the loss's graph.
+        bounds: the placeholders cu_seqlens and max_length, if they are used.
+        sums: returns whether an operator sums the rows of its first operand.
+        linear: returns whether an operator on totals, and on values without rows, yields a total.
     """
     told = set(bounds)  # kind "bounds"
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # sums of all rows before one: only the difference of two of them is a term
+    running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two of them is a term
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -94,9 +94,9 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
 
 
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Adds) -> str | None:
-    """Return what is wrong with an operator on terms; note the total that it makes."""
+    """Return what is wrong with an operator on terms; record the total if it makes one."""
     inputs = node.all_input_nodes
-    if node.target in MADE:  # of sizes alone
+    if node.target in MADE:  # reads only sizes
         return None
     rows = {n: _row_dims(n) for n in inputs if _has_rows(n)}
     if any(len(dims) > 1 for dims in rows.values()) or len(_row_dims(node)) > 1:
@@ -118,20 +118,20 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Add
 
 
 def _runs_on(node: fx.Node) -> bool:
-    """Say whether an operator is a running sum along rows; one along features keeps rows apart."""
+    """Return whether an operator is a running sum along rows; one along features keeps rows separate."""
     if node.target is not aten.cumsum.default:
         return False
     return _row_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
 
 
 def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
-    """Say whether an operator makes running sums, takes them where bounds say, or subtracts two of them."""
+    """Return whether an operator makes running sums, picks them by bounds, or subtracts one from another."""
     arguments = operands(node)
     if _runs_on(node):
         return True
     if node.target is aten.sub.Tensor:
         return all(n in running for n in arguments[:2])
-    if node.target is aten.cat.default:  # begun with zeros
+    if node.target is aten.cat.default:  # starts with zeros
         return all(n in running or n.target in MADE for n in node.all_input_nodes)
     if node.target is aten.index.Tensor:
         return _takes_by_bounds(node, _row_dims(arguments[0])[0], told) and len(arguments[1]) == 1
@@ -139,10 +139,10 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
-    """Say whether rows are taken, or added up, where a mask or bounds say, and not where values of tokens do."""
+    """Return whether rows are taken or added up according to a mask or bounds rather than token values."""
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
-        # A mask of several dimensions stands for as many of them.
+        # A mask with several dimensions replaces as many dimensions of the operand.
         places = arguments[1]
         masks = [i for i in places if i is not None and _dtype(i) is torch.bool]
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))
@@ -162,7 +162,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _origins(node: fx.Node) -> set[object]:
-    """Return the operators that a value is computed with by casts, views and pointwise operators alone."""
+    """Return the operators that produce a value, looking back through casts, views and pointwise operators only."""
     seen: set[object] = {node.target}
     pending = [node]
     while pending:
@@ -178,7 +178,7 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _row_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions whose size is known only when a batch is packed."""
+    """Return the dimensions whose size is known only once a batch is packed."""
     tensor = _tensor(node)
     sizes = tensor.shape if isinstance(tensor, Tensor) else ()
     return [d for d, size in enumerate(sizes) if isinstance(size, torch.SymInt) and not size.node.is_constant()]

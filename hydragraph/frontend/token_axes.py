@@ -1,11 +1,10 @@
-"""Which operators keep packed tokens apart: a list of what does, so that everything else is refused.
+"""Allow-list of operators that keep packed tokens apart; every other operator is rejected.
 
-A value *has tokens* where it holds something of each token, along one dimension of the size T. `mixing` follows that
-dimension through a graph of the user's own model; an operator that it does not know, on such a value, may mix tokens.
-Values without tokens (parameters, sizes, what is computed from these) may be combined in any way, as long as their
-size is no number of tokens: `arange(T)` counts through the packed row, and not through each sequence. What is computed
-from the packed batch's bounds (`cu_seqlens`, `max_length`) may only go to attention: it depends on what is packed
-together.
+A value *has tokens* if it holds data for each token along one dimension of size T. `mixing` follows that dimension
+through the graph of a user's model; an unknown operator on such a value may mix tokens. Values without tokens
+(parameters, sizes and values computed from these) may be combined in any way, unless their size is a number of tokens:
+`arange(T)` counts through the packed row rather than through each sequence. The same holds for values that depend on
+which sequences are packed together.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that work along the dimensions that they name (argument 1), or all of them where they name none.
+# Operators that work along the dimensions named by argument 1, or along all dimensions if none are named.
 _ALONG = frozenset(
     {
         *(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default),
@@ -42,7 +41,7 @@ _ALONG = frozenset(
         *(aten.mode.default, aten.nansum.default, aten.nanmean.default, aten.nanmedian.dim, aten.logcumsumexp.default),
     }
 )
-# Where an operator names its dimension, if that is not argument 1.
+# Position of the argument that names an operator's dimension, where it is not argument 1.
 _DIM_AT: Mapping[Any, int] = {
     aten.norm.ScalarOpt_dim: 2,
     aten.linalg_vector_norm.default: 2,
@@ -70,7 +69,7 @@ _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
 _MATRICES = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
-# Operators that look at the sizes of their operands only: what they make is the same for every token.
+# Operators that read only the sizes of their operands: their result is the same for every token.
 MADE = frozenset(
     {
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default),
@@ -79,9 +78,9 @@ MADE = frozenset(
         aten.empty.memory_format,
     }
 )
-# What takes of its second operand its sizes or dtype, and nothing else.
+# Operators that use only the sizes or the dtype of their second operand.
 _LIKE = frozenset({aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default})
-# What moves dimensions: that of size T still holds the same tokens in their order, as no other has that size.
+# Operators that move dimensions: the dimension of size T keeps the same tokens in order, as no other has that size.
 _MOVES = MOVES | frozenset(
     {
         *(aten.t.default, aten.squeeze.default, aten.squeeze.dims, aten.one_hot.default, aten.repeat.default),
@@ -89,7 +88,7 @@ _MOVES = MOVES | frozenset(
         *(aten.swapaxes.default, aten.swapdims.default, aten.adjoint.default, aten.numpy_T.default),
     }
 )
-# What works on each row of a first dimension apart, where its operand has so many dimensions.
+# Operators that process each row of the first dimension separately, and the number of dimensions this requires.
 _ROWS: Mapping[Any, int] = {
     aten.group_norm.default: 2,
     aten.instance_norm.default: 3,
@@ -112,9 +111,9 @@ _ELEMENTWISE = frozenset(
         *(aten.__or__.Scalar, aten.__and__.Scalar, aten.__xor__.Scalar),
     }
 )
-# Behind a loss nothing has tokens.
+# The result of a loss has no tokens.
 LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
-# Those of each element, whose last whole number says how they are added up.
+# Elementwise losses, whose last integer argument is the reduction.
 _POINTWISE_LOSSES = frozenset(
     {
         *(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
@@ -130,17 +129,17 @@ _FIRST = Rows(0, 1)
 _SPATIAL = frozenset({aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default})
 
 
-# Notes an operator that adds tokens up: whether it does, or what it does wrong.
+# Callback for operators that sum over tokens: whether the operator does, or a description of what it does wrong.
 Sums = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool | str]
 
 
 def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None = None) -> tuple[str, str] | None:
-    """Return the first operator of a graph that may mix tokens, and what it does; None: there is none.
+    """Return the first operator of a graph that may mix tokens and what it does, or None.
 
     Args:
         tokens: the symbol of the token count; inputs with one dimension of this size have tokens along it.
-        given: how many of the placeholders, at their end, are no parameters or buffers.
-        sums: of a loss: asked of each operator first.
+        given: number of placeholders, at the end, that are not parameters or buffers.
+        sums: for a loss: called for each operator first.
     """
     rows: dict[fx.Node, Rows] = {}
     bounds = _bounds(graph, tokens, given)
@@ -154,7 +153,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             return str(node.target), summed
         if summed:
             continue
-        # What leaves a graph, or is compared with labels, stands in the order of the batch again.
+        # Values that leave a graph or are compared with labels must be in batch order again.
         if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
@@ -179,26 +178,26 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of an operator whose elements, and not only their sizes, are read."""
+    """Return the operands whose elements are read, not only their sizes."""
     if node.target in MADE:
         return []
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
 
 def classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """Say whether a loss of classes has its classes along another dimension than the tokens."""
+    """Return whether a classification loss has its classes along a different dimension from the tokens."""
     first = operands(node)[0]
     return first in rows and rows[first].dim != min(1, len(shape(first)) - 1)
 
 
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
-    """Return the values of a graph that depend on which sequences are packed together, and on no token."""
+    """Return the values that depend on which sequences are packed together, but not on any token."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target not in MADE and not _token_dims(node, tokens):
             from_bounds = any(n in bounds for n in node.all_input_nodes)
-            # A sum over tokens, say, is refused where it is made.
+            # An operator that combines tokens, such as a sum over them, is rejected at that operator.
             if from_bounds and not any(_token_dims(n, tokens) for n in node.all_input_nodes):
                 bounds.add(node)
         elif node.target is aten.sym_size.int and operands(node)[0] in bounds:
@@ -207,7 +206,7 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
 
 
 def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], operand: fx.Node, dim: int, tokens: str) -> Rows:
-    """Return the rows of a value that is computed from those of others."""
+    """Return the rows of a value computed from values with rows."""
     seen = viewed(node, rows, dim, tokens) if node.target in _RESHAPES else None
     return seen or Rows(dim, rows[operand].order)
 
@@ -215,7 +214,7 @@ def _result(node: fx.Node, rows: Mapping[fx.Node, Rows], operand: fx.Node, dim: 
 def _problem(
     node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
-    """Return what an operator does that may mix tokens; or an operator before it, and what that does."""
+    """Return what an operator does that may mix tokens, or an earlier operator together with what that one does."""
     from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
@@ -224,8 +223,8 @@ def _problem(
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    # Values that are the same for all tokens stay so. What is as long as the row without being computed from tokens
-    # counts through it: position 3 of the row is position 0 of the second sequence.
+    # Values that are the same for all tokens stay the same. A value as long as the row that is not computed from tokens
+    # counts through the row: position 3 of the row is position 0 of the second sequence.
     if not with_tokens:
         sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
@@ -245,7 +244,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_pointwise_loss(node: fx.Node) -> bool:
-    """Say whether an operator is a loss of each element that adds up none of them (reduction="none", which is 0)."""
+    """Return whether an operator is an elementwise loss without reduction (reduction="none", encoded as 0)."""
     if node.target not in _POINTWISE_LOSSES:
         return False
     options = [a for a in node.args if type(a) is int]
@@ -254,13 +253,13 @@ def _is_pointwise_loss(node: fx.Node) -> bool:
 
 
 def _is_size(node: fx.Node, tokens: str) -> bool:
-    """Say whether a value is a number that comes from the token count."""
+    """Return whether a value is a number derived from the token count."""
     value = value_of(node)
     return isinstance(value, torch.SymInt | torch.SymFloat) and tokens in symbols_in(value)
 
 
 def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
-    """Say whether each token of the result is computed from the same token of the operands."""
+    """Return whether each token of the result is computed from the same token of the operands."""
     target = node.target
     arguments = operands(node)
     ndim = len(shape(node)) if isinstance(value_of(node), Tensor) else 0
@@ -306,7 +305,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
-    # A table of the model's own, from which tokens choose.
+    # A lookup table of the model, indexed by tokens.
     if target is aten.gather.default and first not in dims:
         return bool(arguments[1] % len(shape(first)) == dim)
     if target in (aten.view_as_complex.default, aten.view_as_real.default):
@@ -326,7 +325,7 @@ def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Nod
 
 
 def axes_of(node: fx.Node) -> list[int] | None:
-    """Return the dimensions of its first operand along which an operator works, if it names any."""
+    """Return the dimensions of the first operand along which an operator works, or None if it names none."""
     arguments = operands(node)
     at = _DIM_AT.get(node.target, 1)
     named: Any = arguments[at] if len(arguments) > at else node.kwargs.get("dim", _DEFAULT_DIM.get(node.target))
@@ -336,7 +335,7 @@ def axes_of(node: fx.Node) -> list[int] | None:
 
 
 def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Say whether an operator writes one number wherever a mask of the tokens says so: x[mask] = 0."""
+    """Return whether an operator writes one number wherever a mask over tokens is set: x[mask] = 0."""
     first, places, value = operands(node)[:3]
     mask = places[0] if len(places) == 1 else None
     if mask is None or first not in dims or mask not in dims or value in dims or value_of(value).numel() != 1:
@@ -345,13 +344,13 @@ def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def _einsum_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
-    """Say whether all tokens go by one letter, and still do so in the result."""
+    """Return whether all operands use the same letter for tokens, and the result does too."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
         return False
     terms = left.split(",")
-    # Dimensions that an ellipsis stands for get letters of their own, which are the same from the back.
+    # Dimensions covered by an ellipsis get their own letters, aligned from the last one.
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
@@ -360,7 +359,7 @@ def _einsum_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.No
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Say whether a product sums over no tokens, and pairs no token with another."""
+    """Return whether a product neither sums over tokens nor pairs one token with another."""
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
     if b in dims and a not in dims:
@@ -371,7 +370,7 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def _token_dims(node: fx.Node, tokens: str) -> list[int]:
-    """Return the dimensions of a value whose size has to do with the token count."""
+    """Return the dimensions whose size depends on the token count."""
     tensor = _first_tensor(node)
     if not isinstance(tensor, Tensor):
         return []

@@ -1,8 +1,8 @@
-"""Refuse operators that would let packed sequences see each other: only `varlen_attention` may mix tokens.
+"""Rejection of operators that would mix packed sequences: only `varlen_attention` may mix tokens.
 
-A check by name and by shape, on the graph that was traced: attention that is not ours, products and softmaxes over the
-token dimension, scores of every token with every other, running sums, convolutions and shifts along the tokens. It
-cannot find what hides in index arithmetic; `hydragraph verify` compares with the model on each sequence alone.
+This is a check by name and shape on the traced graph. It rejects other attention operators, products and softmaxes over
+the token dimension, scores between all pairs of tokens, and running sums, convolutions and shifts along the tokens. It
+cannot detect mixing through index arithmetic; `hydragraph verify` compares with the model on each sequence alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-# Operators that mix what stands along the dimension that they name.
+# Operators that mix elements along the dimension that they name.
 _ALONG = frozenset(
     {
         aten.softmax.int,
@@ -48,7 +48,7 @@ _ALONG = frozenset(
 )
 # Operators that reduce all dimensions.
 _ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})
-# Parts of names of operators that mix what stands behind the channels.
+# Parts of names of operators that mix elements along the dimensions after the channels.
 _SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")
 _PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
@@ -58,9 +58,9 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
     """Raise Unsupported for an operator that mixes packed tokens.
 
     Args:
-        graph: one piece of the model.
+        graph: one part of the model.
         tokens: the symbol of the token count; None: look for attention operators only.
-        where: the piece, for the error.
+        where: name of the part, for the error.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is varlen:
@@ -76,14 +76,14 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for the first operator of a template that is not known to keep tokens apart; see above."""
+    """Raise Unsupported for the first operator of a template that is not known to keep tokens separate."""
     refuse_mixing(template.graph, tokens, where)
     mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
 
 
-# Options of operators that look at a whole batch, by where they stand: what each does, and how to do without.
+# Arguments that make an operator use a whole batch, by position: what each does, and a remedy.
 _OPTIONS: Mapping[Any, tuple[tuple[int, str, str], ...]] = {
     aten.embedding.default: (
         (3, "scale_grad_by_freq=True, which counts the tokens of a whole batch", "embed without scale_grad_by_freq"),
@@ -103,10 +103,10 @@ def _refuse_options(node: fx.Node, where: str) -> None:
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported for attention between other bounds than those of the packed sequences.
+    """Raise Unsupported for attention with bounds other than those of the packed sequences.
 
     Args:
-        given: what of the packed batch each of the template's inputs is; those that are computed of it are missing.
+        given: the template's inputs that are unmodified fields of the packed batch -> the field.
     """
     for node in template.graph.graph.nodes:
         if node.target is varlen and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
@@ -118,7 +118,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the name of the placeholder that a value is, in whatever dtype; None: it is computed."""
+    """Return the name of the placeholder that a value is, ignoring casts and copies, or None if it is computed."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None
@@ -146,7 +146,7 @@ def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
 
 
 def _dims(value: Any, tokens: str) -> list[int]:
-    """Return the dimensions of a value that count tokens."""
+    """Return the dimensions of a value whose size is the token count."""
     tensor = value_of(value) if isinstance(value, fx.Node) else None
     return (
         [d for d, s in enumerate(tensor.shape) if symbol_name(s) == tokens] if isinstance(tensor, torch.Tensor) else []
@@ -159,6 +159,6 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_shifted(node: fx.Node) -> bool:
-    """Say whether a value has some tokens more or less than the batch, as shifted or padded ones do."""
+    """Return whether a value has a few tokens more or fewer than the batch, as after a shift or padding."""
     names = (symbol_name(s) for s in value_of(node).shape)
     return any(n is not None and any(sign in n for sign in "+-") for n in names)

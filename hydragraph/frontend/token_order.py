@@ -1,14 +1,15 @@
-"""In which order the rows of a value stand for tokens: what sends tokens to experts permutes them, and puts them back.
+"""Order in which the rows of a value represent tokens: routing to experts permutes tokens and puts them back.
 
-Each row of a value that has tokens is computed from one token. Orders, for 3 tokens a b c with 2 experts each:
+Each row of a value with tokens is computed from one token. Orders, for 3 tokens a b c with 2 experts each:
 
     a b c           1          a row for each token
-    a a b b c c     2          so many for each, as [T, 2] is flattened
-    b a c a c b     a sort     as sorting some value of the rows above orders them, such as the chosen experts
+    a a b b c c     2          two rows for each token, as in a flattened [T, 2]
+    b a c a c b     a sort     as sorted by some value of the rows above, such as the chosen experts
 
-An operator that keeps rows apart does so in every order; where several values meet, their orders must be one. What sort
-and arange return says where rows stand (`Points`), and may only choose rows by it: as data it would tell one token of
-the others. How many rows have each of the sorted values (`histc`) may only say where an expert's rows end.
+An operator that keeps rows separate does so in every order; if it has several operands, their orders must be equal. The
+results of sort and arange hold positions of rows (`Points`) and may only be used to index rows: used as data they would
+leak information about other tokens. The number of rows with each sorted value (`histc`) may only be used to find where
+an expert's rows end.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten
 
-# How many rows there are for each token, in the tokens' order; or the node that sorted them.
+# Number of rows per token, in token order; or the node that sorted the rows.
 Order = int | fx.Node
 
 
 class Rows(NamedTuple):
-    """Along which dimension of a value tokens stand, and in which order."""
+    """Dimension of a value that holds tokens, and their order."""
 
     dim: int
     order: Order
 
 
 class Points(NamedTuple):
-    """An index [rows]: its rows are in the order `along`; each names the row of one token in the order `to`."""
+    """Index [rows] whose rows are in the order `along`; each points to the row of one token in the order `to`."""
 
     along: Order
     to: Order
@@ -54,7 +55,7 @@ SAME = frozenset(
 )
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
 ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
-# Operators whose second result are places along a dimension.
+# Operators whose second result holds indices along a dimension.
 _CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})
 _CHOSEN = frozenset({aten.argmax.default, aten.argsort.default, aten.argsort.stable})
 _QUOTIENTS = frozenset({aten.floor_divide.default, aten.div.Tensor_mode})
@@ -62,23 +63,23 @@ _GROUPED = ("aten._grouped_mm.default", "aten.grouped_mm.default", "transformers
 
 
 class Routing:
-    """Follows what sends rows elsewhere; `rows` is what `mixing` knows of each value, and is added to."""
+    """Tracker of routing; `rows` is what `mixing` knows about each value, and is extended."""
 
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        # What is noted of values: 0, 1, 2, ... through the rows of an order;
+        # Facts about values: counters 0, 1, 2, ... through the rows of an order;
         self._counters: dict[fx.Node, Order] = {}
-        # the values by which rows were sorted, in the sorted order -> the sort;
+        # sort keys of rows, in sorted order -> the sort;
         self._sorted: dict[fx.Node, fx.Node] = {}
-        # how many rows have each of these values -> the sort;
+        # number of rows with each of these values -> the sort;
         self._counts: dict[fx.Node, fx.Node] = {}
-        # the row after the last one that has each of these values -> the sort.
+        # index after the last row with each of these values -> the sort.
         self._ends: dict[fx.Node, fx.Node] = {}
 
     def follow(self, node: fx.Node) -> bool:
-        """Say whether a node is one of those that route, and note what it gives."""
+        """Return whether a node is part of routing, and record its result."""
         target = node.target
         if target in SAME:
             return self._same(node)
@@ -106,32 +107,32 @@ class Routing:
         return str(target) in _GROUPED and self._grouped(node)
 
     def tells(self, node: fx.Node) -> bool:
-        """Say whether a value tells where other tokens stand, or how many there are of a kind."""
+        """Return whether a value reveals positions of other tokens or counts of them."""
         return any(node in notes for notes in (self._points, self._counters, self._counts, self._ends))
 
     def _first(self, node: fx.Node) -> Any:
         return operands(node)[0]
 
     def _flat(self, value: Any) -> Order | None:
-        """Return the order of the rows of a vector; None: it has none."""
+        """Return the order of the rows of a vector, or None if it has none."""
         rows = self._rows.get(value) if isinstance(value, fx.Node) else None
         return rows.order if rows is not None and len(shape(value)) == 1 else None
 
     def _same(self, node: fx.Node) -> bool:
-        """Carry on what is known of a value to its copy in another dtype."""
+        """Copy the facts about a value to its copy in another dtype."""
         first = self._first(node)
         kinds_of_notes: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
         for notes in kinds_of_notes:
             if first in notes:
                 notes[node] = notes[first]
                 return True
-        # A sorted value is copied as any other is; besides, the copy is sorted, too.
+        # A copy of a sorted value is handled like any other copy; in addition, it is sorted.
         if first in self._sorted:
             self._sorted[node] = self._sorted[first]
         return False
 
     def _sort(self, node: fx.Node) -> bool:
-        """Sort rows by a value; or by where they stand, which turns the order round."""
+        """Handle sorting rows by a value, or by their positions, which inverts the order."""
         first = self._first(node)
         if self._is_permutation(first) and isinstance(value_of(node), torch.Tensor) and _ascends(node):
             along, to = self._points[first]
@@ -155,7 +156,7 @@ class Routing:
         return True
 
     def _is_permutation(self, value: Any) -> bool:
-        """Say whether an index points to each row of an order of so many for each token, once."""
+        """Return whether an index points exactly once to each row of an order with a fixed number of rows per token."""
         points = self._points.get(value)
         return points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
 
@@ -171,7 +172,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Divide where a row stands by how many there are for each token, or for each group of these."""
+        """Handle dividing the position of a row by the number of rows per token, or by a divisor of it."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -181,7 +182,7 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Turn an order round: what is put at the place of each row is the number of the row."""
+        """Handle inverting an order: the number of each row is written at the row's position."""
         index: Any = None
         if node.target is aten.index_put.default:
             _, indices, values, *more = operands(node)
@@ -196,7 +197,7 @@ class Routing:
         return True
 
     def _chosen(self, node: fx.Node) -> bool:
-        """Take the rows that an index points to."""
+        """Handle taking the rows that an index points to."""
         first, *rest = operands(node)
         if node.target is aten.index_select.default:
             dim, index = rest
@@ -215,7 +216,7 @@ class Routing:
         return True
 
     def _repeated(self, node: fx.Node) -> bool:
-        """Repeat each row."""
+        """Handle repeating each row."""
         first, times, *rest = operands(node)
         repeated = self._rows.get(first)
         dim = rest[0] if rest else node.kwargs.get("dim")
@@ -227,7 +228,7 @@ class Routing:
         return True
 
     def _summed(self, node: fx.Node) -> bool:
-        """Add rows to those that they point to."""
+        """Handle adding rows to the rows that they point to."""
         into, dim, index, rows = operands(node)
         points = self._points.get(index)
         if points is None or self._rows.get(rows) != Rows(dim, points.along):
@@ -240,7 +241,7 @@ class Routing:
         return True
 
     def _count(self, node: fx.Node) -> bool:
-        """Count how many rows have each of the numbers 0, 1, 2, ..."""
+        """Handle counting the rows with each of the numbers 0, 1, 2, ..."""
         named: dict[str, Any] = dict(zip(("input", "bins", "min", "max"), operands(node), strict=False))
         options = {"bins": 100, "min": 0, "max": 0, **named, **node.kwargs}
         sort = self._sorted.get(options["input"])
@@ -252,7 +253,7 @@ class Routing:
         return True
 
     def _grouped(self, node: fx.Node) -> bool:
-        """Multiply the rows of each expert, which stand together, with its weight."""
+        """Handle multiplying each expert's rows, which are contiguous, by its weight."""
         arguments: list[Any] = [*operands(node), *node.kwargs.values()]
         first, weight, *rest = arguments
         ends = [self._ends[argument] for argument in rest if isinstance(argument, fx.Node) and argument in self._ends]
@@ -266,14 +267,14 @@ class Routing:
 
 
 def _ascends(sort: fx.Node) -> bool:
-    """Say whether an operator that sorts puts the least first."""
+    """Return whether a sort is ascending."""
     at = 3 if "stable" in str(sort.target) else 2
     arguments = operands(sort)
     return not (arguments[at] if len(arguments) > at else sort.kwargs.get("descending", False))
 
 
 def _is_choice(value: Any) -> bool:
-    """Say whether a value holds places along a dimension, which are never negative: which experts were chosen."""
+    """Return whether a value holds indices along a dimension, which are never negative: the chosen experts."""
     while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):
@@ -285,10 +286,12 @@ def _is_choice(value: Any) -> bool:
 
 
 def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -> Rows | None:
-    """Return the rows of a reshaped value: with as many elements before the tokens as it had; None: they are torn up.
+    """Return the rows of a reshaped value, or None if its tokens are split up.
+
+    The number of elements before the token dimension must not change.
 
     Args:
-        dim: of the result, whose size has to do with the number of tokens.
+        dim: dimension of the result whose size depends on the number of tokens.
     """
     first = operands(node)[0]
     rows_before = rows[first]
@@ -302,10 +305,10 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         return Rows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or _elements(before[: rows_before.dim]) != 1:
         return None
-    # [T, 2, H] as [2T, H]: the rows of one token are parted, or joined again, and stay together.
+    # [T, 2, H] as [2T, H]: the rows of one token are split or joined, and stay adjacent.
     return Rows(dim, there)
 
 
 def _elements(sizes: Any) -> int | None:
-    """Return how many elements have these sizes; None: that depends on the batch."""
+    """Return the number of elements of these sizes, or None if it depends on the batch."""
     return None if any(symbol_name(size) is not None for size in sizes) else math.prod(map(int, sizes))

@@ -1,4 +1,4 @@
-"""Which parameters get a gradient: those that are trainable, and from which the loss can be reached."""
+"""Parameters that get a gradient: those that are trainable and contribute to the loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Template
 
 _LOG = logging.getLogger(__name__)
-# The most parameters that a warning lists.
+# Maximum number of parameters listed in a warning.
 _NAMED = 10
 
 aten = torch.ops.aten
 
-# The dtypes that a master weight in fp32 can stand for.
+# The dtypes that an fp32 master weight can represent.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operators whose results do not depend on the values of their operands, as autograd sees it.
+# Operators whose results do not depend on the values of their operands, from autograd's point of view.
 CONSTANT = frozenset(
     {
         aten.detach.default,
@@ -40,7 +40,7 @@ CONSTANT = frozenset(
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters that are no floating-point tensors, as master weights are, or have no shape."""
+    """Raise Unsupported for parameters that are not floating-point (master weights are) or that have no shape yet."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise Unsupported(
@@ -60,8 +60,8 @@ def refuse_other_dtypes(model: nn.Module) -> None:
 
 
 def reached(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the placeholders of a forward graph that the gradient of its results flows to."""
-    # Backwards from the results; operators that autograd sees as constant end the way.
+    """Return the placeholders of a forward graph that receive a gradient from its results."""
+    # Backwards from the results, stopping at operators that autograd treats as constant.
     pending: list[Any] = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
     seen: set[fx.Node] = set()
     while pending:
@@ -73,7 +73,7 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
 
 
 def _differentiable(value: Any) -> bool:
-    """Say whether a node's value, or one of several, can have a gradient."""
+    """Return whether a node's value, or one of its values, can have a gradient."""
     several = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
 
@@ -81,12 +81,12 @@ def _differentiable(value: Any) -> bool:
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the names of the parameters that get a gradient, and name those in a warning that could and do not.
+    """Return the names of the parameters that get a gradient, and warn about trainable parameters that do not.
 
     Args:
         blocks: in order; the loss is the result of the last.
-        templates: by name, at least of these blocks.
-        parameters: all of the model's, by canonical name.
+        templates: by name, at least those of these blocks.
+        parameters: all parameters of the model, by canonical name.
     """
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
@@ -97,7 +97,7 @@ def learning(
         names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
-            # The loss is not computed from this block's hidden state, so nothing below has any part in it.
+            # The loss does not depend on this block's hidden state, so no earlier block contributes to it.
             break
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))

@@ -1,4 +1,4 @@
-"""Refuse, by name and before anything is traced, what a trace would not see, or would fix as it happens to be."""
+"""Rejection, by name and before tracing, of features that a trace would not see or would freeze."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, and modules whose gradient or whose buffers no graph says."""
+    """Raise Unsupported for hooks, wrappers, and modules with gradients or buffers that no graph represents."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -51,9 +51,9 @@ def refuse_unseen(model: nn.Module) -> None:
 
 
 def _refuse_common_memory(model: nn.Module) -> None:
-    """Refuse parameters that are views of one another, or of which a buffer is a view.
+    """Reject parameters that share memory with another parameter or with a buffer.
 
-    An update of one would change the other; here each has memory of its own. Tied parameters are one tensor.
+    An update of one would change the other, whereas here each has its own memory. Tied parameters are a single tensor.
     """
     parameters = list(model.named_parameters())
     for name, parameter in parameters:
@@ -61,7 +61,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
             raise _in_common(name, "itself: it was expanded, and its elements are one")
     learnt = {name for name, _ in parameters}
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In the order of their memory, so that each can only meet what lies before it and reaches furthest.
+    # In memory order, so that each can only overlap with the earlier one that reaches furthest.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -123,7 +123,7 @@ def _hook(kind: str, hook: Any, where: str) -> Unsupported:
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
-    """Raise Unsupported where a result was computed with a torch.autograd.Function of the model's own."""
+    """Raise Unsupported if a result was computed with a custom torch.autograd.Function."""
     name = own_backward_of(result)
     if name is not None:
         what, remedy = own_backward_refused(name)
@@ -132,11 +132,11 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Trace, refusing backwards of the model's own, hooks that forward registers, Python's random numbers and state.
+    """Run a trace; reject custom backwards, hooks registered by forward, Python random numbers, and changes of state.
 
     Args:
-        where: what is traced.
-        module: whose forward it is.
+        where: description of what is traced.
+        module: the module whose forward runs.
     """
     before = _random_state()
     numbers = _numbers(module)
@@ -167,17 +167,17 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> dict[str, float]:
-    """Return the numbers among the attributes of a module and those inside it, by name."""
+    """Return the numeric attributes of a module and its submodules, by name."""
     return {
         f"{prefix}.{name}".removeprefix("."): value
         for prefix, child in module.named_modules()
         for name, value in vars(child).items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # no NaN
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value  # excludes NaN
     }
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    """Return the state that the user's own modules and loss hold: containers, counters, generators."""
+    """Return the state kept by the user's own modules and loss: containers, counters, generators."""
     state = {}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
@@ -195,7 +195,7 @@ def _kept_state(module: nn.Module) -> dict[str, str]:
 
 
 def _state_of(value: object) -> str:
-    """Return a text that changes with a number, counter, generator, or container of these; "" for all else."""
+    """Return a text that reflects a number, counter, generator, or container of these; "" for anything else."""
     if isinstance(value, dict):
         return str([(str(key), _state_of(part)) for key, part in value.items()])
     if isinstance(value, list | tuple | collections.deque):
@@ -216,7 +216,7 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _is_users(module: nn.Module, name: str) -> bool:
-    """Say whether an attribute's module is of the user's own class; those of libraries note what they like."""
+    """Return whether an attribute belongs to a module of the user's own class; library modules may keep any state."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return _is_own(owner)
 

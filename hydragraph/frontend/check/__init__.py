@@ -1,5 +1,4 @@
-"""The comparison by numbers: a captured program, and the graphs of a stage, beside the unmodified model on short
-sequences.
+"""Numeric checks: compare a captured program, and a stage's graphs, with the unmodified model on short sequences.
 
-It runs before anything is trained. What cannot be seen in numbers is refused by the frontend or a pass instead.
+They run before training. Problems that numbers cannot reveal are rejected by the frontend or a pass instead.
 """

@@ -1,4 +1,4 @@
-"""When the check runs: where a program is captured, on one rank of each host, which tells the others."""
+"""Scheduling of the check: it runs where a program is captured, on one rank per host, which informs the others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hydragraph.frontend.check.passed_checks import fingerprint, recall, remembe
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-# What "auto" stands for; the project's own tests, which compare everything themselves, make it "off".
+# Meaning of "auto"; the project's own tests, which compare everything themselves, set it to "off".
 AUTO = "auto"
 
-# Those of the program that was checked last, so that its executable need not compile them again.
+# The variants of the last checked program, so that its executable need not compile them again.
 _latest: list[Variants] = []
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return the mode that a user chose; YAML reads `off` as False.
+    """Return the check mode that a user selected; YAML reads `off` as False.
 
     Raises:
         ValueError: there is no such mode.
@@ -31,13 +31,13 @@ def mode_of(asked: str | bool) -> str:
 
 
 def check_here(subject: CheckedModel, asked: str | bool) -> str:
-    """Check a captured program in this process and log what was found.
+    """Check a captured program in this process and log the result.
 
     Returns:
-        a line that says what passed, here or in an earlier run; "" where the check is off.
+        a line about the check that passed, in this run or an earlier one; "" if the check is off.
 
     Raises:
-        Unsupported: it differs from its model, or could not be compared with it.
+        Unsupported: the program differs from its model, or could not be compared with it.
     """
     mode = mode_of(asked)
     if mode == "off":
@@ -58,10 +58,10 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank of each host; all ranks call it, with equal arguments.
+    """Check a captured program on one rank per host; all ranks must call this with equal arguments.
 
     Raises:
-        Unsupported: on every rank, if it differs from its model on one.
+        Unsupported: on every rank, if the check failed on any host.
     """
     if mode_of(asked) == "off":
         return
@@ -75,11 +75,11 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
 
 
 def _error(run: Callable[[], object]) -> Exception | None:
-    """Return what a function raised, in a form that other ranks can have."""
+    """Return the exception that a function raised, in a picklable form."""
     try:
         run()
     except Unsupported as error:
         return error
-    except Exception as error:  # not every error can be sent
+    except Exception as error:  # not every exception can be pickled
         return RuntimeError(f"check: {type(error).__name__}: {error}")
     return None

@@ -1,4 +1,4 @@
-"""The two sides: the model as the user wrote it, one sequence at a time; and the graphs that were captured of it."""
+"""Both sides of the comparison: the unmodified model on one sequence at a time, and the captured graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return how the model is called with one sequence: one of transformers' with its ids, and nothing else."""
+    """Return a function that calls the model with one sequence; a transformers model gets only its ids."""
     if not huggingface.is_huggingface(model):
         return custom_modules.caller(model, list(fields))
     return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
@@ -38,11 +38,11 @@ def run_alone(
     """Compute the loss of one sequence with a copy of the model, and its gradients.
 
     Args:
-        times: how often the sequence counts.
-        done: gets each parameter's gradient as soon as it is complete; it is dropped afterwards.
+        times: multiplicity of the sequence.
+        done: called with each parameter's gradient once it is complete; the gradient is dropped afterwards.
 
     Returns:
-        the loss, times that.
+        the loss multiplied by `times`.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
         fields = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
@@ -55,7 +55,7 @@ def run_alone(
 
 @contextmanager
 def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Hand on each gradient of a model's parameters, and keep none."""
+    """Pass each gradient of a model's parameters to a function, and keep none."""
 
     def take(name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -78,7 +78,7 @@ def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Common:
-    """What the blocks of a program share on one packed batch: its fields, and the values that aux computes of them."""
+    """Inputs shared by all blocks on one packed batch: its fields, and the values that aux computes from them."""
 
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
@@ -87,14 +87,14 @@ class Common:
     def of(
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
-        """Compute them."""
+        """Compute the shared inputs."""
         fields = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
         return cls(fields, runner(template.graph, wide)(*arguments))
 
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
-        """Return what one block takes of it, by its template's names."""
+        """Return the inputs of one block, by its template's names."""
         others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
         return {**self.fields, **{n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}}
 
@@ -110,13 +110,13 @@ def add_captured(
     """Run some of a program's blocks forward and backward on a packed batch, on one device.
 
     Args:
-        ran: the first and the last block of the program, and those between that are to run, with their variants.
+        ran: the first and the last block of the program, and any blocks between them to run, with their variants.
         tensors: parameters and buffers by name.
-        sums: gradients are added to these, by parameter, as those of micro-batches are; each has memory of its own.
-        wide: the dtype to compute in; None: as captured.
+        sums: gradient sums by parameter, which gradients are added to as over micro-batches; each has its own memory.
+        wide: compute dtype; None: as captured.
 
     Returns:
-        the summed loss.
+        the loss, summed over targets.
     """
     with torch.no_grad(), default_dtype(wide):
         common = Common.of(program, tensors, batch, wide)
@@ -132,13 +132,13 @@ def add_captured(
         for block, variant in reversed(ran):
             before = backward(_local(program, block), variant, saved.pop(), tangent, tensors, sums, wide)
             if before is None:
-                break  # nothing before it learns
+                break  # no earlier block is trained
             tangent = before
         return loss
 
 
 def _local(program: Program, block: Block) -> dict[str, str]:
-    """Return a template's names of parameters and buffers -> the model's."""
+    """Return a mapping from a template's names of parameters and buffers to the model's names."""
     template = program.templates[block.template]
     names = [*zip(template.parameters, block.parameters, strict=True)]
     return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
@@ -153,24 +153,24 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward, adding to `sums`; return the gradient of its hidden state, where it has one.
+    """Run one block backward, adding to `sums`; return the gradient of its hidden state, if it has one.
 
     Args:
         local: a template's names -> those in `tensors` and `sums`.
-        saved: what its forward kept.
+        saved: values saved by its forward.
         tangent: the gradient of its output.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
     for name in variant.added:
-        # 0.0, and what lies in the new memory does not count.
+        # A factor of 0.0 ignores the content of the new memory.
         counts = float(local[name] in sums)
         if not counts:
             like = tensors[local[name]]
             sums[local[name]] = scratch_pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
-    # A gradient may be a view of a saved value or of another gradient (two weights that are read as one). Adding to it
-    # would change that too, so only what nothing else holds is kept as the sum; of the rest a copy is.
+    # A gradient may be a view of a saved value or of another gradient (two weights read as one). Adding to it would
+    # change both, so a gradient becomes the sum only if its memory is not shared; otherwise it is copied.
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
@@ -179,7 +179,7 @@ def backward(
             before = gradient
         elif local[name] in sums:
             sums[local[name]].add_(gradient)
-        else:  # what lies in memory of its own can be added to
+        else:  # a gradient with its own memory can be added to
             alone = holders[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
             sums[local[name]] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
     return before

@@ -1,4 +1,4 @@
-"""The ranks of one stage as threads of this process: what cut graphs compute is seen without a process group."""
+"""Emulation of one stage's ranks as threads of this process: sharded graphs run without a process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _END = "the end"
 
 
 class Meeting:
-    """Where the threads of a stage exchange values, each call by all of them; `size` ranks."""
+    """Rendezvous of a stage's `size` threads; every call exchanges the values of all of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,12 +24,12 @@ class Meeting:
         self._values: list[Any] = [None] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return what all ranks gave, in their order.
+        """Return the values of all ranks, in rank order.
 
         Raises:
-            RuntimeError: ranks are in different calls, or give values of different shapes.
+            RuntimeError: ranks are in different calls, or pass values of different shapes.
         """
-        # Two barriers: behind the first all have written, behind the second all have read, and may write again.
+        # Two barriers: after the first all ranks have written; after the second all have read and may write again.
         self._calls[index] = call, tuple(getattr(value, "shape", ()))
         self._values[index] = value
         self._barrier.wait()
@@ -42,15 +42,15 @@ class Meeting:
         return values
 
     def leave(self) -> None:
-        """Let nobody wait for a rank that has failed."""
+        """Release the ranks that wait for a failed rank."""
         self._barrier.abort()
 
 
 class EmulatedCollectives:
-    """What `hydragraph.cluster.collectives.Collectives` offers to compiled graphs, between threads.
+    """Thread-based version of the `hydragraph.cluster.collectives.Collectives` interface for compiled graphs.
 
     Attributes:
-        calls: the names of those made, in order.
+        calls: names of the calls made, in order.
     """
 
     def __init__(self, meeting: Meeting, index: int) -> None:
@@ -96,7 +96,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
     """Call a function once per rank, in threads; return the results in rank order.
 
     Raises:
-        Exception: what the first rank that failed by itself raised.
+        Exception: the error of the first rank that failed on its own.
     """
     meeting = Meeting(size)
     results = [None] * size
@@ -115,7 +115,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
         thread.start()
     for thread in threads:
         thread.join()
-    # A rank that fails breaks the barrier, and the others fail for that: their errors say nothing.
+    # A failing rank breaks the barrier, which makes the others fail as well; their errors carry no information.
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results

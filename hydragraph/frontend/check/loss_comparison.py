@@ -1,4 +1,4 @@
-"""Losses and gradients beside each other."""
+"""Comparison of losses and gradients."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bound:
-    """How far two right computations may be apart.
+    """Maximum difference between two correct computations.
 
     Attributes:
-        own: of a gradient, as a part of its norm; and of the loss.
-        all: besides, as a part of the norm of all gradients: some true gradients are 0 (key biases).
+        own: limit for a gradient relative to its norm, and for the loss relative to itself.
+        all: additional allowance for a gradient, relative to the norm of all gradients: some true gradients are 0 (key
+            biases).
     """
 
     own: float
     all: float
 
 
-# Two fp32 computations of a few dozen tokens differ by 1e-7 to 1e-5, two in fp64 by 1e-15 to 1e-12; what is computed
-# wrongly differs by 1e-3 and more. What fails the first bound is computed again in fp64, so the first need not be wide.
+# Two fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, two in fp64 by 1e-15 to 1e-12; errors are 1e-3
+# and more. A comparison that exceeds the first bound is repeated in fp64, so the first need not be wide.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst of a comparison.
+    """Worst difference found by a comparison.
 
     Attributes:
-        parameter: whose gradient it is; "" for the loss.
+        parameter: name of the parameter whose gradient differs; "" for the loss.
         error, norm: of that gradient, or of the loss.
-        ratio: the error over its bound; 1 is the limit.
+        ratio: the error divided by its bound; the limit is 1.
         loss, expected: the losses.
-        tokens: of the packed batches.
+        tokens: token counts of the packed batches.
     """
 
     parameter: str
@@ -51,30 +52,31 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The error as a part of the norm."""
+        """The error relative to the norm."""
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
 class Comparison:
-    """Gradients beside each other: what was found, less what is expected, as that comes.
+    """Running difference between computed and expected gradients, subtracted as the latter arrive.
 
-    So no more than one of both is kept.
+    Only one copy of each gradient is kept.
 
     Args:
-        computed: by name; written to.
-        norms: of what is expected. None: those of what was found; where the two are far apart, the error is no smaller.
+        computed: gradients by name; modified in place.
+        norms: norms of the expected gradients. None: those of the computed gradients; if the two are far apart, the
+            error is at least as large.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # Of what is finite on both sides the difference is, so that what is expected need not be read for it alone.
+        # If both sides are finite, so is their difference; the expected side need not be read just for that.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Compare with a gradient, or with a summand of it; one that was not found counts as 0."""
-        # In place where dtypes allow, so that of a large model no third copy of a gradient exists.
+        """Subtract an expected gradient, or a summand of one; a gradient that was not computed counts as 0."""
+        # In place if the dtypes match, so that a large model never has a third copy of a gradient.
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
@@ -86,18 +88,18 @@ class Comparison:
             self._left[name] = left - expected
 
     def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
-        """Return the worst difference; None where the expected values are not finite, so that nothing can be said.
+        """Return the worst difference, or None if expected values are not finite, as no verdict is possible then.
 
         Args:
             loss, expected: the losses.
-            tokens: of the packed batches.
+            tokens: token counts of the packed batches.
         """
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
-        # A key's bias cancels in softmax: its true gradient is 0, and what is computed is rounding. Against the norm of
-        # all gradients it is small; against its own norm it would be all wrong.
+        # A key bias cancels in softmax: its true gradient is 0, and the computed one is rounding error. This is small
+        # relative to the norm of all gradients, but 100% of its own norm.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -115,7 +117,7 @@ class Comparison:
 def compare(
     computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
-    """Return the worst difference of tensors by name; see `Comparison`."""
+    """Return the worst difference between tensors with the same name; see `Comparison`."""
     norms = {name: _norm(value) for name, value in expected.items()}
     comparison = Comparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():

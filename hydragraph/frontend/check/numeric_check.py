@@ -1,4 +1,4 @@
-"""Compare a captured program with the model that it was captured from, by numbers, and refuse what differs."""
+"""Numeric check: compare a captured program with its model, and reject differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-# How many parameters of blocks are in memory at a time, beyond one block.
+# Maximum number of block parameters in memory at a time, beyond one block.
 TOGETHER = 32_000_000
 
 REMEDY = (
@@ -39,7 +39,7 @@ REMEDY = (
 )
 
 
-# Of a loss of the user's own, which is the likelier cause.
+# Remedy for a custom loss, which is the likelier cause.
 OF_LOSS = (
     "mask by labels != -100 whatever the loss adds up, have no terms across sequences, and keep no state in the loss; "
     f"where that is so, {REMEDY}"
@@ -48,14 +48,14 @@ OF_LOSS = (
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """What is checked.
+    """Inputs of a check.
 
     Attributes:
-        model: the user's.
-        program: captured from it.
-        loss: of its outputs and a packed batch.
-        blocks: the path of its list of blocks; None: as `capture` finds it.
-        example: fields of the user's own, as `capture` was given them.
+        model: the user's model.
+        program: the program captured from it.
+        loss: function of its outputs and a packed batch.
+        blocks: path of its list of blocks; None: as `capture` finds it.
+        example: custom fields, as passed to `capture`.
     """
 
     model: nn.Module
@@ -69,13 +69,14 @@ class CheckedModel:
 class Attempt:
     """One way to compute both sides: weights and a dtype.
 
-    A right program passes one of several. A difference in fp64 with copied weights is final: no later attempt is made.
+    A correct program passes at least one attempt. A difference in fp64 with copied weights is final: no later attempt
+    is made.
 
     Attributes:
-        dtype: of the weights.
-        copied: weights are a noisy copy of the model's; otherwise drawn.
-        widened: casts inside are widened to the dtype; otherwise both sides round as they are written.
-        seed: of weights and tokens.
+        dtype: dtype of the weights.
+        copied: weights are a noisy copy of the model's; otherwise they are drawn at random.
+        widened: casts inside the model are widened to the dtype; otherwise both sides round as written.
+        seed: seed for weights and tokens.
     """
 
     dtype: torch.dtype
@@ -85,22 +86,22 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
-        """How far both sides may be apart."""
+        """Maximum allowed difference between both sides."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        model: its class.
-        blocks, layers: how many were compared, of how many.
-        tokens: of each packed batch.
-        worst: the largest error of a gradient, as a part of its norm.
-        dtype: what was computed in.
-        seconds: what it took.
-        untouched: settings whose limit no sequence went beyond.
+        model: class name of the model.
+        blocks, layers: number of blocks compared, and total number of blocks.
+        tokens: number of tokens of each packed batch.
+        worst: the largest gradient error, relative to the gradient's norm.
+        dtype: compute dtype.
+        seconds: duration.
+        untouched: settings whose limit no sequence exceeded.
         problem: why nothing could be compared; "" if something was.
     """
 
@@ -126,7 +127,7 @@ class Checked:
 
 
 class _Unrunnable(Exception):  # noqa: N818
-    """A side that could not compute: "alone" or "captured"."""
+    """Raised when one side, "alone" or "captured", cannot compute."""
 
     def __init__(self, side: str, error: Exception) -> None:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -135,19 +136,19 @@ class _Unrunnable(Exception):  # noqa: N818
 
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
-    """Compare loss and gradients of packed batches, block by block, with the model on each sequence alone.
+    """Compare loss and gradients of packed batches with the model on each sequence alone, block by block.
 
     Args:
         mode: "auto": each structurally distinct block once; "full": every block.
-        variants: of the program, where what is compiled is to be kept.
+        variants: the program's variants, to keep what is compiled.
 
     Raises:
-        Unsupported: they differ, whatever weights and dtype were tried; or the graphs do not run.
+        Unsupported: both sides differ for all weights and dtypes tried, or the graphs do not run.
     """
     began = time.perf_counter()
     program = subject.program
     forms = Forms()
-    variants = Variants(program, added=True) if variants is None else variants  # empty ones are false
+    variants = Variants(program, added=True) if variants is None else variants  # an empty Variants is falsy
     groups = kept_together(subject, mode)
     sizes = [_size(subject, group) for group in groups]
     lengths = lengths_of(subject.model, program, max(sizes))
@@ -166,16 +167,16 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     if problem or not done:
         return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
     worst, attempt = max(done, key=lambda pair: pair[0].ratio * pair[1].bound.own)
-    # As a part of the gradient's norm; of one that is 0, as a part of what the norm of all allows it.
+    # Relative to the gradient's norm; for a zero gradient, relative to the error that the total norm allows.
     error = worst.ratio * attempt.bound.own
     kind = str(attempt.dtype).removeprefix("torch.")
     return Checked(name, kept, program.layers, worst.tokens, error, kind, seconds, lengths.untouched)
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield how both sides are computed, in order, for a program of some dtype."""
-    # The user's own weights first, and cheaply. Where that fails, fp64 tells rounding from an error, and its verdict is
-    # final; only where values are not finite (a model that was never initialised) are new weights tried.
+    """Yield how both sides are computed, in order, for a program of a given dtype."""
+    # The user's own weights come first, at low cost. If that fails, fp64 distinguishes rounding from an error, and its
+    # verdict is final; new weights are tried only if values are not finite (a model that was never initialised).
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -184,10 +185,10 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare, in groups that are in memory at a time.
+    """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    Under "auto" these are the first of each template, and of what is trained of it; and, where that costs little, the
-    last of each: what differs from block to block differs most between these.
+    Under "auto" these are the first block of each template and set of trainable parameters, plus the last of each if
+    that costs little: gradual differences between blocks are largest between first and last.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in layers]
@@ -196,7 +197,7 @@ def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     if mode == "auto":
         last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
-    # As many blocks at a time as fit, and at least one: a difference anywhere in a group fails it, and is then sought.
+    # As many blocks at a time as fit, but at least one; a difference fails its group and is then located within it.
     groups: list[tuple[int, ...]] = []
     together = 0
     for i in chosen:
@@ -210,12 +211,12 @@ def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
 
 
 def _kind(program: Program, block: Block) -> tuple[object, ...]:
-    """Return what two blocks share that are differentiated alike."""
+    """Return a key that is equal for blocks that are differentiated alike."""
     return block.template, *(getattr(program.parameters[n], "trainable", True) for n in block.parameters)
 
 
 def _size(subject: CheckedModel, group: Sequence[int]) -> int:
-    """Return how many parameters compute while a group of blocks is compared."""
+    """Return the number of parameters used while a group of blocks is compared."""
     used = {n for b in _kept(subject.program, group) for n in b.parameters}
     return sum(subject.program.parameters[n].size for n in used)
 
@@ -227,10 +228,10 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
 def _pass(
     subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
 ) -> tuple[Difference, Attempt] | str:
-    """Compare one group of blocks; return its worst difference, or why nothing can be said.
+    """Compare one group of blocks; return its worst difference, or why there is no verdict.
 
     Raises:
-        Unsupported: they differ in every attempt that could be made.
+        Unsupported: both sides differ in every attempt that could be made.
     """
     failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
     problem = "loss or gradients of the model alone are not finite with any weights that were tried"
@@ -241,7 +242,7 @@ def _pass(
             if error.side == "captured":
                 failed.append((error, attempt))
                 if not attempt.widened and attempt.dtype is subject.program.dtype:
-                    break  # so it would be trained; that it runs with other dtypes helps nobody
+                    break  # training would use exactly this; running with other dtypes does not help
             elif not failed:
                 problem = f"the model alone cannot compute a sequence on the CPU ({error})"
             continue
@@ -251,7 +252,7 @@ def _pass(
             return difference, attempt
         failed.append((difference, attempt))
         if attempt.copied and attempt.dtype is torch.float64:
-            break  # rounding explains no difference in fp64, and other weights than the user's excuse none
+            break  # rounding does not explain a difference in fp64, and the weights are the user's own
     if not failed:
         return problem
     raise _refusal(subject, variants, forms, group, lengths, failed)
@@ -265,7 +266,7 @@ def _attempt(
     lengths: Lengths,
     attempt: Attempt,
 ) -> Difference | None:
-    """Compare both batches once; None: the expected values are not finite."""
+    """Compare both batches once; return None if the expected values are not finite."""
     program = subject.program
     wide = attempt.dtype if attempt.widened else None
     weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
@@ -284,8 +285,8 @@ def _attempt(
             for batch, _ in packed:
                 loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
     except _Unrunnable as error:
-        # It says nothing where the model alone does not run either, so that side is computed as well; but for what
-        # would be trained as it is.
+        # The failure is inconclusive if the model alone does not run either, so that side is computed as well, unless
+        # this is exactly what would be trained.
         if as_trained:
             raise
         failed = error
@@ -305,7 +306,7 @@ def _attempt(
 
 @contextmanager
 def _side(name: str) -> Iterator[None]:
-    """Say which side could not compute, where one raises."""
+    """Mark exceptions with the side that could not compute."""
     try:
         yield
     except Unsupported:
@@ -315,7 +316,7 @@ def _side(name: str) -> Iterator[None]:
 
 
 def _frozen(program: Program) -> set[str]:
-    """Return the parameters that the program does not train."""
+    """Return the names of the parameters that the program does not train."""
     return {n for n, p in program.parameters.items() if not getattr(p, "trainable", True)}
 
 
@@ -327,7 +328,7 @@ def _refusal(
     lengths: Lengths,
     failed: Sequence[tuple[Difference | _Unrunnable, Attempt]],
 ) -> Unsupported:
-    """Describe what differs, and in which block: the first that differs when it stands alone."""
+    """Describe the difference and the first block that differs when compared alone."""
     difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
     where = _where(subject, variants, forms, group, lengths, attempt)
     if isinstance(difference, _Unrunnable):
@@ -350,7 +351,7 @@ def _refusal(
 def _where(
     subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths, attempt: Attempt
 ) -> str:
-    """Name the part that differs by itself: what is around the blocks, or the first block that does."""
+    """Name the part that differs on its own: outside the blocks, or the first such block."""
     name = type(subject.model).__name__
 
     def differs(kept: tuple[int, ...]) -> bool:
@@ -367,10 +368,10 @@ def _where(
 
 
 def report(checked: Checked) -> None:
-    """Say in one line what was checked.
+    """Log a one-line summary of a check.
 
     Raises:
-        Unsupported: nothing could be compared, so that nothing is known of the graph.
+        Unsupported: nothing could be compared, so the graph is unverified.
     """
     if checked.problem:
         raise Unsupported(

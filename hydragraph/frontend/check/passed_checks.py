@@ -1,7 +1,7 @@
-"""What was checked before, in a folder of the user's: a right program need not be checked again.
+"""Cache of passed checks in the user's cache folder: a correct program need not be checked again.
 
-Only that something passed is remembered, under a fingerprint of all that the outcome depends on. Where that cannot be
-known (code without source, hooks, functions that close over values) nothing is remembered.
+Only the fact that something passed is stored, under a fingerprint of everything the outcome depends on. If that cannot
+be determined (code without source, hooks, closures), nothing is stored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hydragraph.version import __version__
 
 
 def folder() -> Path:
-    """Return where outcomes are kept: `$XDG_CACHE_HOME/hydragraph/checks`, or that of `~/.cache`."""
+    """Return the folder of the cache: `$XDG_CACHE_HOME/hydragraph/checks`, by default under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / "checks"
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return 32 hex digits over what a check's outcome depends on; None: it cannot be told."""
+    """Return 32 hex digits that cover everything a check's outcome depends on, or None if that cannot be determined."""
     program = subject.program
     digest = hashlib.sha256()
     try:
@@ -49,21 +49,21 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
 
 
 def key_of(content: str) -> str:
-    """Return 32 hex digits over a text that says what was compared, and the versions that compared it."""
+    """Return 32 hex digits that cover a text describing a comparison, and the versions that made it."""
     versions = torch.__version__, __version__, _own_source()
     return hashlib.sha256(repr((content, versions)).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def _own_source() -> str:
-    """Return a digest over hydragraph's files, by size and time: a version number does not change as one works."""
+    """Return a digest of hydragraph's files, by size and time: during development the version number stays the same."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
 
 
 def recall(key: str) -> str | None:
-    """Return the line about what passed under a fingerprint before; None: nothing did."""
+    """Return the line stored for a fingerprint that passed before, or None."""
     try:
         record = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         return str(record["line"])
@@ -72,7 +72,7 @@ def recall(key: str) -> str | None:
 
 
 def remember(key: str, line: str) -> None:
-    """Note that something passed; where that cannot be written, it is checked again next time."""
+    """Store that something passed; if it cannot be written, the check is repeated next time."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False, encoding="utf-8") as file:

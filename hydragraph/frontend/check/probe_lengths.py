@@ -1,4 +1,4 @@
-"""How long the compared sequences are: beyond every window, chunk and cap that a model's settings name."""
+"""Lengths of the compared sequences: beyond every window, chunk and cap that a model's settings name."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 
-# Names of settings from whose number of tokens on attention may differ.
+# Names of settings with a number of tokens beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# The most tokens: a comparison is to take seconds.
+# Maximum number of tokens: a comparison should take seconds.
 LONGEST = 512
-# The same as floating-point operations of one side, about.
+# The corresponding limit in floating-point operations of one side, approximately.
 _WORK = 4e11
-# Lengths where no setting asks for more: unequal, and none a power of two.
+# Lengths if no setting requires more: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
-# The same for large models, of which every token costs.
+# The same for large models, where every token is expensive.
 _FEW = (3, 7)
-# Tokens by which a sequence exceeds a setting, so that what lies behind the limit is compared.
+# Tokens by which a sequence exceeds a setting, so that the range beyond the limit is compared.
 _BEYOND = 3
-# Models of more parameters than this are compared with two sequences, not three.
+# Models with more parameters are compared on two sequences instead of three.
 LARGE = 100_000_000
 
 
@@ -35,9 +35,9 @@ class Lengths:
     """Lengths of the compared sequences.
 
     Attributes:
-        tokens: of each; the second lies beyond every limit that it can. With large blocks, where each sequence costs
-            a second, there are two.
-        untouched: limits that none reaches, by the setting's name.
+        tokens: length of each sequence; the second exceeds every limit that it can. There are only two sequences for
+            large blocks, where each takes a second.
+        untouched: limits that no sequence reaches, by the setting's name.
     """
 
     tokens: tuple[int, ...]
@@ -45,12 +45,12 @@ class Lengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose lengths.
+    """Choose the lengths.
 
     Args:
-        model: the user's.
-        program: captured from it.
-        parameters: how many compute at a time.
+        model: the user's model.
+        program: the program captured from it.
+        parameters: number of parameters used at a time.
     """
     settings = set(_settings(model))
     places = _places(settings, program)
@@ -64,7 +64,7 @@ def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers that a model's config and its modules hold, by their names."""
+    """Yield the integers in the settings of a model's config and modules, by name."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         yield from _whole(config.to_dict())
@@ -81,7 +81,7 @@ def _whole(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
-    """Return how many positions a model has, by each that says so, less what offsets may take of a table."""
+    """Return the number of positions of a model, from each source, less what offsets may use of a table."""
     named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
     tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
     short = [] if program.positions is None else [program.positions[0]]
@@ -89,14 +89,14 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the tables before the first block: how many rows, and which of the batch's fields choose one."""
+    """Return the tables before the first block: number of rows, and the batch fields that select a row."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]
 
 
 def _read(node: fx.Node) -> set[str]:
-    """Return the names of the placeholders whose values, and not only whose sizes, a value is computed from."""
+    """Return the placeholders whose values, not only sizes, a value is computed from."""
     seen: set[fx.Node] = set()
     pending = [node]
     while pending:

@@ -1,4 +1,4 @@
-"""The sequences that both sides compute: drawn from what the model has names for."""
+"""Sequences for the numeric check, drawn from the values that the model supports."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hydragraph.passes.field_limits import limits_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-# The second batch's tokens are a multiple of one of these: padding must not count.
+# The second batch is padded to a multiple of one of these: padding must not count.
 _PADDED = (13, 17)
-# One in so many tokens is a target, where labels are no next tokens.
+# One token in this many is a target, if labels are not the next tokens.
 _TARGETS = 3
 
 
 @dataclass(frozen=True)
 class Ids:
-    """What tokens may be.
+    """Valid values of tokens and labels.
 
     Attributes:
-        count: they are below it.
-        special: those with a meaning of their own, which are left out.
-        labels: labels are below it.
+        count: exclusive upper limit of token ids.
+        special: ids with a special meaning, which are not drawn.
+        labels: exclusive upper limit of labels.
     """
 
     count: int
@@ -50,10 +50,10 @@ class Ids:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> Ids:
-    """Find which ids a program's tables have rows for, and how many classes its loss tells apart.
+    """Return the ids that a program's tables have rows for, and the number of classes of its loss.
 
     Args:
-        otherwise: how many ids there are, where no table is indexed by the ids as they are.
+        otherwise: number of ids if no table is indexed by the unmodified ids.
     """
     limits = [limit for limit in limits_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
@@ -63,7 +63,7 @@ def ids_read(program: Program, otherwise: int = 2) -> Ids:
 
 
 def ids_of(model: nn.Module, program: Program) -> Ids:
-    """Find which ids a model takes, without those that mean something to it."""
+    """Return the ids that a model accepts, without its special tokens."""
     config: Any = getattr(model, "config", None)
     read = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
     named = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -74,7 +74,7 @@ def ids_of(model: nn.Module, program: Program) -> Ids:
 
 
 def _classes(program: Program) -> int | None:
-    """Return the size of the last dimension of what the loss takes the cross-entropy of; None: it takes none."""
+    """Return the number of classes of the loss's cross-entropy, or None if it has none."""
     graph = program.templates[program.blocks[-1].template].graph.graph
     losses = [n for n in graph.nodes if n.target in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)]
     sizes = [value_of(first).shape[-1] for n in losses if isinstance(first := operands(n)[0], fx.Node)]
@@ -96,7 +96,7 @@ def draw_sequences(
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
-    """Return the next tokens as labels; where those are none, random ones at the last and every third token."""
+    """Return the next tokens as labels; if labels are not token ids, random ones at the last and every third token."""
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
@@ -105,7 +105,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a field of the user's own, [length, ...]: tokens of its example, or fractions where that says nothing."""
+    """Draw a custom field, [length, ...]: rows of its example, or random fractions if the example is all zeros."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:
@@ -114,7 +114,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence]) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches of different sizes with the sequences that each holds; the second is padded."""
+    """Return two packed batches of different sizes, each with the indices of its sequences; the second is padded."""
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)
     orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))
@@ -122,7 +122,7 @@ def batches(sequences: list[Sequence]) -> list[tuple[dict[str, Tensor], list[int
 
 
 def alone(sequence: Sequence) -> dict[str, Tensor]:
-    """Return one sequence as a packed batch of its own, without padding."""
+    """Return a packed batch with one sequence and no padding."""
     length = len(sequence)
     return {
         "input_ids": sequence.ids[None],

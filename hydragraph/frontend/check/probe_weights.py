@@ -1,8 +1,8 @@
-"""Weights to compare with: none of them zero or all alike, so that every gradient says something.
+"""Weights for the comparison: none zero or all equal, so that every gradient is informative.
 
-A fresh model's weights would hide much: a matrix that starts at zero (LoRA's B, a layer scale) hides what stands behind
-it. The noise is one vector of prime length, laid end to end from a place that the parameter's name chooses: it costs
-as much as copying, where drawing billions of random numbers takes a minute.
+A fresh model's weights would hide much: a matrix initialised to zero (LoRA's B, a layer scale) hides everything after
+it. The noise is one vector of prime length, repeated end to end from an offset that the parameter's name determines:
+this costs as much as copying, whereas drawing billions of random numbers takes a minute.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-# A prime, so that no two rows of a matrix hold the same part of the noise.
+# A prime, so that no two rows of a matrix have the same part of the noise.
 _LENGTH = 131_071
-# The noise, as a part of a parameter's own deviation;
+# Standard deviation of the noise relative to the parameter's own;
 _NOISE = 0.3
-# and at least this part of what deviation a new matrix has, or of 1 for vectors.
+# and at least this fraction of a new matrix's standard deviation, or of 1 for vectors.
 _LEAST = 0.05
-# The deviation of a new vector around 1: most are the weights of norms.
+# Standard deviation of a new vector around 1: most vectors are norm weights.
 _VECTOR = 0.1
 
 
-# From so many elements on, matrices that are new lie in memory that they share.
+# New matrices with at least this many elements share memory.
 _SHARED = 1 << 22
 
 
@@ -34,11 +34,11 @@ _SHARED = 1 << 22
 class DrawnWeights:
     """Weights of one model, or of one block.
 
-    Large new matrices lie in shared memory, each from another place on: no two are alike, and none may be written to.
+    Large new matrices are views of shared memory at different offsets: no two are equal, and none may be written to.
 
     Attributes:
-        seed: chooses the numbers, as each parameter's name does.
-        wide: the dtype of the weights, if the parameter is floating.
+        seed: determines the numbers, together with each parameter's name.
+        wide: dtype of floating-point weights.
         copied: start from the parameters' values; otherwise from new ones.
     """
 
@@ -48,11 +48,11 @@ class DrawnWeights:
     _shared: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def drawn(self, value: Tensor, name: str) -> Tensor:
-        """Return a tensor to compute with instead of a parameter, on the CPU.
+        """Return a tensor on the CPU that replaces a parameter.
 
         Args:
-            value: the parameter; if it is on the meta device, only its shape counts.
-            name: of the parameter.
+            value: the parameter; if it is on the meta device, only its shape is used.
+            name: name of the parameter.
         """
         kind = self.wide if value.is_floating_point() else value.dtype
         new = value.is_meta or not self.copied
@@ -72,8 +72,8 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a part of the shared memory whose deviation is about that of a new matrix, within a factor of 2."""
-        # One noise for each of the deviations 1, 1/4, 1/16, ...
+        """Return a view of the shared memory whose standard deviation is that of a new matrix, within a factor of 2."""
+        # One noise vector for each of the deviations 1, 1/4, 1/16, ...
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         size = value.numel()
@@ -90,7 +90,7 @@ def _start(name: str) -> int:
 
 
 def _add_noise(flat: Tensor, start: int, seed: int, scale: float) -> None:
-    """Add numbers of the given deviation to a flat tensor, in place."""
+    """Add noise of the given standard deviation to a flat tensor, in place."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(flat.dtype) * scale
     noise = noise.roll(start)

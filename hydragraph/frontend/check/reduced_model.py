@@ -1,7 +1,7 @@
-"""A copy of the user's model that holds few of its blocks: the others hand the hidden state on.
+"""Copy of the user's model with only a few computing blocks: the others pass the hidden state on.
 
-It stays the user's model: the same modules, attributes, hooks and config, the same number of blocks, so that whatever
-goes by a block's index is right. Only the weights are others, and what is left out has none.
+It remains the user's model: the same modules, attributes, hooks and config, and the same number of blocks, so that code
+that depends on a block's index still works. Only the weights differ, and blocks that do not compute have none.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hydragraph.frontend.repeated_blocks import block_list, computed
 from hydragraph.frontend.skeleton import hidden_output
 from hydragraph.private.argument_trees import tree_leaves
 
-# Attention functions of transformers that run on any CPU in any dtype.
+# transformers attention functions that run on any CPU in any dtype.
 _ANYWHERE = ("eager", "sdpa")
 
 
 class Forms:
-    """How a block returns its hidden state, learnt from one that ran."""
+    """Form of a block's output, learned from a block that ran."""
 
     def __init__(self) -> None:
         self._rebuild: Callable[[Tensor], Any] | None = None
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Note the form of a block's output (a forward hook)."""
+        """Record the form of a block's output (a forward hook)."""
         self._rebuild = hidden_output(output, "block")[1]
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the hidden state that a block was given, as a block would."""
+        """Return the hidden state that was passed to a block, in the form of a block's output."""
         leaves = tree_leaves((arguments, keywords))
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return hidden if self._rebuild is None else self._rebuild(hidden)
@@ -49,16 +49,16 @@ def reduced(
     forms: Forms,
     weights: DrawnWeights,
 ) -> nn.Module:
-    """Copy a model, with weights of its own for what is around its blocks and for some of them.
+    """Copy a model, with new weights for some of its blocks and for everything outside its blocks.
 
     Args:
-        blocks: the path of its list of blocks; None: as `capture` finds it.
-        kept: the indices of the blocks that compute.
-        forms: what blocks return; the first one that was ever kept teaches it.
-        weights: what stands for its parameters.
+        blocks: path of its list of blocks; None: as `capture` finds it.
+        kept: indices of the blocks that compute.
+        forms: form of blocks' outputs; learned from the first block that computes.
+        weights: source of the parameters' replacements.
 
     Raises:
-        Unsupported: naming a buffer on the meta device that no initialiser sets.
+        Unsupported: names a buffer on the meta device that no initialiser sets.
     """
     path, layers = block_list(model, blocks)
     left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
@@ -81,7 +81,7 @@ def _prefix(name: str, prefixes: Collection[str]) -> str | None:
 
 
 def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: DrawnWeights) -> dict[int, Any]:
-    """Return what stands for each parameter and buffer in a copy, as a memo of `copy.deepcopy`."""
+    """Return the replacement of each parameter and buffer, as a memo for `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if left_out(name):
@@ -110,7 +110,7 @@ def _leave_out(block: nn.Module, forms: Forms) -> None:
 
 
 def _use_attention_of_any_cpu(model: nn.Module) -> None:
-    """Keep the attention that the user chose, unless it needs a GPU or a compiler."""
+    """Keep the attention that the user selected, unless it needs a GPU or a compiler."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, *_ANYWHERE):

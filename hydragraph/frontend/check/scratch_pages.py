@@ -1,7 +1,7 @@
-"""Memory for large tensors that are written once and then dropped: most of what a check of wide blocks would cost.
+"""Memory for large tensors that are written once and then dropped, the dominant cost of checking wide blocks.
 
-A page costs the kernel more to hand out than what stands on it costs to compute. Huge pages make it a fifth of that;
-and what one gradient leaves is there for the next, where the allocator does not give it back in between.
+Handing out a page costs the kernel more than computing the values on it. Huge pages reduce this to a fifth; and memory
+freed by one gradient is reused for the next, unless the allocator returns it in between.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From so many bytes on it pays.
+# Minimum size in bytes at which this pays off.
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and what they are once it has met large blocks: its own adaptation ends
-# with the first call of mallopt, and would end there.
+# Settings of glibc's malloc (man mallopt), and their values after it has adapted to large blocks: calling mallopt stops
+# this adaptation permanently.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros on the CPU, contiguous, that takes no memory before it is written."""
+    """Return a contiguous tensor of zeros on the CPU that takes no memory until it is written."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -37,7 +37,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def reused() -> Iterator[None]:
-    """Keep memory that is freed for what is allocated next, and give all back in the end; glibc only."""
+    """Keep freed memory for later allocations, and release it at the end; glibc only."""
     libc = _glibc()
     for option, value in _KEEPING if libc else ():
         libc.mallopt(option, value)
@@ -51,7 +51,7 @@ def reused() -> Iterator[None]:
 
 
 def _glibc() -> Any:
-    """Return glibc's functions; None where another library allocates."""
+    """Return glibc's functions, or None with another C library."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:

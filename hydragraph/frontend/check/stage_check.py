@@ -1,8 +1,8 @@
-"""Compare the graphs that a stage of several ranks runs with the whole block's, before a strategy is first trained.
+"""Stage check: compare the graphs of a multi-rank stage with the whole block's, before a strategy is first trained.
 
-A captured block was compared with the model (`check.check`). What a strategy makes of it is compared here with that
-block: cut for a tensor-parallel degree, with its tokens split, recomputed, with head and loss in one operator. The
-ranks of a stage run side by side in this process.
+A captured block was compared with the model (`check.check`). Here the strategy's version of a block is compared with
+that block: sharded for a tensor-parallel degree, with its tokens split, recomputed, with head and loss in one operator.
+The ranks of a stage run side by side in this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# The most parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
+# Maximum number of parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
 LARGEST = 1 << 28
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
@@ -50,20 +50,21 @@ ANEW = "write the folder anew with hydragraph compile, and find out who changed 
 
 
 class StageCheck:
-    """Checks what strategies make of one program; what has passed, here or in an earlier run, is not checked again.
+    """Checker of one program under strategies; comparisons that passed, in this run or an earlier one, are not
+    repeated.
 
     Args:
         program: captured, and compared with its model.
         buffers: the model's buffers by name.
         fused_head: whether head and loss are one operator.
-        added: whether products add gradients up.
-        passed: what passed when a compiled folder was written: as `passed` then was.
-        library: where ranks take their graphs from, if it is to be believed in nothing: what it has is compared too,
-            the plain uncut block among it, by what its files hold.
+        added: whether products accumulate gradients in place.
+        passed: comparisons that had passed when a compiled folder was written, in the form of `passed`.
+        library: source of the ranks' graphs, if it is not trusted: everything it provides is compared, including the
+            plain unsharded block, identified by the content of its files.
 
     Attributes:
-        passed: of what need not be checked again: a key of it -> what it is. For programs of this model, and for these
-            versions of hydragraph and PyTorch.
+        passed: comparisons that need not be repeated: key -> description. Valid for programs of this model, and for
+            these versions of hydragraph and PyTorch.
     """
 
     def __init__(
@@ -80,15 +81,15 @@ class StageCheck:
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
-        self._whole = Variants(program, added=added)  # those that were compared with the model, where a rank has them
+        self._whole = Variants(program, added=added)  # the variants compared with the model
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library)
         self._passed: set[Hashable] = set()
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each form that a strategy's stages have; say in one line what was done.
+        """Compare each block's graphs under each stage kind of a strategy; log one line about it.
 
         Raises:
-            Unsupported: a stage computes something else than the block, naming form, block and parameter.
+            Unsupported: a stage differs from the block; the message names the kind of stage, block and parameter.
         """
         began = time.perf_counter()
         forms = set[StageKind]()
@@ -124,7 +125,9 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield what is not the plain uncut block, whose graphs were compared with the model; all of a library's."""
+        """Yield all but the plain unsharded block, whose graphs were compared with the model; with a library, yield
+        everything.
+        """
         head = self._program.blocks[-1]
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
@@ -134,35 +137,35 @@ class StageCheck:
                     yield block, form
 
     def _key(self, block: Block, form: StageKind) -> Hashable:
-        """Return what the outcome depends on, of a program's own."""
+        """Return everything about the program that the outcome depends on."""
         program = self._program
         cut_shapes = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
         fused = self._fused_head and block is program.blocks[-1]
-        # Whether what comes before the block learns, so that it has a gradient to pass on.
+        # Whether anything before the block is trained, so that the block has a gradient to pass on.
         passes_on = program.outline.index[block.name] > program.outline.lowest
         key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
         return key if self._library is None else (*key, self._read(self._library, block, form))
 
     def _read(self, library: Library, block: Block, form: StageKind) -> Hashable:
-        """Return which files of the library the ranks of a stage take a block's graphs from."""
+        """Return digests of the library files that provide a block's graphs to the ranks of a stage."""
         return tuple(library.source(self._cut.spec(block, part)) for part in form.parts())
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
-        """Return the worst error of a gradient, as a part of its norm; None: nothing finite could be compared."""
+        """Return the worst gradient error relative to its norm, or None if no finite values could be compared."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         if self._library is not None:
             for part in form.parts():
-                self._cut.get(block, part)  # what is wrong with a file, the library says itself
+                self._cut.get(block, part)  # the library itself reports invalid files
         for attempt in _attempts(self._program.dtype):
             try:
                 difference = self._attempt(block, form, attempt)
-            except Exception as error:  # whatever a kernel raises
+            except Exception as error:  # a kernel may raise any exception
                 failed.append((error, attempt))
                 if attempt.widened:
                     continue
-                break  # so they fail in training
+                break  # training would fail in the same way
             if difference is not None and difference.ratio <= 1:
                 return difference.ratio * attempt.bound.own
             if difference is not None:
@@ -184,7 +187,7 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        # Ranks that hold a gradient whole must all hold the same one: each is compared, by a name of its own.
+        # If ranks hold a whole gradient each, all copies must be equal: each is compared under a separate name.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():
@@ -192,10 +195,10 @@ class StageCheck:
                 key = f"{name} on rank {i}" if i else name
                 computed[key] = part
                 expected[key] = value
-        return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss among them, as an output
+        return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss is included as an output
 
     def _values(self, block: Block, form: StageKind, attempt: Attempt) -> dict[str, Any]:
-        """Draw a packed batch, a hidden state and weights: every input of a block's template, by its name there."""
+        """Draw a packed batch, a hidden state and weights: all inputs of a block's template, by their names there."""
         program = self._program
         wide = attempt.dtype if attempt.widened else None
         template = program.templates[block.template]
@@ -216,7 +219,7 @@ class StageCheck:
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Return how many tokens a packed batch has."""
+    """Return the number of tokens of a packed batch."""
     return int(batch["cu_seqlens"][-1])
 
 
@@ -228,14 +231,14 @@ def _value(template: Template, name: str) -> Tensor:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield how both sides are computed; a router's near tie may fall otherwise in the first."""
+    """Yield how both sides are computed; in the first attempt, a router's near tie may be broken differently."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
 
 
 def _tangent(out: Tensor, seed: int) -> Tensor:
-    """Return a gradient of an output: random, or 1 of a loss."""
+    """Return the gradient of an output: random, or 1 for a loss."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
 
@@ -254,11 +257,11 @@ class _Stage:
     """One block on all ranks of a stage.
 
     Attributes:
-        form: how it runs.
+        form: kind of the stage.
         parameters: local name -> parameter.
-        variants: by rank.
-        inputs: of the whole block, by name.
-        wide: the dtype to compute in; None: as captured.
+        variants: variant of each rank.
+        inputs: inputs of the whole block, by name.
+        wide: compute dtype; None: as captured.
     """
 
     form: StageKind
@@ -268,7 +271,7 @@ class _Stage:
     wide: torch.dtype | None
 
     def run(self, collectives: EmulatedCollectives, tangent: Tensor) -> dict[str, Tensor]:
-        """Run what one rank does; return its output and gradients by local name."""
+        """Run one rank's part; return its output and gradients by local name."""
         index = collectives.index
         tp = self.form.tp
         own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
@@ -283,7 +286,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the ranks' values of one name amount to: each of these should be the whole block's value."""
+        """Combine the ranks' values of one name; each result should equal the whole block's value."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts
@@ -291,7 +294,7 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank has a part of it, or a summand
+        for index, part in enumerate(parts):  # every rank holds a shard or a summand
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 raise ValueError(f"the gradient of {name} has shape {tuple(part.shape)}, its shard {tuple(expected)}")

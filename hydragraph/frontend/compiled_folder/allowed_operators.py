@@ -1,7 +1,7 @@
-"""What the graphs of a compiled folder may call: a list, and nothing that is not on it.
+"""Allow-list of the operators that graphs of a compiled folder may call.
 
-Nothing on it reads or writes files, draws random numbers, or writes into what it is given. `save` refuses a graph that
-calls anything else, naming it; such a model is traced at every start.
+No operator on the list reads or writes files, draws random numbers, or mutates its inputs. `save` rejects a graph that
+calls anything else and names the call; such a model is traced at every start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hydragraph.kernels.varlen_attention  # noqa: F401
 from hydragraph.ir.graph_data import PYTHON, known_target
 from hydragraph.private.operator_schemas import signature_of
 
-# Operators of PyTorch by name: all of their overloads that write into nothing.
+# PyTorch operators by name, with all overloads that mutate nothing.
 _ATEN = """
 elementwise
     abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
@@ -60,9 +60,9 @@ what is made anew
     scalar_tensor zeros zeros_like
 """
 
-# Not on it: as_strided and _reshape_alias, which look at memory outside of what they are given.
+# Not listed: as_strided and _reshape_alias, which can access memory outside their inputs.
 
-# hydragraph's own, and the one of transformers that computes the product of many experts (`private.experts`).
+# hydragraph's own operators, and the transformers operator for the grouped product of experts (`private.experts`).
 _OTHERS = """
     hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::varlen_attention
     hydragraph::varlen_attention_backward transformers::grouped_mm_fallback
@@ -75,8 +75,8 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods that are called on the runtime's object for a stage's ranks, and on the sum that a gradient is added to; and
-# how many arguments each takes, that object included.
+# Methods of the runtime's collectives object, and of the running sum that a gradient is added to, with their number of
+# arguments including self.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
@@ -84,23 +84,23 @@ ON_COLLECTIVES: Mapping[str, int] = {
 }
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 
-# Types of arguments that no node makes.
+# Argument types that are never the result of a node.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
-# Functions of Python's that take two values; all others take one.
+# Python functions with one argument; all others take two.
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Refuse a call of a function or an operator that is not on the list, or not called as it can be.
+    """Reject a call whose target is not on the list, or whose arguments are invalid.
 
     Args:
-        name: as graphs' data has it, such as "aten::mm.default" or "operator.floordiv".
-        given: the arguments by position, as data.
-        by_name: the others by name, or their names alone, of which no more is known.
+        name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
+        given: positional arguments, as data.
+        by_name: keyword arguments, or only their names if their values are unknown.
 
     Raises:
-        ValueError: what is wrong.
+        ValueError: says what is wrong.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
@@ -135,18 +135,18 @@ def _check_argument(name: str, argument: str, kind: str, value: object) -> None:
 
 
 def _fits(kind: str, value: object) -> bool:
-    """Say whether an argument, as data, may stand where PyTorch's schema has this type."""
+    """Return whether an argument, as data, matches a type of PyTorch's schema."""
     if kind.startswith("Optional["):
         return value is None or _fits(kind[9:-1], value)
     if kind.startswith("List["):
         inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
-        # One number stands for a list of numbers, and a node may make a list.
+        # A single number can stand for a list of numbers, and a node may produce a list.
         return all(_fits(kind[5:-1], each) for each in inside) if isinstance(inside, list) else _fits(kind[5:-1], value)
     tag = next(iter(value)) if isinstance(value, dict) and value else None
     if tag == "node" and kind not in _PLAIN:
         return True
     match kind:
-        case "Tensor" | "number" | "float" | "complex":  # PyTorch takes a number for a tensor without dimensions
+        case "Tensor" | "number" | "float" | "complex":  # PyTorch accepts a number as a 0-d tensor
             return isinstance(value, int | float) or tag == "float"
         case "int" | "SymInt" | "bool":
             return isinstance(value, int)

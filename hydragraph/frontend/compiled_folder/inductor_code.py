@@ -1,7 +1,7 @@
-"""Inductor's compiled code, which may travel with a compiled folder: the one file of it that is code.
+"""Inductor's compiled code in a compiled folder: the only file of the folder that is code.
 
-PyTorch packs what it has in its cache, kernels among them, into one file, and unpacks it elsewhere. Whoever can write
-that file can run code where it is loaded, so it is written and loaded only where the user says `--trust`.
+PyTorch packs the content of its cache, including kernels, into one file, and unpacks it elsewhere. Anyone who can write
+that file can run code where it is loaded, so it is written and loaded only if the user passes `--trust`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write what this process has compiled by Inductor, or found in its cache; say whether there was anything."""
+    """Write what Inductor compiled in this process or found in its cache; return whether there was anything."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -26,7 +26,7 @@ def write_code(folder: Path) -> bool:
 
 
 def load_code(content: bytes, folder: Path) -> None:
-    """Put code of a folder that is trusted into Inductor's cache, where compiling finds it."""
+    """Put the code of a trusted folder into Inductor's cache, where compilation finds it."""
     if torch.compiler.load_cache_artifacts(content) is None:
         _LOG.warning("PyTorch could not read %s: Inductor compiles anew", folder / FILE)
         return

@@ -1,4 +1,4 @@
-"""Read a compiled folder: all files are compared with the manifest, all data is checked, and nothing is executed."""
+"""Read a compiled folder: verify all files against the manifest, validate all data, and execute nothing."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a compiled folder holds: a `Library` of variants, built when they are asked for.
+    """Contents of a compiled folder: a `Library` of variants, built on demand.
 
     Attributes:
-        folder: where it is.
-        manifest: what it says of itself.
-        program: that was captured.
+        folder: its path.
+        manifest: its manifest.
+        program: the captured program.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ class Compiled:
     _known: dict[str, Variant] = field(default_factory=dict, repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec; None: the folder has none.
+        """Return the variant of a spec, or None if the folder does not have it.
 
         Raises:
-            Refused: the folder has it, but not as it should be.
+            Refused: the folder has the variant, but it is invalid.
         """
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
@@ -65,20 +65,20 @@ class Compiled:
             raise Refused(self.folder, str(error)) from None
 
     def source(self, spec: VariantSpec) -> str:
-        """Return 64 hex digits over the file that a spec's variant is in; "": the folder has none."""
+        """Return the SHA-256 of the file with a spec's variant, or "" if the folder does not have it."""
         entry = self.manifest.variants.get(spec.key)
         return "" if entry is None else self.manifest.files[entry.file].sha256
 
     @property
     def digest(self) -> str:
-        """64 hex digits over all that the folder holds."""
+        """SHA-256 that covers the folder's whole content, as 64 hex digits."""
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Say whether the comparison of the program with its model was made when the folder was written, and log it.
+        """Return whether the numeric check was already made when the folder was written, and log this.
 
         Args:
-            mode: that is asked for now: "auto", "full" or "off".
+            mode: the mode requested now: "auto", "full" or "off".
         """
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
@@ -99,15 +99,15 @@ def load(
     """Read a compiled folder.
 
     Args:
-        model: of the model that it must be of (`model_record`); None: the caller knows.
-        dtype: what that is to compute in; None: what the folder says.
-        ranks: how many there are; None: the strategies in the folder do not matter.
-        trust: give Inductor the code that the folder may hold (`hydragraph.frontend.compiled_folder.inductor_code`),
-        which can do anything
-            that this process may.
+        model: record of the model that the folder must belong to (`model_record`); None: do not check.
+        dtype: required compute dtype; None: the folder's.
+        ranks: number of ranks; None: the strategies in the folder do not matter.
+        trust: pass the code that the folder may contain to Inductor
+            (`hydragraph.frontend.compiled_folder.inductor_code`); it can do anything that this process may.
 
     Raises:
-        Refused: it is stale or damaged, or of something else; naming what differs and the fix.
+        Refused: the folder is stale, damaged, or belongs to something else; the message names the difference and the
+            fix.
     """
     began = time.perf_counter()
     folder = Path(folder)
@@ -128,7 +128,7 @@ def load(
         program = program_of(read_json(contents[PROGRAM], PROGRAM))
     except Malformed as error:
         raise Refused(folder, str(error)) from None
-    except ValueError as error:  # of the classes that a program is made of
+    except ValueError as error:  # raised by the classes that make up a program
         raise Refused(folder, f"{PROGRAM}: {error}") from None
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder anew with the other one"
@@ -155,7 +155,7 @@ def _refuse_other_model(folder: Path, manifest: Manifest, model: ModelRecord) ->
 
 
 def _refuse_more(folder: Path, manifest: Manifest) -> None:
-    """Refuse what nobody has written down: whoever reads the folder would take it for a part of it."""
+    """Reject unlisted files: a reader would take them for part of the folder."""
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     there = {path.relative_to(folder).as_posix() for path in files}
     more = sorted(there - manifest.files.keys() - {NAME})
@@ -166,7 +166,7 @@ def _refuse_more(folder: Path, manifest: Manifest) -> None:
 
 
 def _refuse_stale(folder: Path, manifest: Manifest) -> None:
-    """Refuse what other versions wrote."""
+    """Reject a folder written by other versions."""
     for name in ALWAYS:
         if name not in manifest.versions:
             raise Refused(folder, f"it does not say with which version of {name} it was compiled")

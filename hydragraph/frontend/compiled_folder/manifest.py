@@ -1,4 +1,4 @@
-"""`manifest.json`: what a compiled folder holds, what it was made of, and what was found when it was checked.
+"""`manifest.json`: contents of a compiled folder, their origin, and the results of its check.
 
 format      of the folder
 versions    of Python and of the packages that make graphs
@@ -37,17 +37,17 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")  # whose versions every manifest has
 _LIBRARIES = ("transformers", "peft")
-# The parts of hydragraph whose code decides what graphs are.
+# The parts of hydragraph whose code determines the graphs.
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")
 
 
 class Refused(ValueError):  # noqa: N818
-    """A compiled folder that a run cannot start from.
+    """Raised for a compiled folder that a run cannot start from.
 
     Args:
-        folder: which one.
-        what: is wrong with it.
-        remedy: what to do.
+        folder: path of the folder.
+        what: what is wrong with it.
+        remedy: how to fix it.
     """
 
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
@@ -61,12 +61,12 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """Where a variant is, and for people what it is.
+    """Location of a variant, and a description for readers.
 
     Attributes:
         file: its path in the folder.
-        blocks: that it serves.
-        kind: of the stage, such as tp2s.
+        blocks: the blocks that use it.
+        kind: kind of its stage, such as tp2s.
     """
 
     file: str
@@ -76,7 +76,7 @@ class VariantEntry:
 
 @dataclass(frozen=True)
 class File:
-    """What a file must be."""
+    """Expected size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
@@ -84,12 +84,12 @@ class File:
 
 @dataclass(frozen=True)
 class Check:
-    """What the comparison by numbers found.
+    """Results of the numeric check.
 
     Attributes:
         mode: "auto", "full" or "off".
-        model: the line about the captured program and its model; "" if it was not compared.
-        stages: of what stages run: a key of what was compared -> what that is.
+        model: the line about the captured program and its model; "" if they were not compared.
+        stages: results for stages: key of a comparison -> its description.
     """
 
     mode: str = "off"
@@ -97,13 +97,13 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Say whether nothing need be compared with the model: "full" does not believe what a folder says of itself."""
+        """Return whether no comparison with the model is needed; "full" does not trust the folder's own claims."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says; see the module."""
+    """Contents of `manifest.json`; see the module docstring."""
 
     versions: Mapping[str, str]
     code: str
@@ -123,13 +123,13 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a folder's manifest, which must be exactly what was written.
+    """Read a folder's manifest, which must be byte-for-byte as written.
 
     Raises:
-        Refused: there is none, it was changed, or a later hydragraph wrote it.
+        Refused: it is missing, was changed, or was written by a later hydragraph.
     """
     try:
-        # A pipe never ends, and a link may lead anywhere.
+        # Reading a pipe may block forever, and a link may lead anywhere.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link, or no plain file")
         written = (folder / NAME).read_bytes()
@@ -200,7 +200,7 @@ def _file_of(value: object) -> File:
 
 
 def files_of(folder: Path) -> dict[str, File]:
-    """Return what every file of a folder is, the manifest apart, sorted by path."""
+    """Return size and SHA-256 of every file of a folder except the manifest, sorted by path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     return {path.relative_to(folder).as_posix(): _file(path.read_bytes()) for path in paths}
 
@@ -210,10 +210,10 @@ def _file(content: bytes) -> File:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
-    """Return the content of a file, which must be what the manifest says.
+    """Return the content of a file, which must match the manifest.
 
     Raises:
-        Refused: it is missing, was changed, lies outside of the folder, or the manifest does not name it.
+        Refused: it is missing, was changed, lies outside the folder, or is not listed in the manifest.
     """
     expected = files.get(path)
     if expected is None:
@@ -223,7 +223,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
         raise Refused(folder, f"{NAME} names {path!r:.200}, which is no file of the folder")
     place = folder.joinpath(*parts)
     try:
-        # A link may lead out of the folder, and a pipe or a device never ends.
+        # A link may lead out of the folder, and reading a pipe or a device may block forever.
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
             raise Refused(folder, f"{path} is a link, leads out of the folder, or is no plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
@@ -237,10 +237,10 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
 
 
 def read_json(content: bytes, where: str) -> Any:
-    """Return what JSON says: no number that is none, no name twice.
+    """Parse JSON, without NaN, infinities or duplicate names.
 
     Raises:
-        Malformed: it is something else.
+        Malformed: it is anything else.
     """
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
@@ -263,13 +263,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return what graphs depend on, by name -> version; packages that were not imported had no say."""
+    """Return the versions that graphs depend on, by name; packages that were not imported had no influence."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     return {name: version_of(name) for name in names}
 
 
 def version_of(name: str) -> str:
-    """Return the version of what graphs depend on, whether or not it was imported; "" where it is not installed."""
+    """Return the version of a package that graphs depend on, imported or not; "" if it is not installed."""
     if name == "python":
         return platform.python_version().rpartition(".")[0]
     if name == "hydragraph":
@@ -284,7 +284,7 @@ def version_of(name: str) -> str:
 
 @functools.cache
 def own_code() -> str:
-    """Return a SHA-256 over hydragraph's files that make graphs: as one works on them, no version changes."""
+    """Return a SHA-256 of hydragraph's files that make graphs: during development the version stays the same."""
     root = Path(str(hydragraph.__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(_sources(root)):

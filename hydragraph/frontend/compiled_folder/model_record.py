@@ -1,11 +1,11 @@
-"""What a model was when it was captured, in parts, so that a folder can say what of a model differs from its own.
+"""Record of a model at capture time, in parts, so that a folder can report how another model differs.
 
     model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of all modules of that class
-    code        Python module -> SHA-256 of its file and of what its classes' methods are now
+    code        Python module -> SHA-256 of its file and of the current methods of its classes
 
-Weights do not count, and neither does what only generation of text reads.
+Weights do not count, and neither do settings that only text generation uses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entro
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
-# Settings that say where a config came from, or that only generating text reads.
+# Settings that record where a config came from, or that only text generation uses.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
-# Likewise attributes of transformers' models.
+# The same for attributes of transformers models.
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # that only some of transformers' ways to make a model write down
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # which only some of transformers' ways to make a model record
 _TENSORS = "names, shapes or frozenness of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
@@ -38,10 +38,10 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return what a model is; arguments as for `capture`.
+    """Return the record of a model; arguments as for `capture`.
 
     Raises:
-        Unsupported: something of it cannot be told from another, so that no folder could be known to be of it.
+        Unsupported: part of the model cannot be described, so a folder could not be matched with it.
     """
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
@@ -68,14 +68,14 @@ def model_record(
 
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
-    """Say what of a model differs from what a folder was written of, the plainest first."""
+    """Describe how a model differs from the record in a folder, most readable differences first."""
     found = []
     for part in PARTS:
         old, new = written.get(part, {}), here[part]
         for name in sorted({*old, *new}, key=lambda name: ([*new].index(name) if name in new else len(new), name)):
             if old.get(name) != new.get(name):
                 found.append(_difference(part, name, old.get(name), new.get(name)))
-    # Other settings explain other tensors, and not the other way round.
+    # Different settings explain different tensors, not vice versa.
     return sorted(found, key=lambda difference: difference == _TENSORS)
 
 
@@ -107,7 +107,7 @@ def _mode(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return names, shapes and which learn; tied parameters have one number."""
+    """Return names, shapes and requires_grad; tied parameters share a number."""
     numbers: dict[int, int] = {}
     parameters = [
         (name, tuple(p.shape), p.requires_grad, numbers.setdefault(id(p), len(numbers)))
@@ -136,7 +136,7 @@ def _modules(model: nn.Module) -> Mapping[str, str]:
 
 
 def _code(model: nn.Module) -> Mapping[str, str]:
-    """Return what the classes of a model's modules are, by the module of Python's that they are defined in."""
+    """Return digests of the classes of a model's modules, grouped by the Python module that defines them."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     by_module: dict[str, list[type]] = {}
     for kind in kinds - {object}:
@@ -152,7 +152,7 @@ def _code(model: nn.Module) -> Mapping[str, str]:
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
-    """Return what the methods of a class are now: one may have been replaced since its file was read."""
+    """Return the current methods of a class: one may have been replaced after its file was read."""
     functions = {name: _function(value) for name, value in vars(kind).items()}
     return [
         (name, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for name, f in functions.items() if f

@@ -1,9 +1,9 @@
-"""Programs and variants as plain data, and back from data that is checked field by field.
+"""Conversion of programs and variants to plain data and back, checking every field.
 
 program_data(program)     -> program.json
-program_of(data)          -> the same Program; its templates' graphs are built, their values when they are asked for
+program_of(data)          -> the same Program; the templates' graphs are built, their values only on request
 variant_data(variant)     -> graphs/NAME.json
-variant_of(data, spec)    -> the same Variant, which must be what a spec asks for
+variant_of(data, spec)    -> the same Variant, which must match the spec
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Data = dict[str, Any]
 
 
 def program_data(program: Program) -> Data:
-    """Return a program as data.
+    """Convert a program to data.
 
     Raises:
-        ValueError: a template's graph cannot be said by data.
+        ValueError: a template's graph cannot be represented as data.
     """
     return {
         "model": program.model,
@@ -51,10 +51,10 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Return the program that data says.
+    """Build a program from data.
 
     Raises:
-        Malformed: naming the field that is wrong.
+        Malformed: names the field that is wrong.
     """
     where = "program"
     names = "model dtype causal heads unplaced positions origin fingerprint blocks aux parameters buckets templates"
@@ -83,7 +83,7 @@ def program_of(value: object) -> Program:
 
 
 def _check_program(program: Program) -> None:
-    """Refuse blocks that their templates do not fit, and parameters that are in no bucket, or in several."""
+    """Reject blocks that do not match their templates, and parameters that are not in exactly one bucket."""
     for block in (*program.blocks, program.aux):
         where = f"program: block {block.name}"
         template = program.templates.get(block.template)
@@ -218,7 +218,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(_placeholders(graph)) != takes:
         raise Malformed(f"{where}: its graph has {len(_placeholders(graph))} placeholders for {takes} names")
-    # What it was captured as: its own text names the symbols of sizes otherwise.
+    # The content it was captured with: the rebuilt graph's text names size symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)
@@ -229,10 +229,10 @@ def _template_of(value: object) -> Template:
 
 
 def variant_data(variant: Variant) -> Data:
-    """Return a variant as data.
+    """Convert a variant to data.
 
     Raises:
-        ValueError: its graphs cannot be said by data.
+        ValueError: its graphs cannot be represented as data.
     """
     return {
         "inputs": list(variant.inputs),
@@ -247,14 +247,14 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Return the variant that data says.
+    """Build a variant from data.
 
     Args:
-        spec: of what it must be a variant.
-        where: what it is, for errors.
+        spec: the spec that the variant must match.
+        where: description of the variant, for errors.
 
     Raises:
-        Malformed: naming the field that is wrong.
+        Malformed: names the field that is wrong.
     """
     names = ("inputs", "outputs", "needs", "gradients", "added", "kinds", "vocabulary", "graphs")
     data = record_schema.fields(value, names, where)
@@ -285,7 +285,7 @@ def _kind_of(value: object, where: str) -> GradientKind:
 
 
 def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
-    """Refuse names that do not belong to a template, and graphs that take or return other numbers of values."""
+    """Reject names that do not belong to the template, and graphs with the wrong number of inputs or outputs."""
     template = spec.template
     starts = [start_of(name) for name in variant.vocabulary]
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
@@ -312,7 +312,7 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:
-    """Refuse a forward whose parameters are not the shards that a rank holds."""
+    """Reject a forward whose parameters do not have the shapes of a rank's shards."""
     dtype = str(spec.dtype).removeprefix("torch.")
     inputs = [node for node in forward if node[1] == "placeholder"]
     for node, (name, parameter) in zip(inputs, spec.parameters.items(), strict=False):
@@ -328,7 +328,7 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
-    except Exception as error:  # what FX makes of a graph that it cannot print
+    except Exception as error:  # raised by FX for a graph that it cannot print
         first = (str(error).splitlines() or [""])[0]
         raise Malformed(f"{where}: no graph can be built of it ({type(error).__name__}: {first:.200})") from error
 

@@ -1,9 +1,8 @@
-"""What the data of a compiled folder may look like: checked field by field before anything is built of it.
+"""Schema of a compiled folder's data: every field is validated before anything is built from it.
 
-A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). Of them it is checked that
-names are plain and occur once, that a node is made of earlier ones, that what it calls is on the list and is called as
-it can be (`hydragraph.frontend.compiled_folder.allowed_operators`), that dtypes, devices and sizes are such, and that
-constants are small.
+A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). The checks: names are plain
+and unique, a node depends only on earlier nodes, its target is on the allow-list and is called with valid arguments
+(`hydragraph.frontend.compiled_folder.allowed_operators`), dtypes, devices and sizes are valid, and constants are small.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hydragraph.passes.differentiate import COLLECTIVES
 from hydragraph.private.graph_values import LARGEST_SIZE, size_of
 
 LARGEST_CONSTANT = 1 << 24  # bytes
-MOST_NODES = 1 << 18  # of one graph
+MOST_NODES = 1 << 18  # per graph
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _DEVICE = re.compile(r"(cpu|meta|cuda(:\d{1,4})?)")
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -37,12 +36,12 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# JSON has numbers that are larger than what these types of an operator's arguments hold.
+# JSON numbers can exceed the range of these operator argument types.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
 class Malformed(ValueError):  # noqa: N818
-    """Data that is not what a compiled folder holds."""
+    """Raised for data that does not match the schema of a compiled folder."""
 
 
 def _refuse(where: str, what: str) -> NoReturn:
@@ -53,7 +52,7 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return a mapping that has these names and no others."""
+    """Check that a value is a mapping with exactly these names, and return it."""
     if not isinstance(value, dict) or value.keys() != set(names):
         found = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
         _refuse(where, f"expected the fields {', '.join(names)}, but there is {found or 'nothing'}")
@@ -61,45 +60,45 @@ def fields(value: object, names: Collection[str], where: str) -> Mapping[str, An
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """Return a list."""
+    """Check that a value is a list, and return it."""
     if not isinstance(value, list):
         _refuse(where, f"expected a list, but it is {value!r:.80}")
     return value
 
 
 def text(value: object, where: str) -> str:
-    """Return a text."""
+    """Check that a value is a string, and return it."""
     if not isinstance(value, str):
         _refuse(where, f"expected a text, but it is {value!r:.80}")
     return value
 
 
 def texts(value: object, where: str) -> tuple[str, ...]:
-    """Return texts."""
+    """Check that a value is a list of strings, and return them as a tuple."""
     return tuple(text(each, where) for each in listed(value, where))
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
-    """Return a whole number of at least so much."""
+    """Check that a value is an integer of at least `least`, and return it."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
         _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Return whole numbers of at least so much."""
+    """Check that a value is a list of integers of at least `least`, and return them as a tuple."""
     return tuple(whole(each, where, least) for each in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
-    """Return a truth value."""
+    """Check that a value is a bool, and return it."""
     if not isinstance(value, bool):
         _refuse(where, f"expected true or false, but it is {value!r:.80}")
     return value
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return a dtype that values of graphs have."""
+    """Return the dtype that a value names, if graphs may use it."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is no dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
@@ -109,17 +108,17 @@ def dtype(value: object, where: str) -> torch.dtype:
 
 
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Return the data of some graphs of one trace, once it is known to be nothing else.
+    """Validate the data of the graphs of one trace, and return it.
 
     Args:
-        count: how many graphs there must be.
-        where: what they are, for errors.
+        count: required number of graphs.
+        where: description of the graphs, for errors.
 
     Raises:
-        Malformed: naming the node and what is wrong with it.
+        Malformed: names the node and what is wrong with it.
     """
     data = fields(value, ("hints", "graphs"), where)
-    # PyTorch traces 0 and 1 as numbers of their own: a graph for any size was never traced with them.
+    # PyTorch specialises on 0 and 1, so a graph for arbitrary sizes was never traced with them.
     hints = wholes(data["hints"], f"{where}: hints", least=2)
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
@@ -131,14 +130,14 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
 
 
 class _Sizes:
-    """Sizes that were found to be such; a graph has few, and many values."""
+    """Cache of validated sizes; a graph has few distinct sizes, but many values."""
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
         self._known: dict[str, int] = {}
 
     def check(self, size: object) -> int:
-        """Return a size in the example that was traced."""
+        """Return a size's value in the traced example."""
         if not isinstance(size, str):
             return size_of(size, ())
         if size not in self._known:
@@ -147,7 +146,7 @@ class _Sizes:
 
 
 class _Graph:
-    """Checks the nodes of one graph, in their order."""
+    """Validator for the nodes of one graph, in order."""
 
     def __init__(self, where: str, sizes: _Sizes) -> None:
         self._where = where
@@ -225,7 +224,7 @@ class _Graph:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with other arguments than that takes")
-        # The object of the runtime is the placeholder of its name; no other value has these methods.
+        # The runtime's objects are the placeholders with reserved names; no other value has these methods.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES) != (target in ON_COLLECTIVES):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")
@@ -237,7 +236,7 @@ class _Graph:
             raise Malformed("an output returns something else than nodes")
 
     def _argument(self, value: Any) -> None:
-        """Check an argument: a plain value, a list, or a mapping of one kind to its content."""
+        """Check an argument: a plain value, a list, or a mapping of one tag to its content."""
         if isinstance(value, list):
             for each in value:
                 self._argument(each)
@@ -269,7 +268,7 @@ class _Graph:
             raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}}{earlier}")
 
     def _value(self, value: Any) -> None:
-        """Check what is said of the value that a node makes."""
+        """Check the description of a node's value."""
         if value is None:
             return
         if not isinstance(value, list):

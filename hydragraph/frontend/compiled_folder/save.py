@@ -1,4 +1,4 @@
-"""Write a captured program and its variants as data that `hydragraph.frontend.compiled_folder.load` reads."""
+"""Writing of a captured program and its variants as data that `hydragraph.frontend.compiled_folder.load` reads."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # how deep a mapping may go that is written on one line
+_ON_A_LINE = 3  # maximum depth of a mapping that is written on one line
 
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """A variant that is to be written.
+    """Variant to be written.
 
     Attributes:
-        name: of its file, `graphs/{name}.json`.
-        keys: of all specs that it is the variant of (`VariantSpec.key`).
-        blocks: that it serves.
-        kind: of the stage.
-        variant: its graphs, before any backend compiled them.
+        name: name of its file, `graphs/{name}.json`.
+        keys: keys of all specs that it implements (`VariantSpec.key`).
+        blocks: the blocks that use it.
+        kind: kind of the stage.
+        variant: its graphs, before compilation by a backend.
     """
 
     name: str
@@ -52,14 +52,14 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the variants that every rank of some strategies runs, each once; those that are missing are compiled.
+    """Return the variants run by any rank of some strategies, each once; missing ones are compiled.
 
     Args:
-        variants: of the eager backend.
-        strategies: that fit their program.
+        variants: variants of the eager backend.
+        strategies: strategies that fit their program.
     """
     program = variants.program
-    # Blocks that are cut alike, and of which the same learns, run the same graphs: the first stands for them.
+    # Blocks with the same sharding and the same trainable parameters run the same graphs: the first represents them.
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}
     for block in program.blocks:
@@ -75,7 +75,7 @@ def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[N
 
 
 def _of_kind(variants: Variants, block: Block, kind: StageKind, serving: Sequence[str]) -> Iterator[NamedVariant]:
-    """Yield the variants of the ranks of a kind of stage; several where their shards are unequal."""
+    """Yield the variants of the ranks of a kind of stage; several if their shards are unequal."""
     parts: dict[Variant, list[StagePart]] = {}
     for part in kind.parts():
         parts.setdefault(variants.get(block, part), []).append(part)
@@ -93,16 +93,16 @@ def save(
     check: Check | None = None,
     ranks: int | None = None,
 ) -> None:
-    """Write a program and variants into a folder, and last a manifest of all files that the folder then has.
+    """Write a program and variants into a folder, and finally a manifest of all files in the folder.
 
     Args:
-        folder: made if missing; what else it holds stays, and is named in the manifest.
-        model: what the model was; None: only who knows its model may load the folder.
-        check: what was found; None: nothing was compared.
-        ranks: how many the strategies in the folder are for; None: it holds none.
+        folder: created if missing; other files in it are kept, and listed in the manifest.
+        model: record of the model; None: only callers that know the model may load the folder.
+        check: results of the check; None: nothing was compared.
+        ranks: number of ranks that the strategies in the folder are for; None: it has no strategies.
 
     Raises:
-        ValueError: a graph cannot be said by data, or calls what no compiled folder may call.
+        ValueError: a graph cannot be represented as data, or calls an operator that is not allowed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).unlink(missing_ok=True)
@@ -123,7 +123,7 @@ def save(
 
 
 def _as_read(data: Mapping[str, Any]) -> Any:
-    """Return data as it comes back from a file: what is refused there must not be written."""
+    """Return data as it would be read from a file, so that nothing is written that `load` would reject."""
     return json.loads(json.dumps(data, allow_nan=False))
 
 
@@ -132,7 +132,7 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """Return JSON that a person can read too: a node, a block or a parameter on a line."""
+    """Return readable JSON: one node, block or parameter per line."""
     return _text(data, 0) + "\n"
 
 
@@ -141,14 +141,14 @@ def _text(value: Any, depth: int) -> str:
         return _lines(
             "{", [f"{json.dumps(name)}: {_text(each, depth + 1)}" for name, each in value.items()], "}", depth
         )
-    # A list that begins with a text is a node, or plain names.
+    # A list that starts with a string is a node, or a list of names.
     if isinstance(value, list) and _height(value) > 1 and not isinstance(value[0], str):
         return _lines("[", [_text(each, depth + 1) for each in value], "]", depth)
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _height(value: Any) -> int:
-    """Return how deep a value goes: 0 for what holds nothing."""
+    """Return the nesting depth of a value: 0 for an empty or plain value."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_height, inside)) if inside else 0
 
