@@ -173,7 +173,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the token id without a position: RoBERTa and similar models count positions from it, skipping its tokens."""
+    """Return the token id without a position: RoBERTa and its kin count positions from it, skipping its tokens."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)

@@ -1,8 +1,8 @@
-"""Rotary frequencies that depend on a sequence's length: dynamic NTK and longrope, as transformers computes them.
+"""Rotary frequencies that depend on the sequence length: dynamic NTK and longrope, as in transformers.
 
-Both choose frequencies by the longest sequence of a call, which is not each packed sequence's own. Up to a length that
-the config names, both have the frequencies that the model was built with: those are captured, and longer sequences are
-refused (`positions`).
+Both select frequencies by the longest sequence of a call, rather than by each packed sequence. Up to a length in the
+config, both use the frequencies that the model was built with: these are captured, and longer sequences are rejected
+(`positions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONG = "longrope"
 
 
 def hold_frequencies(model: nn.Module) -> None:
-    """Keep a model (our own copy of the user's) from changing its frequencies in forward."""
+    """Keep a model (our own copy) from changing its frequencies in forward."""
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
@@ -28,7 +28,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return up to which length a model with longrope has the frequencies it was built with, and the setting's name."""
+    """Return the length up to which a longrope model uses the frequencies it was built with, and the setting's name."""
     name = "original_max_position_embeddings"
     found = [
         int(most)
@@ -40,7 +40,7 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported where a model's frequencies are still those of a long sequence that it was run on."""
+    """Raise Unsupported if a model's frequencies are still those of a long sequence that it was run on."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
@@ -62,7 +62,7 @@ def _changes(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return a module's kinds of frequencies by type of layer, "" where all have one; {} where it makes none."""
+    """Return a module's rotary types by layer type, "" if all layers share one; {} if it has none."""
     found = vars(module).get("rope_type")
     return dict(_texts({"": found} if isinstance(found, str) else found if isinstance(found, dict) else {}))
 

@@ -13,7 +13,7 @@ MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
-    """Return the number of padding tokens for a micro-batch with sequences of these lengths (arguments as in `pack`)."""
+    """Return the number of padding tokens for a micro-batch of sequences of these lengths (arguments as in `pack`)."""
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens

@@ -1,4 +1,4 @@
-"""What a captured model is called with: one packed batch of T tokens, and the loss that is taken of it."""
+"""Inputs of a captured model: one packed batch of T tokens, and the loss computed from its outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydragraph.ir.program import Program
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
-# PyTorch's default ignore_index: a token with this label is no target.
+# PyTorch's default ignore_index: a token with this label does not count as a target.
 IGNORED = -100
 
 # name -> shape (T tokens, N sequences) and dtype of every field of a packed batch
@@ -27,19 +27,19 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
-# Names that compiled graphs use themselves, so no field may have them.
+# Names used by compiled graphs, so that no field may have them.
 RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
-    """Return the fields of a model's packed batch: FIELDS, and what an example brings besides, per token.
+    """Return the fields of a model's packed batch: FIELDS, and the additional per-token fields of an example.
 
     Args:
-        example: field name -> tensor; those of FIELDS as there, others [1, T, ...]. Only dtypes and sizes count.
-        tensor_names: those of the model's parameters and buffers, which no field may have.
-        where: the model, for errors.
+        example: field name -> tensor; shaped as in FIELDS, or [1, T, ...] for others. Only dtypes and sizes matter.
+        tensor_names: names of the model's parameters and buffers, which no field may have.
+        where: name of the model, for errors.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
@@ -58,7 +58,7 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
 
 
 def _own_field(name: str, tensor: Tensor, tensor_names: set[str]) -> TensorSpec | None:
-    """Return what a field of the user's own looks like, [1, T, ...]; None: it cannot be one."""
+    """Return the spec of a custom field, [1, T, ...], or None if it is not valid."""
     if (
         tensor.dim() < 2
         or not name.isidentifier()
@@ -82,7 +82,7 @@ def _described() -> str:
 
 
 def own_fields(program: Program) -> dict[str, Field]:
-    """Return the fields of the user's own that a program computes with, which every sequence must bring."""
+    """Return the custom fields that a program reads, which every sequence must provide."""
     own = {}
     for template in program.templates.values():
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
@@ -96,10 +96,10 @@ def own_fields(program: Program) -> dict[str, Field]:
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
 
-    The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves where those are one tensor.
+    The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves if these are a single tensor.
 
     Raises:
-        Unsupported: the outputs have none.
+        Unsupported: the outputs have no logits.
     """
     logits = _logits(outputs).float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
@@ -118,5 +118,5 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def shift(ids: Tensor) -> Tensor:
-    """Return next-token labels of one sequence, [L]: the ids moved by one, -100 at the end."""
+    """Return next-token labels for one sequence, [L]: the ids shifted by one, -100 at the end."""
     return torch.cat([ids[1:], ids.new_full((1,), IGNORED)])

@@ -1,4 +1,4 @@
-"""Settle how each parameter is cut, across all the blocks that use it, and annotate the templates accordingly."""
+"""Agreement on how each parameter is sharded across all blocks that use it, and annotation of the templates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hydragraph.passes.tensor_cut import Cuts
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
-    """Find a template's cuts, keeping the parameters of the placeholder names `whole` uncut; also its placeholders."""
+    """Return a template's cuts and its parameter placeholders; the placeholders named in `whole` stay unsharded."""
     nodes = {n.name: n for n in template.graph.graph.nodes if n.op == "placeholder"}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def placeholder(name: str) -> str:
-    """Return the placeholder name of a parameter inside a template."""
+    """Return the name of a parameter's placeholder inside a template."""
     return name.replace(".", "_")
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return the placeholders of a template that some block fills with a parameter that must stay whole."""
+    """Return the placeholders of a template that represent, in any block, a parameter that must stay whole."""
     return {
         placeholder(local)
         for block in blocks
@@ -38,12 +38,12 @@ def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> se
 
 
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
-    """Return the rule of every parameter that is cut.
+    """Return the rule of every sharded parameter.
 
-    A parameter that two blocks would cut differently (or only one of them would) stays whole in both; that may keep
-    others whole too, so the analysis repeats until keeping whole what is not cut changes nothing.
+    A parameter that its blocks would shard differently (or that only some would shard) stays whole in all of them; that
+    may force other parameters to stay whole as well, so the analysis repeats until the set no longer changes.
     """
-    # An embedding that is tied to the head: were the head's product kept whole, a cut embedding would leave it a shard.
+    # Example: an embedding tied to the head. If the head's product stayed whole, a sharded embedding would break it.
     whole: set[str] = set()
     while True:
         choices_of: dict[str, set[ShardRule | None]] = {}

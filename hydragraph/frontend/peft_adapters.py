@@ -1,4 +1,4 @@
-"""Models that `peft` has put adapters into: what of it is captured, and which of its tensors are the adapters'."""
+"""Support for `peft` adapters: which methods are captured, and which tensors belong to adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 
-# Settings of LoraConfig that change what a layer computes, or where its weights are.
+# Settings of LoraConfig that change what a layer computes or where its weights are.
 _UNTRIED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -27,17 +27,17 @@ _UNTRIED = (
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Say whether a model is one of peft's wrappers, without importing peft for those that are not."""
+    """Return whether a model is a peft wrapper, without importing peft for other models."""
     return any(c.__module__.startswith("peft.") for c in type(model).__mro__) and hasattr(model, "peft_config")
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside peft's wrapper, adapters included; any other model itself."""
+    """Return the model inside a peft wrapper, including adapters; any other model unchanged."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
 def refuse_untried(model: nn.Module) -> None:
-    """Raise Unsupported for peft methods other than LoRA, and for options of LoRA that are not known to train right."""
+    """Raise Unsupported for peft methods other than LoRA, and for LoRA options that may not train correctly."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -49,14 +49,14 @@ def refuse_untried(model: nn.Module) -> None:
 
 
 def adapter_keys(model: nn.Module) -> frozenset[str]:
-    """Return those keys of a peft model's state dict that its `save_pretrained` writes, over all adapters."""
+    """Return the keys of a peft model's state dict that its `save_pretrained` writes, over all adapters."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()
     names = {id(tensor): key for key, tensor in state.items()}
     keys: set[str] = set()
     with warnings.catch_warnings():
-        # peft warns when it really saves; here it is only asked for names.
+        # peft warns on a real save; here only the names are needed.
         warnings.simplefilter("ignore")
         for name in adapter_names(model):
             kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)

@@ -1,7 +1,7 @@
-"""Functions that were copied with a module: what they hold of the original becomes what they hold of its copy.
+"""Rebinding of functions copied with a module: their references to the original become references to the copy.
 
-`copy.deepcopy` copies functions by reference. A forward that is set on an instance is often a closure, or has defaults
-that hold the old forward (`lambda x, old=block.forward: 2 * old(x)`), and would run the original's modules.
+`copy.deepcopy` copies functions by reference. A forward set on an instance is often a closure, or has the old forward
+as a default (`lambda x, old=block.forward: 2 * old(x)`), and would run the original's modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
     """Rebind the functions among the attributes of all modules of a deep copy.
 
     Args:
-        memo: as `copy.deepcopy` left it: id of an original -> its copy.
+        memo: the memo of `copy.deepcopy`: id of an original -> its copy.
     """
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
@@ -28,7 +28,7 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> Any:
-    """Return a value with modules and tensors of the original replaced, itself where it holds none."""
+    """Return a value with the original's modules and tensors replaced, or the value itself if it references none."""
     if isinstance(value, nn.Module | Tensor):
         return memo.get(id(value), value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -50,7 +50,7 @@ def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> An
 def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
     if id(function) in rebuilt:
         return rebuilt[id(function)]  # type: ignore[no-any-return]
-    # Noted before its parts are looked at, because a function may hold itself.
+    # Recorded before its parts are visited, because a function may reference itself.
     rebuilt[id(function)] = function
     cells = [_content(cell) for cell in function.__closure__ or ()]
     old_parts = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]

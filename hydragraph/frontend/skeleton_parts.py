@@ -1,4 +1,4 @@
-"""Cut the skeleton into prologue, aux and epilogue, and make a Template of each piece."""
+"""Splitting of the skeleton into prologue, aux and epilogue, and construction of a Template from each part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.ir.program import Template, graph_digest
 
 
 def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph that computes `outputs`; nodes of `renamed` become placeholders of these names."""
+    """Return the part of a graph that computes `outputs`; nodes in `renamed` become placeholders with these names."""
     needed: set[fx.Node] = set()
     pending = list(outputs)
     while pending:
@@ -41,15 +41,15 @@ def template_of(
     inputs: Mapping[str, str],
     where: str,
 ) -> Template:
-    """Make a Template of a graph: placeholders sorted into parameters, buffers, inputs, and renamed for people.
+    """Make a Template from a graph: sort placeholders into parameters, buffers and inputs, with readable names.
 
     Args:
-        graph: one piece of the model; unused placeholders are dropped.
+        graph: one part of the model; unused placeholders are dropped.
         parameters, buffers, inputs: placeholder name -> name in the template.
-        where: what is captured, for errors.
+        where: description of what is captured, for errors.
     """
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    # The order of a template's placeholders is the order in which everything binds them: parameters, buffers, inputs.
+    # All code that binds a template's placeholders relies on this order: parameters, buffers, inputs.
     groups: tuple[list[fx.Node], ...] = ([], [], [])
     for node in placeholders:
         kind = next((i for i, names in enumerate((parameters, buffers, inputs)) if node.name in names), None)
@@ -79,6 +79,6 @@ def template_of(
 
 
 def _identifier(name: str) -> str:
-    """Return a name as one that generated code may use: that of a module in an nn.Sequential is a number."""
+    """Return a name as a valid identifier: modules of an nn.Sequential have numbers as names."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

@@ -1,4 +1,4 @@
-"""Trace one block of each kind to a forward graph, with a symbolic token count."""
+"""Tracing of one block of each kind to a forward graph, with a symbolic token count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
         hints: example values of symbolic sizes, by symbol.
 
     Returns:
-        the template: inputs "hidden" and "other.{i}" for those of the other tensor arguments that it uses.
+        the template, with inputs "hidden" and "other.{i}" for the other tensor arguments that it uses.
     """
     symbols: dict[str, torch.export.Dim] = {}
     arguments = []
@@ -50,7 +50,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
 def _example(
     tensor: Tensor, hints: dict[str, int], symbols: dict[str, torch.export.Dim], where: str
 ) -> tuple[list[int], dict[int, torch.export.Dim]]:
-    """Return an example size of a block's input, and which of its dimensions are symbolic."""
+    """Return an example size of a block's input, and its symbolic dimensions."""
     sizes = []
     dims = {}
     for d, size in enumerate(tensor.shape):

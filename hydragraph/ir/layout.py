@@ -1,24 +1,25 @@
-"""Layouts: which rank holds which intervals of a bucket's flat state, in what order, and how their gradients add up.
+"""Layouts: the intervals of a bucket's flat state that each rank holds, their order, and how gradients are combined.
 
 A bucket's flat state is parameter-major: each parameter in its canonical order, one after another. A tensor-parallel
-shard is then one interval per parameter and fused segment, a home shard one interval, and every movement of state is
-a link between two layouts (`hydragraph.ir.link`). All intervals are in elements; bytes appear only where data moves.
+shard is then one interval per parameter and fused segment, a home shard one interval, and every movement of state is a
+link between two layouts (`hydragraph.ir.link`). All intervals are in elements; bytes appear only where data moves.
 
 Symbols of a layout's arrays, each with one entry per interval:
 
-    rank     its holder
+    rank     the holder
     lo, hi   the interval [lo, hi) of the bucket
-    at       where it starts in the holder's local buffer: 0 for a rank's first, then the lengths before it, added up
+    at       start in the holder's local buffer: 0 for a rank's first interval, then the sum of the lengths before it
     copy     which copy of the state it belongs to
-    partial  whether the holders' gradients add up (PARTIAL), or are the same (REPLICA)
-    tp       tensor-parallel degree: the ranks of a stage. A rank's `index` is its place among them
+    partial  whether the holders' gradients are summed (PARTIAL) or equal (REPLICA)
+    tp       tensor-parallel degree: the number of ranks of a stage. A rank's `index` is its position among them
 
-Worked example: a bucket of 11 is w [4, 2], cut along its rows, with q and k fused in it, 2 rows each, then a norm n of
-3 elements, which every rank holds whole. A stage of ranks 5 and 6 holds it so; q is [0, 4), k is [4, 8), n is [8, 11):
+Worked example: a bucket of 11 elements consists of w [4, 2], sharded along its rows, with q and k fused in it, 2 rows
+each, and a norm n of 3 elements, which every rank holds whole. A stage of ranks 5 and 6 holds it like this; q is [0,
+4), k is [4, 8), n is [8, 11):
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4   its buffer has 7 elements
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4   likewise
-    partial  w: yes, each rank alone has its rows; n: as its kind says, REPLICA where both computed the same gradient
+    partial  w: yes, each rank alone has its rows; n: as its kind says, REPLICA if both computed the same gradient
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GradientKind(Enum):
-    """How the gradients that a stage's holders of the same elements computed become that stage's gradient."""
+    """How gradients computed by a stage's holders of the same elements are combined into the stage's gradient."""
 
     REPLICA = "replica"  # every holder has the same value: take one
-    PARTIAL = "partial"  # the sum over the holders is the gradient; also where there is a single holder
+    PARTIAL = "partial"  # the sum over the holders is the gradient; includes the case of a single holder
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which rank holds which elements of one bucket: one row per interval, sorted by rank, then by place in its buffer.
+    """Assignment of one bucket's elements to ranks: one row per interval, sorted by rank, then by position in its
+    buffer.
 
     A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D, of equal length, and
     read-only; no interval is empty. Layouts compare by identity, so they can key a cache.
@@ -55,14 +57,14 @@ class Layout:
     Attributes:
         rank: int64, the holder.
         lo, hi: int64, the interval [lo, hi) of the bucket.
-        at: int64, where the interval starts in the rank's local buffer.
-        copy: int64, which copy of the state the interval belongs to: the index of the stage in a propagation layout,
-            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once. Of a home
-            layout, copy 0 is what counts where an element must count once, in norms and in files, and where its
-            gradient is added up: its holder is the *first owner*, that of copy 1 the *second*.
-        partial: bool, whether its gradient is PARTIAL, not REPLICA, among the holders in the same copy.
+        at: int64, the start of the interval in the rank's local buffer.
+        copy: int64, the copy of the state that the interval belongs to: the index of the stage in a propagation layout,
+            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once. In a home
+            layout, copy 0 is used where an element must count once, in norms and in files, and where its gradient is
+            summed: its holder is the *first owner*, that of copy 1 the *second owner*.
+        partial: bool, whether its gradient is PARTIAL rather than REPLICA among the holders in the same copy.
         size: elements of the whole bucket.
-        nodes: int64, the node of each rank from 0, -1 where that is not known; None: of a layout without such choices.
+        nodes: int64, the node of each rank from 0, -1 if unknown; None: the layout does not depend on nodes.
     """
 
     rank: Ints
@@ -82,11 +84,11 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold anything, ascending."""
+        """The ranks that hold any elements, ascending."""
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
-        """Return the elements in one rank's local buffer; 0 for a rank that holds nothing."""
+        """Return the number of elements in one rank's local buffer; 0 if it holds none."""
         mine = self.rank == rank
         return int((self.hi[mine] - self.lo[mine]).sum())
 
@@ -95,15 +97,15 @@ class Layout:
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
-        """Return the rows of all other ranks: what is left when `ranks` are lost."""
+        """Return the rows of all other ranks, i.e. the layout after `ranks` are lost."""
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return it in the numbers of another world, without the ranks that it does not name.
+        """Return the layout with the rank numbers of another world, dropping ranks that are not in it.
 
         Args:
-            before: by new rank, the number that it has here; None: it is none of these ranks.
-            nodes: by new rank, which node it is on; None: not known.
+            before: old rank number of each new rank; None for a rank that is new.
+            nodes: node of each new rank; None: unknown.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
@@ -114,7 +116,7 @@ class Layout:
         return Layout(rank[row], lo, hi, at, copy, self.partial[row], self.size, places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return what lies in the disjoint intervals [lo, hi): rows are cut, places in local buffers stay as they are.
+        """Return the part within the disjoint intervals [lo, hi): rows are cut, positions in local buffers are kept.
 
         The rows of a rank then need not fill its buffer.
         """
@@ -128,12 +130,12 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """What first owners own of a home; places in local buffers stay as they are."""
+        """The first owners' rows of a home layout; positions in local buffers are kept."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
     def second(self) -> Layout:
-        """What second owners own of a home, perhaps nothing; places in local buffers stay as they are."""
+        """The second owners' rows of a home layout, possibly none; positions in local buffers are kept."""
         return self._where(self.copy != 0)
 
     @property
@@ -158,24 +160,24 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Lay out where a bucket's state lives whatever the strategy: every rank owns its share of the bucket.
+    """Make the home layout of a bucket, independent of the strategy: every rank owns its share of the bucket.
 
-    One copy is cut into one interval per rank, in the order given; equal shares of a divisible size are exactly equal,
-    which is what the native collectives need. A second copy is the first one, moved on by half of the bucket, so that a
-    rank owns one more interval as long as that, or two where it reaches over the end. All cuts but those of exactly
-    equal shares are rounded to multiples of `align` elements, so a small bucket may leave ranks with nothing.
+    One copy is cut into one interval per rank, in the given order; equal shares of a divisible size are exactly equal,
+    as the native collectives require. A second copy is the first one shifted by half of the bucket, so that a rank owns
+    one more interval of the same length, or two if it wraps around. All cuts, except those of exactly equal shares, are
+    rounded to multiples of `align` elements, so a small bucket may leave ranks without elements.
 
     Args:
         size: elements of the bucket.
         ranks: distinct ranks, in any order and with any gaps.
-        shares: relative weights, one per rank, not negative, 0: it owns nothing; None: equal. Of two copies, a node
-            with more than half of all shares owns the whole bucket once, and the others share the other copy.
+        shares: relative weights, one per rank, not negative; 0: the rank owns nothing; None: equal. With two copies, a
+            node with more than half of all shares owns the whole bucket once, and the others share the other copy.
         copies: 1, or 2: every element has a second owner, on another node.
         align: elements; 8 fp32 values are 32 bytes, a full vector register.
-        nodes: which node each rank is on, in the order of `ranks`; None: each on one of its own.
+        nodes: node of each rank, in the order of `ranks`; None: each rank is on a separate node.
 
     Raises:
-        ValueError: repeated or missing ranks, unusable shares, or a second copy with no other node to hold it.
+        ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
     """
     n = len(ranks)
     weights = np.ones(n) if shares is None else np.asarray(shares, float)
@@ -187,7 +189,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # By element within a rank: then what it owns of one parameter is contiguous, also where it has several intervals.
+    # By element within a rank: then its part of one parameter is contiguous, even if it has several intervals.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -198,43 +200,43 @@ def home(
 
 
 def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
-    """Return where each rank's interval begins, and the end of the last."""
+    """Return the start of each rank's interval, and the end of the last."""
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Rounding the cuts, not the lengths: errors do not add up, and the intervals still follow one another.
+    # Round the cuts rather than the lengths: errors do not accumulate, and the intervals remain adjacent.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # what rounding leaves goes to the last rank with a share
+    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the remainder from rounding goes to the last rank with a share
     return cuts
 
 
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut two copies, the second half a bucket further than the first, so that no node owns an element twice.
+    """Cut two copies, the second shifted by half a bucket, so that no node owns an element twice.
 
-    A node's ranks follow one another in the first copy and reach over half of it at most; so in the second they reach
-    from where that half has passed to where the next begins. Three equal ranks, each a node, own a bucket of 6 so:
+    A node's ranks are adjacent in the first copy and cover at most half of it, so their shifted intervals in the second
+    copy do not overlap with those in the first. Three equal ranks, each on its own node, own a bucket of 6 like this:
 
         element  0 1 2 3 4 5
         first    0 0 1 1 2 2
         second   1 2 2 0 0 1
 
     Returns:
-        Of each interval, perhaps empty: its owner's index, lo, hi, and which copy it is of.
+        For each interval, possibly empty: its owner's index, lo, hi, and its copy.
     """
-    # Nodes go in order of their first rank.
+    # Nodes are ordered by their first rank.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node reach over more than half
+    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node cover more than half
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # Only one node can have more than half of all shares. It gets a half of each copy, and all others the other.
+    # Only one node can have more than half of all shares. It gets half of each copy, and the others get the other half.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # of the bucket, from 0 to 1
+    ends = [Fraction(0)]  # in the bucket, from 0 to 1
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total
@@ -244,7 +246,7 @@ def _twice(
     unit = 1 if size % len(nodes) == 0 and len(set(exact)) == 1 else align
 
     def cut(at: Fraction) -> int:
-        # A place is rounded alike in both copies: what does not overlap before does not overlap then.
+        # A position is rounded in the same way in both copies, so that rounding does not cause overlaps.
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
@@ -262,15 +264,16 @@ def propagation(
     stages: Sequence[tuple[int, ...]],
     kinds: Mapping[str, GradientKind] | Sequence[Mapping[str, GradientKind]],
 ) -> Layout:
-    """Lay out the bucket for forward and backward: every stage holds one copy, cut over its tensor-parallel ranks.
+    """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its tensor-parallel ranks.
 
     Args:
-        bucket: whose state.
+        bucket: the bucket.
         stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice. The first
-            and the last stage of one pipeline may both use a tied bucket: each is a copy, and their gradients add.
+            and the last stage of one pipeline may both use a tied bucket: each is a copy, and their gradients are
+            summed.
         kinds: the gradient kind of each replicated parameter, by name: one mapping for all stages, or one per stage.
-            Not looked at where a stage has one rank. A parameter with a rule is PARTIAL: a single holder, or ranks that
-            share key/value heads and each see the gradient of their own query heads.
+            Ignored for stages of one rank. A parameter with a rule is PARTIAL: it has a single holder, or ranks share
+            key/value heads and each sees the gradient of its own query heads.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -279,7 +282,8 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # Data-parallel stages are cut alike: each distinct cut is made once, then given to the ranks of all such stages.
+    # Data-parallel stages are sharded alike: each distinct sharding is made once, then assigned to the ranks of all of
+    # them.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
@@ -294,7 +298,7 @@ def propagation(
 
 
 def whole(size: int, rank: int) -> Layout:
-    """Let one rank hold the whole bucket of `size` elements."""
+    """Assign the whole bucket of `size` elements to one rank."""
     return home(size, (rank,))
 
 
@@ -327,8 +331,8 @@ def _check_home(
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
     """Return whether each parameter's gradient is PARTIAL in a stage of `tp` ranks."""
-    # A single holder's gradient is the sum over the holders: PARTIAL. Then neighbouring parameters are of one kind,
-    # and merge into one interval.
+    # A single holder's gradient is the sum over the holders: PARTIAL. Then adjacent parameters have the same kind, and
+    # are merged into one interval.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -353,7 +357,7 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank (else in the order given), drop empty ones, merge neighbours, and place them locally."""
+    """Sort intervals by rank (otherwise keep the order), drop empty ones, merge adjacent ones, and place them locally."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank = rank[kept]
@@ -361,12 +365,12 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     hi = hi[kept]
     copy = copy[kept]
     partial = partial[kept]
-    # Rows of one rank follow each other in its buffer, so contiguous in the bucket means contiguous in both.
+    # Rows of one rank are adjacent in its buffer, so contiguous in the bucket means contiguous in both.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     first = np.flatnonzero(opens)
-    # A merged interval begins where its first part does and ends where its last does.
+    # A merged interval starts where its first part does and ends where its last does.
     rank = rank[first]
     lo = lo[first]
     copy = copy[first]

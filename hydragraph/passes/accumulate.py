@@ -1,13 +1,14 @@
-"""Pass `accumulate`: the product that makes a weight's gradient adds it to those of earlier micro-batches.
+"""Pass `accumulate`: let the product that computes a weight's gradient add it to those of earlier micro-batches.
 
-Otherwise the product writes a matrix of its own, and a sum reads two and writes one: for every micro-batch three times
-the weights in traffic, and the memory of a second gradient.
+Otherwise the product writes its own matrix, and a sum reads two and writes one: for every micro-batch three times the
+weights in memory traffic, and the memory of a second gradient.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-`total` is the buffer that the gradients of all micro-batches are summed in, `beta` 1, or 0 for the first of them, so
-that what lies in the buffer does not count. Of a transposed gradient, dW = t(mm(a, b)), `total` is transposed instead.
+`total` is the buffer with the sum of the gradients of all micro-batches, and `beta` is 1, or 0 for the first
+micro-batch, so that the buffer's content is ignored. For a transposed gradient, dW = t(mm(a, b)), `total` is transposed
+instead.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Product:
-    """A gradient that is a matrix product, perhaps transposed."""
+    """Gradient that is a matrix product, possibly transposed."""
 
     node: fx.Node
     transposed: bool
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds the gradients of `added` to what it is given, and returns the others.
+    """Return a variant whose backward adds the gradients of `added` to given buffers, and returns the others.
 
-    A gradient qualifies if it is a matrix product, perhaps transposed, that nothing else reads: as linear layers give
-    it, where no collective and no other sum follows.
+    A gradient qualifies if it is a matrix product, possibly transposed, with no other reader: this is the case for
+    linear layers whose gradient is not followed by a collective or another sum.
     """
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The hidden state's gradient goes to the stage before, once per micro-batch: nothing to add up.
+    # The hidden state's gradient goes to the previous stage once per micro-batch, so there is no sum.
     gradients = dict(zip(variant.gradients, results, strict=True))
     # With the output in the graph, a gradient that only it returns has exactly one user.
     graph.output(results)
@@ -60,8 +61,8 @@ def accumulate(variant: Variant) -> Variant:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """Return the matrix product that a gradient is; None if it is something else, or read by something else too."""
-    # Back from the result through transposes; a second reader would miss the product's own value.
+    """Return the matrix product that a gradient is, or None if it is something else or has other readers."""
+    # Back from the result through transposes; a second reader would need the product's own value.
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:
@@ -74,7 +75,7 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product: _Product) -> fx.Node:
-    """Let a product add to a new placeholder behind the last one; return that of what its content counts."""
+    """Make a product add to a new placeholder after the last one; return the placeholder of the content's factor."""
     with graph.inserting_after(last):
         total = graph.placeholder(f"total_{number}")
     total.meta = dict(gradient.meta)
@@ -87,7 +88,7 @@ def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Drop what only the returned gradients needed, but not the products."""
+    """Remove nodes that only the returned gradients needed, but not the products."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and node.target != "addmm_" and not node.users:
             graph.erase_node(node)

@@ -1,7 +1,7 @@
 """Pass `bind`: move a graph's device constants to the device that it will run on.
 
-Graphs are traced on CPU fakes, so they name the CPU: in casts that autograd wrote, in `arange` and `new_zeros` of the
-model, and in tensors that a model makes of Python numbers.
+Graphs are traced on CPU fakes, so they name the CPU: in casts written by autograd, in the model's `arange` and
+`new_zeros`, and in tensors made from Python numbers.
 
     before     _to_copy(x, dtype=torch.float32, device=cpu)      _tensor_constant0 on the CPU
     after      _to_copy(x, dtype=torch.float32, device=cuda:0)   _tensor_constant0 on cuda:0
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def bind(variant: Variant, device: torch.device) -> Variant:
-    """Return a variant whose graphs make every tensor on `device`; the same one for the CPU."""
+    """Return a variant whose graphs make every tensor on `device`; for the CPU, the same variant."""
     if device.type == "cpu":
         return variant
     return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a graph whose device constants and attached tensors are on `device`; the same one for the CPU."""
+    """Return a graph whose device constants and attached tensors are on `device`; for the CPU, the same graph."""
     if device.type == "cpu":
         return module
 

@@ -1,6 +1,6 @@
-"""Check that a strategy fits a program and a world, before anything is lowered.
+"""Validation of a strategy against a program and a world, before lowering.
 
-Tensor parallelism is refused for what it cannot cut and would otherwise repeat on every rank of a stage in silence.
+Tensor parallelism is rejected for layers that it cannot shard and would otherwise silently repeat on every rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ REMEDY = "give its stages one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and a world, on every rank alike.
+    """Check that a strategy fits a model and a world, identically on every rank.
 
     Raises:
-        ValueError: wrong layers, unknown ranks, heads that do not divide.
-        Unsupported: a stage's degree cannot cut a parameter, or cuts nothing.
+        ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
+        Unsupported: a stage's degree cannot shard a parameter, or shards nothing.
     """
-    # `intervals` refuses a degree that a parameter cannot be cut for; it does so alike for every place in a stage.
+    # `intervals` rejects a degree that a parameter cannot be sharded for, regardless of the index in the stage.
     strategy.check(program.layers, ranks, program.heads)
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
         for parameter in program.parameters.values():
@@ -40,13 +40,13 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
-    """Check the layers of a program for a strategy, on every rank alike.
+    """Check the layers of a program for a strategy, identically on every rank.
 
-    Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated on purpose.
+    Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated intentionally.
 
     Raises:
-        Unsupported: a stage has more than one device, and a layer has experts, or an operator without a rule on a
-            value that would be cut.
+        Unsupported: a stage has several devices, and a layer has experts, or an operator without a rule on a value that
+            would be cut.
     """
     if all(stage.tp == 1 for pipeline in strategy.pipelines for stage in pipeline.stages):
         return
@@ -66,8 +66,8 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
-    """Return the parameter of a template that cannot be cut, and why."""
-    # Matrices have two dimensions; a third counts experts, which products by groups of rows take at once.
+    """Return a parameter of a template that cannot be sharded, and the reason."""
+    # Matrices have two dimensions; a third is the number of experts, whose products are computed in groups of rows.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
     for node, name in parameters.items():
@@ -77,13 +77,13 @@ def _problem(template: Template) -> tuple[str, str] | None:
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
-        # A product that ends at a placeholder is kept whole on purpose: that is where the analysis put it.
+        # A product that ends at a placeholder is kept whole intentionally: the analysis put the placeholder there.
         if weight is not None and unknown.target is not communicate:
             return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"
     return None
 
 
 def _user(node: fx.Node) -> fx.Node:
-    """Return the first operator that computes with a value rather than to move its dimensions."""
+    """Return the first operator that computes with a value rather than moving its dimensions."""
     user = next(iter(node.users))
     return _user(user) if user.target in (aten.transpose.int, aten.permute.default, *VIEWS) and user.users else user

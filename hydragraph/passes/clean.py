@@ -1,4 +1,4 @@
-"""Pass `clean`: make an exported graph plain: no assertions, no no-op casts, no device of its own, no dead code."""
+"""Pass `clean`: normalise an exported graph by removing assertions, no-op casts, fixed devices and dead code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
-# What may turn out to change nothing, in the dtype and on the device of this graph (`_is_no_op`).
+# Operators that may be no-ops, for the dtype and device of this graph (`_is_no_op`).
 NO_OPS = frozenset(
     {
         aten.alias.default,
@@ -27,12 +27,12 @@ NO_OPS = frozenset(
         aten._to_copy.default,
     }
 )
-# What the export checks of an example; `prove_sizes` proves the graph for all.
+# Checks by the export for one example; `prove_sizes` proves the graph for all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
 IMPURE = frozenset({"output", "placeholder"})
-# Second names of operators, which take what the first do: passes know the first.
+# Aliases of operators with the same arguments: passes only know the primary name.
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -61,9 +61,9 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
     """Return a cleaned copy of a functional graph.
 
     Args:
-        graph: as `torch.export` gives it; device constants in it (of the trace) become `device`.
+        graph: result of `torch.export`; its device constants (from the trace) become `device`.
     """
-    # Regions first: what is in them must be cleaned as well.
+    # Regions first: their content must be cleaned as well.
     result = fx.GraphModule(graph, _copy(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
@@ -74,7 +74,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
         elif node.target is aten.copy.default and _fills(node):
-            # What functionalizing x[...] = y leaves behind: it copies all of y over x, and has no derivative.
+            # Left over from functionalizing x[...] = y: it copies all of y over x, and has no derivative.
             node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
@@ -87,7 +87,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
 
 
 def _first_name(target: Any) -> Any:
-    """Return the operator that another is a second name of, or that itself."""
+    """Return the primary operator of an alias, or the operator itself."""
     library, _, name = str(target).partition(".")
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, SYNONYMS[packet]), overload) if library == "aten" and packet in SYNONYMS else target
@@ -101,8 +101,8 @@ def _copy(graph: fx.GraphModule) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Drop every node that no output needs (graphs here are functional); placeholders stay."""
-    # Backwards, so that a node's users are gone before it is asked.
+    """Remove every node that no output needs (graphs here are functional); placeholders stay."""
+    # Backwards, so that a node's users are removed before the node is visited.
     for node in reversed(list(graph.nodes)):
         if node.op not in IMPURE and not node.users:
             graph.erase_node(node)
@@ -116,20 +116,20 @@ def _is_no_op(node: fx.Node) -> bool:
     after = value_of(node)
     if before is None or after is None:
         return False
-    # A cast to the dtype that a value has, a copy to its device; the trace's meta device is none that was asked for.
+    # A cast to the same dtype, or a copy to the same device; the trace's meta device was not requested by the model.
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 
 def _fills(node: fx.Node) -> bool:
-    """Say whether a copy gives its source as it is: same sizes, same dtype."""
+    """Return whether a copy returns its source unchanged: same sizes, same dtype."""
     into, source = (value_of(n) for n in operands(node)[:2])
     return bool(into.dtype == source.dtype and list(map(str, into.shape)) == list(map(str, source.shape)))
 
 
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
-    """Let a histogram of integers count floats: the CPU has no other, and models ask for it on the CPU alone."""
+    """Make a histogram of integers count floats: the CPU supports nothing else, and models only handle the CPU case."""
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
@@ -147,22 +147,22 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _move(node: fx.Node, device: torch.device) -> None:
-    """Put the device constants of one node on `device`."""
+    """Replace the device constants of one node with `device`."""
     moved = {k: device if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
     node.kwargs = moved
     node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return the body of a region, and what it is given."""
-    # Autocast's body stands behind device, dtype, whether it is on, and whether casts are kept.
+    """Return the body of a region and its arguments."""
+    # The body of autocast comes after device, dtype, and the flags for autocast and its cache.
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inline `with torch.no_grad():` regions, whose results are detached, and those where autocast is off."""
+    """Inline `with torch.no_grad():` regions, detaching their results, and regions with autocast disabled."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue

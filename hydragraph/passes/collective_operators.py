@@ -1,21 +1,21 @@
-"""Tensor-parallel collectives as operators of the forward graph; each knows its own backward.
+"""Tensor-parallel collectives as operators of the forward graph; each has its own backward.
 
-They have no implementation: after differentiation they become calls on the `collectives` object that the runtime
-passes to the graph, so one graph serves any group of ranks.
+They have no implementation: after differentiation they become calls on the `collectives` object that the runtime passes
+to the graph, so one graph serves any group of ranks.
 
     R    the same value on every rank of the stage
-    P    parts, whose sum over ranks is meant
+    P    parts of a sum over ranks
     S    each rank has its own tokens
 
                forward             backward                      where
-    tp_enter   R -> R  nothing     P -> R  all_reduce            before cut products
-    tp_sum     P -> R  all_reduce  R -> R  nothing               behind row-parallel products
-    tp_gather  S -> R  all_gather  P -> S  reduce_scatter        before cut products, under sequence parallelism
-    tp_scatter P -> S  reduce_sc.  S -> R  all_gather            behind row-parallel products, likewise
-    tp_split   R -> S  split       S -> R  all_gather            from what all ranks have to what works by tokens
-    tp_join    S -> R  all_gather  R -> S  split                 to what every rank repeats for all tokens
+    tp_enter   R -> R  no-op       P -> R  all_reduce            before sharded products
+    tp_sum     P -> R  all_reduce  R -> R  no-op                 after row-parallel products
+    tp_gather  S -> R  all_gather  P -> S  reduce_scatter        before sharded products, with sequence parallelism
+    tp_scatter P -> S  reduce_sc.  S -> R  all_gather            after row-parallel products, with sequence parallelism
+    tp_split   R -> S  split       S -> R  all_gather            from replicated values to tokenwise operators
+    tp_join    S -> R  all_gather  R -> S  split                 to operators that every rank repeats for all tokens
 
-Each is the other's backward in pairs, as the adjoint of a sum over ranks is a copy to all of them.
+They form pairs of mutual backwards, as the adjoint of a sum over ranks is a copy to all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _never(name: str) -> NoReturn:
 
 @torch.library.custom_op("hydragraph::tp_enter", mutates_args=())
 def enter(x: Tensor) -> Tensor:
-    """R -> R, used by cut operators; its gradient is summed over ranks."""
+    """R -> R, before sharded operators; its gradient is summed over ranks."""
     _never("tp_enter")
 
 
@@ -46,13 +46,13 @@ def sum_parts(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("hydragraph::tp_max", mutates_args=())
 def maximum(x: Tensor) -> Tensor:
-    """Maximum over ranks, element by element; has no gradient."""
+    """Elementwise maximum over ranks; has no gradient."""
     _never("tp_max")
 
 
 @torch.library.custom_op("hydragraph::tp_gather", mutates_args=())
 def gather(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """S -> R along the token dimension, used by cut operators; its gradient is summed and scattered."""
+    """S -> R along the token dimension, before sharded operators; its gradient is summed and scattered."""
     _never("tp_gather")
 
 
@@ -64,7 +64,7 @@ def scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("hydragraph::tp_split", mutates_args=())
 def split(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """R -> S: keep this rank's tokens; its gradient is gathered, so that what made x gets the whole of it."""
+    """R -> S: keep this rank's tokens; its gradient is gathered, so that the source of x gets all of it."""
     _never("tp_split")
 
 
@@ -78,14 +78,14 @@ def join(x: Tensor, dim: int, ranks: int) -> Tensor:
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """R, cut rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows.
+    """R, rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows.
 
-    `rows`: about how many a rank has, the same number on all of them.
+    `rows`: approximate rows per rank, equal on all ranks.
     """
     _never("tp_head_loss")
 
 
-# What is received is contiguous, whatever strides were sent.
+# Received values are contiguous, regardless of the strides sent.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -98,7 +98,7 @@ def _shorter(x: Tensor, dim: int, ranks: int) -> Tensor:
     return x.new_empty([s // ranks if d == dim else s for d, s in enumerate(x.shape)])
 
 
-# Shapes for the trace: nothing here moves data.
+# Shapes for the trace: no data is moved.
 for _op in (enter, sum_parts, maximum):
     _op.register_fake(_like)
 for _op in (gather, join):
@@ -119,7 +119,7 @@ def _backward(name: str) -> Any:
     return backward
 
 
-# tp_max has none: the only maximum, of logits, cancels in the loss.
+# tp_max has no backward: its only use, the maximum of logits, cancels in the loss.
 enter.register_autograd(_backward("tp_sum"), setup_context=_keep)
 sum_parts.register_autograd(lambda ctx, gradient: gradient, setup_context=_keep)
 gather.register_autograd(_backward("tp_scatter"), setup_context=_keep)
@@ -130,7 +130,7 @@ join.register_autograd(_backward("tp_split"), setup_context=_keep)
 head_loss.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
-# What each becomes, once both directions are traced: a method of the object that the runtime passes.
+# Method of the runtime's object that each operator becomes once both directions are traced.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

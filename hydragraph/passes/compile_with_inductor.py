@@ -1,20 +1,20 @@
-"""Pass `compile_variant`: Inductor compiles a variant's graphs, in pieces between what it must not touch.
+"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that it must not touch.
 
-Collectives stay calls on the runtime's object, in their order. Operators that add up rows in the order in which
-threads come stay PyTorch's, because Inductor's are not deterministic. What lies between is compiled for any number of
-tokens and of sequences.
+Collectives remain calls on the runtime's object, in order. Operators that sum rows in the order in which threads arrive
+remain PyTorch's, because Inductor's are not deterministic. Everything between them is compiled for any number of tokens
+and sequences.
 
-    run      nodes that follow one another, without any of those that must stay as they are
-    piece    a run that is worth compiling (`GraphPiece`): its code is chosen by the sizes of each call
-    outer    the graph that is left: pieces, collectives, operators that stay (`_Outer`)
+    run      consecutive nodes without any that must stay unchanged
+    piece    a run that is worth compiling (`GraphPiece`): its code is selected by the sizes of each call
+    outer    the remaining graph: pieces, collectives, operators that stay (`_Outer`)
 
     pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
     collectives.all_gather      stays        -> the same call
-    view, t, mm                 run of 3     -> as it is: views and a matrix product have nothing to fuse
+    view, t, mm                 run of 3     -> unchanged: views and a matrix product have nothing to fuse
     embedding_dense_backward    stays        -> the same operator
 
-Fake values (`values`) go through the graph beside the nodes. They have the device and the strides that a run will
-bring, which the trace on the CPU did not know and Inductor's code depends on.
+Fake values (`values`) are computed alongside the nodes. They have the device and the strides of a real run, which the
+trace on the CPU did not know and Inductor's code depends on.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from hydragraph.private.operator_schemas import makes_tensors
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# The tokens, or sequences, that Inductor tunes its kernels for: those of a usual micro-batch.
+# The number of tokens or sequences that Inductor tunes its kernels for: that of a typical micro-batch.
 TUNED = 2048
-# Codes of one piece, at most: Inductor may tell small sizes from large ones, and indices of 32 bits from 64.
+# Maximum number of codes per piece: Inductor may distinguish small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
-# How many operators that could be fused make a run worth compiling.
+# Minimum number of fusible operators that make a run worth compiling.
 WORTH = 2
 
-# What adds rows up in the order in which threads arrive: Inductor's kernels for these differ from run to run.
+# Operators that sum rows in thread-arrival order: Inductor's kernels for these are not deterministic.
 UNORDERED = frozenset(
     {
         aten.embedding_dense_backward.default,
@@ -67,16 +67,16 @@ UNORDERED = frozenset(
         aten.scatter_reduce.two,
     }
 )
-# Products go to cuBLAS or oneDNN either way, and these change no element: neither makes a run worth compiling.
+# Products run on cuBLAS or oneDNN anyway, and NO_WORK changes no element: neither makes a run worth compiling.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return what runs graphs: "inductor" or "eager"; None asks for Inductor on CUDA and for eager elsewhere.
+    """Return the backend for graphs, "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `asked` is none of these.
         Unsupported: Inductor has no compiler here.
     """
     if asked is not None and asked not in BACKENDS:
@@ -91,20 +91,20 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 def compile_variant(
     variant: Variant, strides: Mapping[str, tuple[int, ...]], device: torch.device, where: str = "template"
 ) -> Variant:
-    """Return a variant that computes the same with compiled graphs.
+    """Return an equivalent variant with compiled graphs.
 
     Args:
         variant: traced on CPU with contiguous weights.
         strides: parameter name -> strides of its shard, which is a view of a flat buffer. Other inputs are made
-            contiguous where they are not.
-        device: where inputs will be; integers without dimensions are on the CPU.
-        where: the template's name, for errors.
+            contiguous if necessary.
+        device: device of the inputs; 0-d integers are on the CPU.
+        where: name of the template, for errors.
 
     Raises:
         Unsupported: Inductor fails.
     """
     variant = bind(variant, device)
-    # The forward's inputs, and what it saves, are the backward's inputs; so it is compiled first, for its fake results.
+    # The backward takes the forward's inputs and saved values, so the forward is compiled first, for its fake results.
     fakes = {
         name: _place(value_of(node), device, strides.get(name))
         for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
@@ -128,7 +128,7 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
-    """Return an input as a run will bring it."""
+    """Return an input as in a real run."""
     if not isinstance(value, Tensor):
         return value
     # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
@@ -137,13 +137,13 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 
 
 class GraphPiece(nn.Module):
-    """A part of a graph: compiled code for each kind of sizes that Inductor tells apart, and the graph itself.
+    """Part of a graph: compiled code for each range of sizes that Inductor distinguishes, and the graph itself.
 
     Takes the values of `symbols`, then the inputs; returns a tuple.
 
     Attributes:
-        graph: runs for sizes of 0 and 1, and where Inductor tells more kinds apart than `CODES`.
-        codes: what was compiled, and the sizes that each is right for.
+        graph: used for sizes of 0 and 1, and if Inductor distinguishes more than `CODES` ranges.
+        codes: the compiled codes, each with the sizes that it supports.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -153,12 +153,12 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # Unlike sizes: were tokens and sequences equally many, Inductor would take the two symbols for one.
+        # Different sizes: if tokens and sequences were equally many, Inductor would merge the two symbols.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
         """Compute the piece."""
-        # A size that no code is right for has one compiled, up to a number: lengths must not compile for ever.
+        # Sizes without suitable code trigger a compilation, up to a limit: varying lengths must not compile forever.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -166,7 +166,7 @@ class GraphPiece(nn.Module):
         return code(list(arguments)) if code is not None else self.graph(*arguments[len(sizes) :])
 
     def _compiled(self, sizes: Sequence[int]) -> Code | None:
-        """Add the code for such sizes, if there can be one."""
+        """Add code for these sizes, if it can be compiled."""
         compiled = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
         self.codes += [compiled] if compiled is not None else []
         return compiled[0] if compiled is not None else None
@@ -174,7 +174,7 @@ class GraphPiece(nn.Module):
 
 @dataclass
 class _Outer:
-    """A graph under way in which compiled pieces stand for parts of `module`."""
+    """Graph under construction in which compiled pieces replace parts of `module`."""
 
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -196,14 +196,14 @@ def _compile(
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
-    # Code is compiled for contiguous inputs. Shards are views of a flat buffer, whose strides are known; what the
-    # forward saved has the strides that the fakes have.
+    # Code is compiled for contiguous inputs. Shards are views of a flat buffer with known strides; saved values have
+    # the strides of their fakes.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # In the graph's own order, so that collectives keep theirs: all ranks must call them alike.
+    # In the graph's own order, so that collectives keep theirs: all ranks must call them in the same order.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -218,7 +218,7 @@ def _compile(
 
 
 def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
-    """Add what reads the sizes that pieces take."""
+    """Add nodes that read the sizes passed to pieces."""
     call = outer.graph.call_function
     for symbol, (index, dim, factor) in sources([outer.values[n] for n in placeholders]).items():
         node = outer.new[placeholders[index]]
@@ -227,8 +227,8 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """Cut a graph's nodes, in their order, around those that stay as they are; a part of a result stays beside it."""
-    # `place` is the run of each node, so that getitem of a result goes to its operator's run, wherever it stands.
+    """Split a graph's nodes, in order, around those that stay unchanged; getitem nodes stay with their operator."""
+    # `place` is the run of each node, so that getitem of a result joins its operator's run wherever it appears.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -251,7 +251,7 @@ def _kept(node: fx.Node) -> bool:
 
 
 def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]:
-    """Return the fake values of a run's nodes; what collectives return is contiguous."""
+    """Return the fake values of a run's nodes; results of collectives are contiguous."""
     values = dict(outer.values)
     for node in run:
         if node.op == "call_function":
@@ -266,12 +266,12 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
 
 
 def _received(value: Any, device: torch.device) -> Any:
-    """Return what a collective gives: a tensor, or several."""
+    """Return the fake result of a collective: a tensor, or several."""
     return fake_like(value, device) if isinstance(value, Tensor) else tuple(fake_like(v, device) for v in value)
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
-    """Say whether Inductor could fuse something, and can be given the run."""
+    """Return whether Inductor could fuse something in a run and supports its inputs and outputs."""
     # A lone operator gains nothing from Inductor, and calling a piece costs more than calling PyTorch.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
@@ -279,7 +279,7 @@ def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
 
 
 def _works(node: fx.Node) -> bool:
-    """Say whether a node computes elements, and is PyTorch's."""
+    """Return whether a node computes elements with a PyTorch operator."""
     return node.target not in NO_WORK and makes_tensors(node.target)
 
 
@@ -296,7 +296,7 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
     inputs = _entering(run)
     outputs = _leaving(run)
-    # The run as a graph of its own, then one node here that calls it, and one for each of its results.
+    # The run as a separate graph, then one node here that calls it, and one for each of its results.
     graph = fx.Graph()
     inner = dict[fx.Node, fx.Node]()
     for node in inputs:

@@ -1,17 +1,17 @@
-"""Pass `differentiate`: a sharded forward graph becomes a forward and a backward graph with explicit saved values.
+"""Pass `differentiate`: split a sharded forward graph into a forward and a backward graph with explicit saved values.
 
     primals    the inputs of the forward, in order: parameters, buffers, the template's inputs, vocabulary starts
-    tangents   the gradients that arrive, one for each output
-    saved.i    the i-th value that the forward hands to the backward
+    tangents   the incoming gradients, one for each output
+    saved.i    the i-th value passed from the forward to the backward
 
-For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint graph and what "min_cut" cuts it into:
+For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint graph and how "min_cut" splits it:
 
     joint      (W, x, dy) -> (y, dW = dy^t x, dx = dy W)      placeholders primals_1, primals_2, tangents_1
     forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-Saved views share the memory of what they view. A parameter that the backward needs as it is (the weight of a norm) is
-no saved value: it is in `needs` by its own name, so that no micro-batch in flight holds it.
+Saved views share memory with their base. A parameter that the backward needs unchanged (the weight of a norm) is not
+saved: it is in `needs` under its own name, so that no micro-batch in flight holds it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,16 @@ class Variant:
 
     Attributes:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
-        backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and
-            beta, a number: 0 where the buffer's content is not to count, else 1. Returns one gradient per name of
-            `gradients`.
-        inputs: parameter names, buffer names, template inputs, then one start per name of `vocabulary`, then perhaps
+        backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and a
+            number beta: 0 to ignore the buffer's content, else 1. Returns one gradient per name of `gradients`.
+        inputs: parameter names, buffer names, template inputs, one start per name of `vocabulary`, and optionally
             "collectives".
-        outputs: how many outputs come before the saved values.
+        outputs: number of outputs before the saved values.
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
-        gradients: names of the parameters that learn, and "hidden" where what comes before the block does.
-        kinds: parameter name -> what its gradient is.
-        vocabulary: the parameters that are cut along the vocabulary; see `start_of`.
-        added: parameter names whose gradients the backward adds up; see `hydragraph.passes.accumulate`.
+        gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
+        kinds: parameter name -> kind of its gradient.
+        vocabulary: parameters sharded along the vocabulary; see `start_of`.
+        added: names of parameters whose gradients the backward accumulates; see `hydragraph.passes.accumulate`.
     """
 
     forward: fx.GraphModule
@@ -82,14 +81,14 @@ class Variant:
         return {**fields, "forward": None, "backward": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Of what ranks share, each runs a part: graphs are made when somebody asks for them.
+        # A rank runs only part of what ranks share, so graphs are built on demand.
         vars(self).update(
             {name: value for name, value in state.items() if name not in _GRAPHS}, _data=state["backward"]
         )
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # the check runs the ranks of a stage as threads, which ask for the same graphs at once
+            with _DECODING:  # the check runs a stage's ranks as threads, which request the same graphs concurrently
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
@@ -99,7 +98,7 @@ class Variant:
 
 
 def saved_names(count: int) -> tuple[str, ...]:
-    """Return what the values that a forward saves are called where its backward takes them: saved.0, saved.1, ..."""
+    """Return the names of a forward's saved values as inputs of its backward: saved.0, saved.1, ..."""
     return tuple(f"saved.{i}" for i in range(count))
 
 
@@ -116,35 +115,35 @@ def differentiate(
     learning: Collection[str] | None = None,
     fused_head: bool = False,
 ) -> Variant:
-    """Trace forward and backward together over fake tensors and cut them apart.
+    """Trace forward and backward together over fake tensors and split them.
 
     Args:
         partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap), "default" (saves everything) or
-            "recompute" (saves the inputs only, and runs the whole forward again).
-        where: which block this is, for errors.
-        learning: what to compute gradients of: parameter names, and "hidden"; None: of all. Where none of it has any,
-            the forward saves nothing, and the backward is empty.
-        fused_head: as `shard` was told.
+            "recompute" (saves only the inputs, and runs the whole forward again).
+        where: name of the block, for errors.
+        learning: what to compute gradients of: parameter names, and "hidden"; None: everything. If none of these has a
+            gradient, the forward saves nothing, and the backward is empty.
+        fused_head: as passed to `shard`.
 
     Raises:
-        Unsupported: its graphs would hold for some numbers of tokens only.
+        Unsupported: its graphs would hold only for some numbers of tokens.
     """
-    # One trace of both directions: the partitioner sees what the backward needs, and chooses what is saved for it.
+    # One trace of both directions: the partitioner sees what the backward needs, and chooses what to save.
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     learns = {*template.parameters, "hidden"} if learning is None else learning
     joint, values, outputs = joint_of(template, sharded, parameters, part, dtype, learns, fused_head, where)
-    # Where nothing learns there is no backward to save for, and the partitioner would find nothing to cut at.
+    # Without trainable parameters there is no backward to save for, and the partitioner would have nowhere to cut.
     if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     else:
         forward, backward = partition(joint, values, outputs, partitioner)
-    # Parameters that the backward needs are passed to it again, not saved.
+    # Parameters that the backward needs are passed again instead of being saved.
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
     saved = [n.name for n in _outputs(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
     _output(forward, _outputs(forward)[:outputs] + [n for n in _outputs(forward)[outputs:] if n.name in kept])
-    # Inputs that get no gradient (buffers, ids, what does not learn) have None in their place.
+    # Inputs without a gradient (buffers, ids, frozen parameters) have None in place of one.
     computed = _outputs(backward)
     learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
     _output(backward, [node for _, node in learnt])
@@ -154,7 +153,7 @@ def differentiate(
             needs.append(f"saved.{kept.index(node.name)}")
         else:
             needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
-    # The runtime's object comes last, and only where a graph communicates.
+    # The runtime's collectives object comes last, and only if a graph communicates.
     inputs = list(names)
     if _bind(forward):
         inputs.append(COLLECTIVES)
@@ -167,7 +166,7 @@ def differentiate(
 
 
 def start_of(table: str) -> str:
-    """Return the name of the input that says which row of a parameter is the first that a rank holds (0-d int64)."""
+    """Return the name of the input with the index of the first row of a parameter that a rank holds (0-d int64)."""
     return f"vocabulary_start.{table}"
 
 
@@ -181,15 +180,15 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 
 def _given(collective: fx.Node) -> list[Any]:
-    """Return what a collective's method takes: all but the number of ranks, which the group knows."""
+    """Return the arguments of a collective's method: all except the number of ranks, which the group knows."""
     assert is_operator(collective.target)
     return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 
 
 def _bind(module: fx.GraphModule) -> bool:
-    """Turn collectives into method calls on a last placeholder; return whether there are any."""
+    """Turn collectives into method calls on an added last placeholder; return whether there are any."""
     graph = module.graph
-    # "enter" has done its work: it became a sum in the backward, and is nothing in the forward.
+    # "enter" is no longer needed: it became a sum in the backward, and is a no-op in the forward.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

@@ -1,8 +1,8 @@
-"""Find what values the fields of a batch may have: follow each to the tables it is looked up in, and to the loss.
+"""Search for the valid values of a batch's fields: follow each to the tables that it indexes, and to the loss.
 
-A table of 50 rows that is read at `position_ids + 2`, as OPT's, admits positions from -2 to 47; indexing (`table[ids]`)
-counts from the end as well, hence from -52. What is computed from a field in another way sets no limit: a value that
-is out of range there fails as it would on one device.
+A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47; indexing
+(`table[ids]`) also counts from the end, and so admits values from -52. Other computations on a field set no limit: a
+value that is out of range there fails as it would on one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.spec.workload import IGNORED
 
 aten = torch.ops.aten
 
-# Operators whose result holds values of their first operand as they are.
+# Operators whose result contains values of their first operand unchanged.
 _SAME = frozenset(
     {
         *VIEWS,
@@ -42,18 +42,18 @@ Shifted = tuple[str, int]  # a field of the batch, and what was added to it
 
 
 def limits_of(program: Program) -> tuple[Limit, ...]:
-    """Return the limits that a program sets to the fields of its batches; lookups by other values set none.
+    """Return the limits that a program sets on the fields of its batches; lookups by other values set none.
 
-    Where positions index no table but are computed with (rotary embeddings), the config says how many there are.
+    If positions do not index a table but are used in computations (rotary embeddings), the config gives their number.
     """
     limits: set[Limit] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # What aux passes on to blocks may still be a field: positions that each layer looks up in a table of its own.
+    # Values passed from aux to blocks may still be a field: positions that each layer looks up in its own table.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
-    # Blocks of one template that are given the same values set the same limits.
+    # Blocks of one template with the same inputs set the same limits.
     seen = set()
     for block in program.blocks:
         key = (block.template, block.aux)
@@ -67,7 +67,7 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
-    # Rotary embeddings compute with positions, and no table says how many there are: the config does.
+    # Rotary embeddings compute with positions, so no table gives their number, but the config does.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
@@ -82,12 +82,12 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[Limit]:
-    """Yield the limits of one block's lookups; note in `fields` which values are a field plus a number.
+    """Yield the limits of one block's lookups; record in `fields` which values are a field plus a number.
 
     Args:
         known_inputs: template input -> the field it is.
     """
-    # Placeholders are parameters and buffers first, by which a limit names its table, then the template's inputs.
+    # Placeholders are first parameters and buffers, which name a limit's table, then the template's inputs.
     template = program.templates[block.template]
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
@@ -110,7 +110,7 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
         return None
     if node.target in _SAME:
         return shifted
-    # Adding a constant shifts a field; anything else makes another value of it.
+    # Adding a constant shifts a field; the result of anything else is not a field.
     sign = _SUMS.get(node.target)
     if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
         return shifted[0], shifted[1] + sign * rest[0]
@@ -118,8 +118,8 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
 
 
 def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
-    """Yield what one operator demands of the fields that index its table."""
-    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table are the classes.
+    """Yield the limits that one operator sets on the fields that index its table."""
+    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table is the classes.
     arguments = operands(node)
     if node.target is aten.embedding.default:
         yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)

@@ -1,28 +1,28 @@
-"""Find where tensor parallelism may cut a template, by following cut values through its forward graph.
+"""Search for the dimensions that tensor parallelism may shard, following cut values through a template's forward graph.
 
 A product with a weight may give each rank some columns of its result (*column-parallel*); everything computed from it
-stays cut along the same units until a second product adds the parts up (*row-parallel*). This analysis starts with
-every product on a replicated input as a candidate, follows the cut dimension operator by operator, and drops a
-candidate as soon as an operator needs its whole dimension. What remains is the model's tensor-parallel plan: no list
-of module names, any model. It does not depend on the degree.
+stays cut along the same units until a second product sums the parts (*row-parallel*). This analysis starts with every
+product on a replicated input as a candidate, follows the cut dimension operator by operator, and drops a candidate as
+soon as an operator needs its whole dimension. The remaining candidates are the model's tensor-parallel plan: it needs
+no list of module names, works for any model, and does not depend on the degree.
 
-A parameter is cut only where everything that reads it works on the same cut of it: what reads it in another way (its
-norm, one of its rows, its transpose) would see this rank's shard and take it for the whole.
+A parameter is cut only if all its readers use the same cut: an operator that reads it in another way (its norm, one of
+its rows, its transpose) would take this rank's shard for the whole.
 
 In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
 
-    q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one of Wq's rows
+    q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one row of Wq
     view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
     q * cos                     [1, 4, T, 16]   (1, 16)   cos [1, 1, T, 16] is the same for every head
     varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the origins of q, k and v are heads from now on
     reshape                     [1, T, 64]      (2, 1)
-    linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are added up here
+    linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are summed here
 
-So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1. Had some operator needed all of q (its norm
-over the 64), the query's product would have been dropped, and the walk begun again without it.
+So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1. If some operator needed all of q (its norm
+over the 64), the query's product would be dropped, and the walk would restart without it.
 
-The walk is repeated until it changes nothing: because a candidate was dropped (`banned`), a parameter is to stay whole
-(`excluded`), or a unit was found late and what stands before it must know it (`origins` outlive a walk).
+The walk is repeated until it changes nothing. It changes something if a candidate is dropped (`banned`), if a parameter
+must stay whole (`excluded`), or if a unit is found late and earlier operators must know it (`origins` outlive a walk).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# A dimension of fewer units than this is not worth the messages, unless its units are heads.
+# A dimension with fewer units is not worth the communication, unless its units are heads.
 NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Candidates whose whole dimension some operator needs, which may be one that no rule knows."""
+    """Raised for candidates whose whole dimension is needed by an operator, possibly one without a rule."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -61,7 +61,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
-    # What something reads otherwise than as a weight, a bias or a table must stay whole from the start.
+    # Parameters that are read other than as a weight, a bias or a table must stay whole from the start.
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -72,19 +72,19 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            # In the graph's order: sets of nodes go by address, and ranks must name the same problem.
+            # In graph order: sets of nodes are ordered by address, and all ranks must name the same problem.
             unknown |= {
                 n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
             }
             origins.clear()
             continue
         stray = _unfinished(cuts)
-        # Each turn bans a product or excludes a parameter, or refines a unit, and there are finitely many of these.
+        # Each iteration bans a product, excludes a parameter or refines a unit, and there are finitely many of these.
         if stray:
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
-            # Its readers want a parameter cut in different ways, or one of them wants it whole: then all have it whole.
+            # If the readers of a parameter need different cuts, or one needs it whole, it stays whole for all of them.
             disputed = {p.name for p, choices in _wanted(cuts).items() if len(choices) > 1}
             if not disputed:
                 cuts.unknown = unknown
@@ -95,7 +95,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
 
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
-    """Say whether an operator can work with a part of a parameter: a product with it, or an embedding in it."""
+    """Return whether an operator can work on a part of a parameter: a product with it, or an embedding in it."""
     parts = product(user)
     if parts is None:
         return user.target is aten.embedding.default and operands(user)[0] is parameter
@@ -103,8 +103,8 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
-    """Return column products that no row product or loss uses, and those too narrow to cut."""
-    # A cut that no row product ends would have to be gathered, which costs more than it saves.
+    """Return column products that no row product or loss consumes, and those too narrow to cut."""
+    # A cut that does not end in a row product would have to be gathered, which costs more than it saves.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -162,7 +162,7 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
-        # A rule that cannot carry the cut needs its operands whole: all products that they come from are dropped.
+        # A rule that cannot propagate the cut needs whole operands: all products that these come from are dropped.
         cut = rule(self.cuts, node)
         if cut is None:
             self._prefer_wider(node)
@@ -170,13 +170,15 @@ class _Walk:
         return cut
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        """Where a cut value meets what thinner products were cut for, drop those instead: adapters beside a layer."""
-        # LoRA: a layer's result [T, 4096] is cut, and its adapter's comes whole out of a row product over 8 columns.
-        # Where they meet, the cut one is worth more: once the adapter's first product is no candidate, its second is.
+        """If a cut value meets a value for which narrower products were cut, drop those products: adapters next to a
+        layer.
+        """
+        # LoRA: a layer's result [T, 4096] is cut, and its adapter's is whole, from a row product over 8 columns. The
+        # wider cut is worth more: once the adapter's first product is not a candidate, its second is.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
-                # Past a scale, a cast or a view, to the product itself.
+                # Skip scales, casts and views to reach the product itself.
                 operand = operand.all_input_nodes[0]
             row = self.cuts.rows.get(operand)
             if row is not None and sum(map(width, row.origins)) < sum(map(width, cut.origins)):
@@ -187,8 +189,8 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, inner = known_product(node)
-        # Three things that a product can be, in this order: the end of a region (row-parallel), a part of one (the
-        # same weight for every unit), or the beginning of one (column-parallel).
+        # A product can be one of three things, tried in this order: the end of a region (row-parallel), inside one (the
+        # same weight for every unit), or the start of one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -196,7 +198,7 @@ class _Walk:
             self.cuts.rows[node] = cut
             return None
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
-            # The same product for every unit, as in projections within each head: the cut goes through.
+            # The same product for every unit, as in projections within each head: the cut propagates.
             return cut
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
@@ -206,7 +208,7 @@ class _Walk:
         return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[1 - inner]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
-        # Only the token ids: tables of positions or types are small, and looked up by what every rank has.
+        # Only the token ids: tables of positions or types are small, and their indices are replicated.
         weight, ids = operands(node)[:2]
         while ids.target in VIEWS:
             ids = operands(ids)[0]
@@ -219,9 +221,9 @@ class _Walk:
     def _loss(self, node: fx.Node) -> None:
         logits, _, weight = (*operands(node), None)[:3]
         cut = self.cuts.of(logits)
-        # Vocabulary-parallel: plain classes (scale 1), no weights of classes, and a sum or a mean at the end.
+        # Vocabulary-parallel: plain classes (scale 1), no class weights, and a sum or mean reduction.
         reduction = operands(node)[3] if len(operands(node)) > 3 else 1
-        smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # which needs the mean of all columns
+        smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # needs the mean of all columns
         if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0 or smoothing:
             self._need_whole(node)
         else:
@@ -229,15 +231,18 @@ class _Walk:
 
 
 def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
-    """Return the shard rule of every parameter that is cut, by placeholder."""
+    """Return the shard rule of every sharded parameter, by placeholder."""
     settled = {parameter: choices.pop() for parameter, choices in _wanted(cuts).items()}
     return {parameter: rule for parameter, rule in settled.items() if rule is not None}
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return how the readers of each parameter want it cut, for those that at least one cuts; None: whole."""
+    """Return the cuts that the readers of each parameter need, for parameters that at least one reader cuts; None:
+    whole.
+    """
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
-    # A column product cuts its weight's output dimension, and its bias alike; a fused one has several segments.
+    # A column product cuts its weight's output dimension and its bias in the same way; a fused one has several
+    # segments.
     for node in cuts.columns:
         origin = cuts.origins[node]
         bounds = [0, *sorted(origin.bounds), width(node)]
@@ -249,7 +254,7 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
         rule_of_reader.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
         if bias is not None:
             rule_of_reader.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
-    # A row product cuts its weight's input dimension as its operand is cut; its bias stays whole.
+    # A row product cuts its weight's input dimension like its operand; its bias stays whole.
     for node, cut in cuts.rows.items():
         if product(node) is not None:
             _, weight, _, inner = known_product(node)
@@ -261,5 +266,5 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
 
 
 def uncut_heads(graph: fx.Graph) -> int:
-    """Return the greatest common divisor of all query head counts in a graph; 0 where it has no attention."""
+    """Return the greatest common divisor of all query head counts in a graph; 0 if it has no attention."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target is varlen))

@@ -1,14 +1,14 @@
-"""Pass `fuse_head`: the head's product and the loss become one operator, so that the logits never exist as a whole.
+"""Pass `fuse_head`: fuse the head's product and the loss into one operator, so that the logits are never materialised.
 
     hidden [1, T, H] -- linear(weight [V, H]) --> logits [1, T, V] -- view, to fp32 --> [T, V]
                      -- cross_entropy(labels [T], "sum") --> loss []
     becomes
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
-For 32K tokens and a vocabulary of 128K, logits in fp32 alone would be 16 GiB. The operator goes through them in chunks.
+For 32K tokens and a vocabulary of 128K, logits in fp32 alone would take 16 GiB. The operator computes them in chunks.
 
-It applies where a rank has the whole vocabulary. Where that is cut, `shard` writes the operator itself, because the
-loss of parts is no single node that could be found afterwards.
+It applies if a rank has the whole vocabulary. If the vocabulary is sharded, `shard` writes the operator itself, because
+the loss of parts is not a single node that could be found afterwards.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hydragraph.passes.vocabulary import MEAN, SUM
 aten = torch.ops.aten
 head_loss = torch.ops.hydragraph.head_loss.default
 
-# Between the product and the loss: the same numbers in another shape, or exactly as many of them in fp32.
+# Between the product and the loss: operators that keep the values, reshaped or in fp32.
 _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.to.dtype})
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head's nodes: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
+    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
 
     hidden: fx.Node
     weight: fx.Node
@@ -43,10 +43,10 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph with the operator in place of head and loss; the same one where it does not find these two.
+    """Return a graph with the fused operator in place of head and loss, or the same graph if it does not find these.
 
     Args:
-        module: a forward graph over whole weights, as `shard` gives it for tensor-parallel degree 1.
+        module: a forward graph over whole weights, as returned by `shard` for tensor-parallel degree 1.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -68,13 +68,13 @@ def find_head(loss: fx.Node) -> Head | None:
     """Return the head that ends in this node, if it is a summed cross-entropy of a product without a bias."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
-    # What the operator does not compute stays two operators: weighted classes, a mean, smoothed labels, a bias.
+    # Cases that the operator does not support remain two operators: class weights, a mean, label smoothing, a bias.
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
     if weight is not None or reduction != SUM or smoothing:
         return None
-    # Back from the loss to the product; a value between them that something else reads must be computed anyway.
+    # Back from the loss to the product; an intermediate value with another reader must be computed anyway.
     product = _node(logits)
     while product.target in _BETWEEN and len(product.users) == 1:
         product = _node(product.args[0])
@@ -92,6 +92,6 @@ def _node(value: object) -> fx.Node:
 
 
 def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
-    """Say whether the loss is computed in fp32 at least, as the operator does; some models keep it in 16 bits."""
+    """Return whether the loss is computed in at least fp32, like the operator; some models keep it in 16 bits."""
     dtype = value_of(loss).dtype
     return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))

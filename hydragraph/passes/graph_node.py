@@ -1,4 +1,4 @@
-"""Read one node of a forward graph: its operands, the sizes of its value, and the product that it may be."""
+"""Access to one node of a forward graph: its operands, the sizes of its value, and the product that it may be."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def shape(node: fx.Node) -> list[Any]:
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's positional arguments; FX types them too widely to work with."""
+    """Return a node's positional arguments, with a type that is narrower than FX's."""
     return node.args
 
 
 class Product(NamedTuple):
-    """A product with a weight, taken apart; `inner` is the weight's input dimension."""
+    """Operands of a product with a weight; `inner` is the weight's input dimension."""
 
     x: fx.Node
     weight: fx.Node
@@ -34,9 +34,9 @@ class Product(NamedTuple):
 
 
 def product(node: fx.Node) -> Product | None:
-    """Take a product with a weight apart; None: the node is none."""
-    # `linear` has its weight as [out, in]; a Conv1D of transformers calls `addmm`, whose weight is [in, out], and what
-    # `differentiate` traces has `mm` with a transposed view.
+    """Return the operands of a product with a weight, or None for any other node."""
+    # The weight of `linear` is [out, in]; a Conv1D of transformers calls `addmm`, whose weight is [in, out], and traces
+    # by `differentiate` have `mm` with a transposed view.
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
         return Product(x, weight, bias[0] if bias else None, 1)
@@ -50,7 +50,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def known_product(node: fx.Node) -> Product:
-    """Take apart what is known to be a product."""
+    """Return the operands of a node that is known to be a product."""
     parts = product(node)
     assert parts is not None, node
     return parts

@@ -1,14 +1,14 @@
-"""The graph passes: what turns a block's template into the graphs that one rank of a stage runs, in order.
+"""Graph passes: the steps from a block's template to the graphs that one rank of a stage runs, in order.
 
-    Template   what capture made of a block, with the places where tensor parallelism communicates
+    Template   a captured block, with the places where tensor parallelism communicates
       shard, fuse_head
     Sharded    a rank's own forward graph
       differentiate, accumulate, compile
     Variant    its forward and its backward
 
-At capture, `clean` and `annotate` have made the templates. Each pass is a pure function: it leaves the graphs that it
-takes as they are. `hydragraph show CONFIG --passes` prints what each of them makes of a model's blocks. The passes that
-make rank programs, in which blocks are single instructions, are listed in `hydragraph.passes.pipeline`.
+At capture, `clean` and `annotate` have made the templates. Each pass is a pure function: it does not modify its input
+graphs. `hydragraph show CONFIG --passes` prints the result of each pass for a model's blocks. The passes that make rank
+programs, in which blocks are single instructions, are listed in `hydragraph.passes.pipeline`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # the name of the last pass, whose graphs belong to a device
+COMPILE = "compile"  # name of the last pass, whose graphs are specific to a device
 
 Graphs = Template | ShardedTemplate | Variant
 
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """All that the graphs of one block on one rank depend on.
+    """Everything that determines the graphs of one block on one rank.
 
     Attributes:
-        template: what the block is an instance of.
+        template: template of the block.
         parameters: the template's local parameter names -> the parameters of one block.
-        part: which rank of which stage.
-        dtype: that the model computes in.
+        part: rank and kind of the stage.
+        dtype: compute dtype of the model.
         learning: what to compute gradients of: local parameter names, and "hidden".
-        partitioner: what decides otherwise what is saved: "min_cut" or "default" (functorch's).
-        fused_head: make a head and its loss one operator.
-        added: let products add gradients up where they can.
+        partitioner: selects the saved values, unless the stage recomputes: "min_cut" or "default" (functorch's).
+        fused_head: fuse a head and its loss into one operator.
+        added: let products accumulate gradients where possible.
         backend: "eager", or "inductor", which compiles the graphs for `device`.
-        device: what they run on.
-        where: the block's name, for errors.
+        device: device that the graphs run on.
+        where: name of the block, for errors.
     """
 
     template: Template
@@ -67,7 +67,7 @@ class VariantSpec:
 
     @property
     def key(self) -> str:
-        """64 hex digits over all that its graphs depend on before a backend compiles them, alike in every process."""
+        """64 hex digits that identify the graphs before a backend compiles them, equal in every process."""
         shards = [(p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values()]
         made = [name for name in passes_for(self) if name != COMPILE]
         how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, made)
@@ -79,10 +79,10 @@ class GraphPass:
     """One step from a template to the graphs that a rank runs.
 
     Attributes:
-        name: what it is called in lists and dumps.
-        when: what it applies to, in words.
-        applies: whether it does, to a spec.
-        run: makes the next graphs of those that the pass before it made.
+        name: name in lists and dumps.
+        when: condition for the pass, as text.
+        applies: condition for the pass, as a function of the spec.
+        run: computes the next graphs from those of the previous pass.
     """
 
     name: str
@@ -92,13 +92,13 @@ class GraphPass:
 
     @property
     def meaning(self) -> str:
-        """Return what it does, in a sentence."""
+        """Return its purpose, in a sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """What one pass made of a template's graphs, and the seconds that this took."""
+    """Graphs made by one pass, and its duration in seconds."""
 
     name: str
     graphs: Graphs
@@ -139,13 +139,13 @@ def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
 
 
 def _is_added(spec: VariantSpec) -> bool:
-    # Sums of gradients are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
+    # Gradient sums are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
     return spec.added and spec.backend == "eager" and spec.dtype is torch.float32
 
 
 GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("shard", "always", lambda spec: True, _shard),
-    # Where the vocabulary is cut, `shard` has written the fused operator already.
+    # If the vocabulary is sharded, `shard` has already written the fused operator.
     GraphPass(
         "fuse_head", "fused head, uncut vocabulary", lambda spec: spec.fused_head and spec.part.tp == 1, _fuse_head
     ),
@@ -161,13 +161,13 @@ def passes_for(spec: VariantSpec) -> tuple[str, ...]:
 
 
 def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[PassResult]:
-    """Run the passes that apply, one after another, and yield what each of them made.
+    """Run the passes that apply, in order, and yield the result of each.
 
     Args:
-        traced: what an earlier process made of an equal spec (`VariantSpec.key`); then no pass runs but `compile`.
+        traced: variant that an earlier process made from an equal spec (`VariantSpec.key`); then only `compile` runs.
 
     Raises:
-        Unsupported: naming the block, for what a pass cannot do.
+        Unsupported: a pass does not support the block, which the message names.
     """
     graphs: Graphs = traced or spec.template
     for graph_pass in GRAPH_PASSES:
@@ -178,12 +178,12 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
 
 
 def make_variant(spec: VariantSpec, traced: Variant | None = None) -> tuple[Variant, dict[str, float]]:
-    """Run all passes that apply; return the graphs that a rank runs, and pass -> the seconds that it took.
+    """Run all passes that apply; return the graphs that a rank runs, and pass -> seconds.
 
     Args:
         traced: as for `run_passes`.
     """
-    # One after another, and only the last graphs are kept: those of a large block hold thousands of nodes.
+    # Only the latest graphs are kept: those of a large block have thousands of nodes.
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
     for result in run_passes(spec, traced):
@@ -194,14 +194,14 @@ def make_variant(spec: VariantSpec, traced: Variant | None = None) -> tuple[Vari
 
 
 def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
-    """Return the graphs by name: "forward", and "backward" once there is one."""
+    """Return the graphs by name: "forward", and "backward" once it exists."""
     if isinstance(graphs, Variant):
         return {"forward": graphs.forward, "backward": graphs.backward}
     return {"forward": graphs.graph}
 
 
 def shard_strides(parameter: Parameter, part: StagePart) -> tuple[int, ...]:
-    """Return the strides of a rank's shard as the executor hands it over: a view of a flat buffer."""
+    """Return the strides of a rank's shard as the executor passes it: a view of a flat buffer."""
     elements = sum(hi - lo for lo, hi in parameter.intervals(part.tp, part.index))
     flat = torch.empty(elements, device="meta")
     return tuple(parameter.natural(flat, part.tp, part.index).stride())

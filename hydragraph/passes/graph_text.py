@@ -1,4 +1,4 @@
-"""FX graphs as text that a person can compare: one operator a line, values numbered in order; and how two differ."""
+"""Readable text of FX graphs, with one operator per line and values numbered in order; and comparison of graphs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators; only placeholders keep their names, since all others vary with what ran before.
+    """Return a graph's operators; only placeholders keep their names, since all others depend on earlier traces.
 
-    Those of other tensors that a block was called with are counted: releases of transformers differ in how many a block
-    does not use.
+    Placeholders of a block's other tensor inputs are numbered: releases of transformers differ in how many a block
+    leaves unused.
     """
-    # Numbered by place: the names that FX gives depend on what else was traced in the process.
+    # Numbered by position: the names given by FX depend on what else was traced in the process.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []
@@ -36,12 +36,12 @@ def graph_text(module: fx.GraphModule) -> str:
 
 
 def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
-    """Say in one line how many operators a graph has, and which it has more or fewer times than another.
+    """Summarise in one line a graph's number of operators, and the operators added to or removed from another graph.
 
-    For instance "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
+    For example "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
 
     Args:
-        before: None where there was no such graph.
+        before: None if there was no such graph.
     """
     old, new = (_operators(module) for module in (before, after))
     count = f"{new.total()} operator{'s' * (new.total() != 1)}"
@@ -53,7 +53,7 @@ def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return what a node calls, such as "aten.mm.default", "getitem", or ".all_reduce" of the runtime's object."""
+    """Return the target of a node, such as "aten.mm.default", "getitem", or ".all_reduce" of the runtime's object."""
     if isinstance(node.target, str):
         return f".{node.target}" if node.op == "call_method" else node.target
     if node.target.__module__ == "_operator":
@@ -63,7 +63,7 @@ def operator_name(node: fx.Node) -> str:
 
 def _operators(module: fx.GraphModule | None) -> Counter[str]:
     nodes = module.graph.nodes if module is not None else ()
-    # A function of ours is written as "<function communicate".
+    # A function of hydragraph is printed as "<function communicate".
     return Counter(
         operator_name(node).removeprefix("<function ") for node in nodes if node.op not in ("placeholder", "output")
     )

@@ -1,20 +1,20 @@
-"""The joint graph of a sharded template, forward and backward in one: traced once for all degrees where that is proven.
+"""Joint graph of a sharded template, forward and backward in one: traced once for all degrees if that is proven valid.
 
-A trace is most of what compiling a block costs, and at tensor-parallel degree 4 it finds what it found at degree 2, but
-for sizes. So a template is traced once with shares that are multiples of one large prime P, and each degree's graph is
-that trace with P replaced by 1 / degree:
+Tracing dominates the cost of compiling a block, and a trace at tensor-parallel degree 4 differs from one at degree 2
+only in sizes. So a template is traced once with shares that are multiples of one large prime P, and each degree's graph
+is that trace with P replaced by 1 / degree:
 
     of a Llama with 32 heads of 128        whole      in the trace     tp 2        tp 4
     weight of the queries, rows            4096       4096 P           2048        1024
     view(q, [1, -1, heads, 128])           32         32 P             16          8
     elements of a token's queries          4096       4096 P           2048        1024
 
-A number of the model's own is less than P, and a share is a multiple of it: which is which is read from the number
-(Kronecker's substitution), through whatever sums and products the trace has made of it. Nothing is guessed. What is not
-surely the one or the other, a share that the degree does not divide, and one that becomes 1, which PyTorch treats
-unlike all others, have the degree traced by itself. So has sequence parallelism, whose graphs name the degree. The
-trace's forward must say at a degree what that degree's own says, and what is derived is proven for other numbers of
-tokens (`hydragraph.passes.prove_sizes`), as every trace is.
+A number of the model itself is less than P, and a share is a multiple of P: the number alone tells which it is
+(Kronecker's substitution), through all sums and products in the trace. Nothing is guessed. The degree gets its own
+trace if a number is not provably one or the other, if the degree does not divide a share, or if a share becomes 1,
+which PyTorch specialises on. So does sequence parallelism, whose graphs contain the degree. At each degree the trace's
+forward must equal that degree's own forward, and the derived graph is proven for other numbers of tokens
+(`hydragraph.passes.prove_sizes`), like every trace.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 _LOG = logging.getLogger(__name__)
 
-SHARE = 268_435_399  # P, a prime: numbers of models are smaller, and P times the elements of a weight fits 64 bits
+SHARE = 268_435_399  # P, a prime: numbers in models are smaller, and P times the elements of a weight fits 64 bits
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # "to the end" of a slice
 _KEPT = 16  # traces: a model has about three templates
-_WIDE = StagePart(StageKind(2))  # any rank of a stage of more than one
+_WIDE = StagePart(StageKind(2))  # any rank of a stage with more than one
 
 
 class _NotProvenError(Exception):
-    """A number is not surely a share, or not surely none."""
+    """Raised if it is not provable whether a number is a share."""
 
 
 @dataclass(frozen=True)
 class _WideRule(ShardRule):
-    """Cuts a parameter into parts that are P times the whole."""
+    """Rule whose parts are P times the whole."""
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return P times the units of a segment, whoever asks."""
+        """Return P times the units of a segment, for any rank."""
         return 0, self.segments[segment] * SHARE
 
 
@@ -71,15 +71,15 @@ def joint_of(
     fused_head: bool = False,
     where: str = "template",
 ) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
-    """Return the joint graph of a rank, whose sizes are proven, its placeholders' values, and how many outputs it has.
+    """Return a rank's joint graph with proven sizes, the values of its placeholders, and its number of outputs.
 
     Args:
-        sharded: what `shard` made of the template for this part, with the same `fused_head`.
+        sharded: result of `shard` for the template and this part, with the same `fused_head`.
         learning: what to compute gradients of: local parameter names, and "hidden".
-        where: which block this is, for errors.
+        where: name of the block, for errors.
 
     Raises:
-        Unsupported: it would hold for some numbers of tokens only.
+        Unsupported: the graph would hold only for some numbers of tokens.
     """
     proven = f"{where}, with its gradient"
     outputs = len(_outputs(sharded.graph))
@@ -100,7 +100,7 @@ def joint_of(
 
 @dataclass(frozen=True)
 class _WideTrace:
-    """A sharded template and its joint graph as data, with shares that are multiples of P."""
+    """Sharded template and its joint graph as data, with shares that are multiples of P."""
 
     forward: Mapping[str, Any]
     joint: Mapping[str, Any]
@@ -115,20 +115,20 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> _WideTrace | None:
-    """Trace a template with shares of P; None where PyTorch cannot.
+    """Trace a template with shares of P; return None if PyTorch cannot.
 
     Args:
-        content: the template's; templates of equal text may have been traced with other sizes.
+        content: the template's content; templates with equal text may have been traced with other sizes.
     """
     wide = {name: _widened(parameter) for name, parameter in parameters}
     try:
         sharded = shard(template, wide, _WIDE, fused_head)
         joint, values = _traced(template, sharded, wide, _WIDE, dtype, learning)
-        if assumptions(values):  # which a degree's own graph, being data, does not tell
+        if assumptions(values):  # a degree's own graph, as data, does not show these
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # Whatever this is, of sizes that no machine has: the trace of real ones says what is wrong with a model.
+        # These sizes exceed any machine, so any error may occur: the trace with real sizes reports errors of the model.
         _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
         return None
 
@@ -144,9 +144,9 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     """Return the joint graph of a degree.
 
     Raises:
-        _NotProvenError: it has to be traced.
+        _NotProvenError: the degree needs its own trace.
     """
-    # Inputs are compared as well as calls: of uneven shards some rank's are no whole part of the parameter.
+    # Inputs are compared as well as calls: uneven shards differ from the parameter divided by the degree.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -154,20 +154,20 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
     (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
     for node in joint.graph.nodes:
-        value_of(node)  # partitioners look for it where PyTorch keeps it
+        value_of(node)  # partitioners expect it where PyTorch stores it
     return joint
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
-    """Yield the nodes of a graph's data with each share divided by a degree."""
-    known: dict[str, str] = {}  # expressions of sizes that were read before
+    """Yield the nodes of a graph's data with each share divided by the degree."""
+    known: dict[str, str] = {}  # size expressions that were already converted
     for name, op, target, args, kwargs, value in nodes:
         arguments, named = (_narrow(given, tp) if op != "output" else given for given in (args, kwargs))
         yield [name, op, target, arguments, named, _narrow_value(value, tp, known)]
 
 
 def _narrow(argument: Any, tp: int) -> Any:
-    """Divide the shares in a node's arguments."""
+    """Divide the shares in a node's arguments by the degree."""
     if isinstance(argument, bool) or argument is None or isinstance(argument, str):
         return argument
     if isinstance(argument, int):
@@ -180,7 +180,7 @@ def _narrow(argument: Any, tp: int) -> Any:
 
 
 def _narrow_value(value: Any, tp: int, known: dict[str, str]) -> Any:
-    """Divide the shares in what stands for a node's value."""
+    """Divide the shares in the description of a node's value."""
     if isinstance(value, list) and value[0] == "list":
         return ["list", *(_narrow_value(part, tp, known) for part in value[1:])]
     if isinstance(value, list):
@@ -194,13 +194,13 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
     if isinstance(size, int):
         return _share(size, tp)
     if size not in known:
-        # The numbers of an expression, but not those in the names of its symbols.
+        # The numbers in an expression, except those in the names of its symbols.
         known[size] = re.sub(r"(?<![\w.])\d+", lambda number: str(_share(int(number[0]), tp)), size)
     return known[size]
 
 
 def _share(number: int, tp: int) -> int:
-    """Return what a number of the trace is at a degree."""
+    """Return the value of a traced number at a degree."""
     if abs(number) < SHARE or number in _UNBOUNDED:
         return number
     times, rest = divmod(number, SHARE)
@@ -212,7 +212,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    """Return a number that is no multiple of P, and no inverse or root of one: not computed from a share."""
+    """Return a number that is not a multiple of P, nor the inverse or root of one, and so not computed from a share."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate in candidates:
@@ -241,9 +241,9 @@ def _specs(
     dtype: torch.dtype,
     learning: Collection[str],
 ) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
-    """Describe the graph's inputs (local shards, then everything else with its symbolic sizes) and its outputs."""
-    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp of them here and
-    # everything else T, so these become two symbols, of which one is `tp` times the other.
+    """Return the specs of the graph's inputs (local shards, then all others with symbolic sizes) and its outputs."""
+    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp tokens here and
+    # everything else has T, so these become two symbols, one `tp` times the other.
     hints: dict[str, int] = {}
     shapes = {n: parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
     specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
@@ -259,9 +259,10 @@ def _specs(
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Describe one value; under sequence parallelism over `ranks` each has its part of the tokens of some values.
+    """Return the spec of one value; under sequence parallelism over `ranks`, each rank has a part of some values'
+    tokens.
 
-    A size's hint is then `ranks` times the traced one, so that it divides.
+    A size's hint is then `ranks` times the traced one, so that it is divisible.
     """
     # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
     value = value_of(node)

@@ -1,11 +1,11 @@
-"""How each operator carries a cut: from the cuts of its operands to that of its result; None: it needs them whole.
+"""Rules by which operators propagate cuts from operands to results; None: the operator needs whole operands.
 
-A rule gets the analysis under way (to read operands' cuts, and to note units and segments) and a node. For instance,
-if x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
-transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of that needs it whole: each rank would normalise
-over its own heads.
+A rule takes the running analysis (to read operands' cuts, and to record units and segments) and a node. For example, if
+x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
+transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the latter needs it whole: each rank would
+normalise over its own heads.
 
-To admit an operator, add a rule to `RULES`; those that PyTorch tags as pointwise need none.
+To support an operator, add a rule to `RULES`; operators that PyTorch tags as pointwise need none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 # Views that list their sizes: `shard` writes this rank's sizes into the list.
 SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
-MOVES = frozenset(  # of dimensions, or of none but one of size 1
+MOVES = frozenset(  # move dimensions, or add or remove one of size 1
     {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
 )
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
@@ -38,8 +38,9 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
 def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Return the one cut that all cut operands of an elementwise operator share, with broadcasting."""
-    # Dimensions are matched from the back, as broadcasting does: in [4, T, 16] * [T, 1], dimension 1 meets dimension 0.
+    """Return the cut shared by all cut operands of an elementwise operator, with broadcasting."""
+    # Dimensions are matched from the last one, like in broadcasting: in [4, T, 16] * [T, 1], dimension 1 meets
+    # dimension 0.
     out: Cut | None = None
     ndim = len(shape(node))
     for operand in node.all_input_nodes:
@@ -48,19 +49,19 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Two cut operands, as gate and up of an MLP: equal units of each must meet on the same rank.
+            # Two cut operands, such as gate and up of an MLP: equal units of each must be on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length):
                 return None
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    # A whole operand must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] along the cut is not.
+    # A whole operand must be the same for every unit: cos [1, 1, T, 16] is, but a bias [64] along the cut is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
             if dim >= 0 and shape(operand)[dim] != 1:
                 return None
-    # The origins meet here, so what is the unit of one is the unit of all.
+    # The origins meet here, so the unit of one becomes the unit of all.
     cuts.refine(out, cuts.unit(out))
     return out
 
@@ -125,7 +126,7 @@ def _expand(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # All parts cut alike, and joined along another dimension, as the halves of rotary embeddings are.
+    # All parts must be cut alike and joined along another dimension, like the halves of rotary embeddings.
     parts = operands(node)[0]
     dim = operands(node)[1] if len(operands(node)) > 1 else 0
     part_cuts = [cuts.of(p) for p in parts]
@@ -153,7 +154,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     if after <= before:
         scale = cut.scale * (before // after)
         cuts.refine(cut, scale)
-    # [.., 4, 16] -> [.., 64]: merged with what stands behind it, each of the 64 is an origin element again.
+    # [.., 4, 16] -> [.., 64]: merged with the following dimension, each of the 64 is an origin element again.
     else:
         scale = cut.scale // (after // before)
         if scale == 0:
@@ -162,10 +163,10 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
-    """Return the dimension of a view that has dimension `dim` of the viewed value as its outermost factor, or None.
+    """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, hence 1; dimension 3 is the inner one, so
-    that each rank's part would be scattered over the 64: None.
+    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1; dimension 3 is the
+    inner one, so that each rank's part would be scattered over the 64: None.
     """
     # Both shapes are read from the left in groups of equal product: (1, T) | (4, 16) and (T) | (64).
     i = j = 0
@@ -176,7 +177,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
         b = after[j]
         i += 1
         j += 1
-        # Symbolic sizes are compared by name, and by the trace's example where one must grow; both fit there.
+        # Symbolic sizes are compared by name, and by the trace's example when one must grow; both are valid there.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -186,7 +187,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
                 j += 1
         if first_i <= dim < i:
             outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
-            # Of [T, H] as [T, 1, H], the 1 is not what is cut.
+            # In [T, H] as [T, 1, H], the 1 is not the cut dimension.
             return first_j if outer_is_one else None
     return None
 
@@ -209,7 +210,7 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def split_sizes(node: fx.Node) -> list[int]:
-    """Return the sizes of the parts that a split makes."""
+    """Return the sizes of the parts of a split."""
     x, sizes = operands(node)[:2]
     if not isinstance(sizes, int):
         return list(sizes)
@@ -220,7 +221,7 @@ def split_sizes(node: fx.Node) -> list[int]:
 
 
 def split_dim(node: fx.Node) -> int:
-    """Return the dimension that a split cuts, counted from the front."""
+    """Return the dimension of a split as a non-negative index."""
     dim: Any = operands(node)[2] if len(operands(node)) > 2 else node.kwargs.get("dim", 0)
     return int(dim) % len(shape(operands(node)[0]))
 
@@ -238,7 +239,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Defaults fill in what the call leaves out; what is cut across, in steps, would give ranks uneven parts.
+    # Defaults replace omitted arguments; a slice with a step along the cut would give ranks uneven parts.
     x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
     cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
@@ -254,11 +255,11 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, heads, D] each: query, key and value are cut by heads or not at all; bounds and lengths are whole.
+    # [T, heads, D] each: query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
     head_cuts = [c for n in operands(node)[:3] if (c := cuts.of(n)) is not None and c.dim == 1]
     if len(head_cuts) < 3 or any(cuts.of(n) for n in operands(node)[3:]):
         return None
-    # Fewer key heads than ranks are shared, not split: a rule must know that these units are heads.
+    # If there are fewer key heads than ranks they are shared, not split, so rules must know that these units are heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
@@ -297,7 +298,7 @@ def _type_as(cuts: Cuts, node: fx.Node) -> Cut | None:
     return cuts.of(operands(node)[0])
 
 
-# Elementwise operators that PyTorch does not tag as such. prelu's weight has one number, or one for each feature.
+# Elementwise operators that PyTorch does not tag as such. prelu has one weight, or one per feature.
 _UNTAGGED = (
     *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
     *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),
@@ -339,5 +340,5 @@ RULES: dict[Any, Rule] = {
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Say whether an operator works element by element, with broadcasting."""
+    """Return whether an operator is elementwise, with broadcasting."""
     return has_tag(node.target, torch.Tag.pointwise) or RULES.get(node.target) is pointwise

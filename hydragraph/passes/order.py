@@ -1,9 +1,9 @@
 """Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule.
 
-A rank's work is a list of tasks, each the forward or the backward of one micro-batch through the stage, in the order of
-the clock (`passes.clock`). 1F1B runs min(M, S - 1 - s) forwards ahead on stage s of S, then alternates, then drains: at
-most S - s micro-batches of a pipeline are alive. GPipe runs all forwards, then all backwards. Both run a pipeline's
-micro-batches in ascending order, so that they add up gradients in the same order.
+A rank's work is a list of tasks, each the forward or the backward of one micro-batch through the stage, ordered by the
+clock (`ir.schedules.clock`). 1F1B runs min(M, S - 1 - s) forwards ahead on stage s of S, then alternates, then drains:
+at most S - s micro-batches of a pipeline are alive. GPipe runs all forwards, then all backwards. Both run a pipeline's
+micro-batches in ascending order, so that they sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Task = tuple[Op, int]
 def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Fill a rank's empty program with forwards, backwards (to train), sends and receives.
 
-    A stage of u ranks takes values from one of t ranks as follows: receiver j takes from sender j mod t, so every
-    sender serves its receivers in order, and a stage with fewer receivers leaves some senders without any.
+    A stage of u ranks receives values from one of t ranks as follows: receiver j receives from sender j mod t, so every
+    sender serves its receivers in order, and if there are fewer receivers some senders have none.
     """
     stage = placement.stage_of.get(program.rank)
     if stage is None:
@@ -42,7 +42,7 @@ def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, .
     """Return a stage's (forward or backward, micro-batch) tasks in order."""
     beats = placement.beats(stage)
     of_pipelines = [(beats[role.pipeline], role.micro_batches) for role in stage.roles]
-    # At the same time by the clock a backward comes first, which makes room; then the order is that of the pipelines.
+    # At equal clock times a backward comes first, to free memory; ties are then broken by the order of pipelines.
     forwards = [(beat.forward_at(m), 1, (Op.FORWARD, m)) for beat, numbers in of_pipelines for m in numbers]
     backwards = [(beat.backward_at(m), 0, (Op.BACKWARD, m)) for beat, numbers in of_pipelines for m in numbers]
     forwards.sort(key=itemgetter(0))
@@ -51,7 +51,7 @@ def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, .
     elif placement.schedule == "gpipe":
         in_order = [*forwards, *sorted(backwards, key=itemgetter(0))]
     elif not stage.roles[0].following:
-        # On the last stage a backward waits for nothing but its own forward: no two micro-batches are alive.
+        # On the last stage a backward only waits for its own forward: at most one micro-batch is alive.
         return tuple((op, m) for _, _, (_, m) in forwards for op in (Op.FORWARD, Op.BACKWARD))
     else:
         in_order = sorted([*forwards, *backwards], key=itemgetter(0, 1))
@@ -61,7 +61,7 @@ def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, .
 def _forward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
 ) -> Iterator[Instruction]:
-    """Run the stage's blocks in order on micro-batch m; the received value is asked for before all else."""
+    """Run the stage's blocks in order on micro-batch m, after posting the receive of its input."""
     first, last = stage.blocks
     yield from _receive(activation(first - 1, m), role.previous, stage, rank)
     yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
@@ -78,9 +78,9 @@ def _forward(
 def _backward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
 ) -> Iterator[Instruction]:
-    """Run the stage's blocks in reverse, down to the lowest that learns; in mode "evaluate" there is none."""
+    """Run the stage's blocks in reverse, down to the lowest with trainable parameters; not used in mode "evaluate"."""
     first, last = stage.blocks
-    # Below the lowest block that learns nobody needs a gradient: stages there send and receive none.
+    # Below the lowest trainable block no gradient is needed: stages there neither send nor receive any.
     if last <= outline.lowest:
         return
     yield from _receive(activation_gradient(last - 1, m), role.following, stage, rank)
@@ -106,7 +106,7 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # Every rank of a stage has the whole value; sender i of t serves receivers i, i + t, ..., so none of them is idle
-    # while another one sends to all.
+    # Every rank of a stage has the whole value; sender i of t serves receivers i, i + t, ..., so that the ranks share
+    # the sending.
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

@@ -1,9 +1,9 @@
-"""Overlap: weights in, gradients out, receives and the ends of sends, placed so that they run while the rank computes.
+"""Overlap: placement of pulls, pushes, receives and the ends of sends so that they overlap with computation.
 
-Exchanges of weights and of gradients are grouped operations: every rank enters all of them, in one order, also for
-buckets it does not hold, because its home shard takes part. Entering one does not block. Where a home has second
-owners, a push goes on by itself once its sums are there: they are handed on in the order of the pushes, beside what the
-rank computes then, and the commit waits for that, too.
+Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, even for
+buckets it does not use, because its home shard takes part. Entering one does not block. If a home has second owners, a
+push continues on its own once its sums are complete: they are replicated in the order of the pushes, concurrently with
+computation, and the commit waits for that as well.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hydragraph.passes.window import free_to_wait, interleaved, windowed
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
-    Pulls come first, in block order; pushes of what is not frozen follow in reverse. Both wait for earlier ones where
-    the window (`passes.window`) is full. The commit reads what it ends: the losses, which it sums, and the gradients,
-    whose pushes it waits for. What is then on its way to other stages is freed before it.
+    Pulls come first, in block order; pushes of trainable buckets follow in reverse. Both wait for earlier ones if the
+    window (`passes.window`) is full. The commit reads what it completes: the losses, which it sums, and the gradients,
+    whose pushes it waits for. Messages still on their way to other stages are freed before it.
     """
     mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
@@ -56,13 +56,13 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 
 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
-    """Post a forward's receive before the backward that precedes it, so that the transfer runs meanwhile.
+    """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
 
-    Safe even if a receive blocked its rank, where by the clock (`passes.clock`) the stage before runs that forward
-    earlier than whoever waits for the backward runs its own: then the backward may come so late. With w = S - 1 - s,
-    stage s of a pipeline that shares none runs F(m), B(m - w), F(m + 1), and stage s - 1 runs F(m + 1) while that one
-    runs B(m - w).
-    Only forward receives move: if both kinds did, the two stages would each wait for the other to send first.
+    This is safe even if a receive blocked its rank, provided that by the clock (`ir.schedules.clock`) the previous
+    stage runs that forward before the stage that waits for this backward runs its own: the backward may then be that
+    late. With w = S - 1 - s, stage s of a pipeline that shares no stage runs F(m), B(m - w), F(m + 1), and stage
+    s - 1 runs F(m + 1) while stage s runs B(m - w). Only forward receives move: if both kinds did, the two stages
+    would each wait for the other to send first.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -71,10 +71,12 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
 
 
 def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
-    """Return where an instruction goes: a forward's receive in front of the backward right before it, else the end."""
+    """Return the index of an instruction: a forward's receive goes before the immediately preceding backward, others
+    last.
+    """
     if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
         return len(before)
-    # Past the sends that end the backward, then past its blocks; all else stays behind.
+    # Move before the sends that end the backward, then before its blocks.
     at = len(before)
     while at > 0 and before[at - 1].op is Op.SEND:
         at -= 1
@@ -94,16 +96,16 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert the pushes in the order given, each as soon as its gradient is complete and those before it are issued.
+    """Insert the pushes in the given order, each once its gradient is complete and earlier pushes are issued.
 
-    They go before the next computation, not right behind the last one, because a send that another stage waits for
-    should leave first. Pushes of others' buckets wait for the rank's last forward: no gradient is complete earlier.
-    Pushes that wait for earlier ones come at index `free` of the work at the earliest.
+    They go before the next computation rather than directly after the last one, because a send that another stage waits
+    for should leave first. Pushes of buckets that other ranks use wait for the rank's last forward: no gradient is
+    complete earlier. Pushes that wait for earlier ones come at index `free` of the work at the earliest.
     """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
-    # A push in the middle of the forwards would take the link from activations that others wait for.
+    # A push between forwards would take link bandwidth from activations that other ranks wait for.
     last_forward = max((i for i, instruction in enumerate(work) if instruction.op is Op.FORWARD), default=-1)
     placed: list[Instruction] = []
     issued = 0
@@ -121,22 +123,22 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message as soon as it has surely left, so that nobody is held up by waiting for that.
+    """Free every message once it is known to have left, so that waiting for it delays no rank.
 
-    gloo says that a message has left to those only that wait for it, so the program says when to ask:
-    - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has made this gradient from it.
+    gloo reports that a message has left only to a rank that waits for it, so the program schedules the wait:
+    - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has computed this gradient from it.
     - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: the previous stage, which runs one forward further
-      ahead, has run the backward of m before the forward that the last computation here came from.
+      ahead, has run the backward of m before the forward that the last computation here received.
 
         p2p      send h1.0 -> rank 2           makes h1.0>2
         ...
         compute  free h1.0>2                   d1.0 is waited for next, and rank 2 made it from h1.0
         compute  ... += backward layer.0 [0] (s.layer.0.0, d1.0, W.layer.0)
 
-    What then is left, is freed at the end.
+    The remaining messages are freed at the end.
     """
     ended: list[Instruction] = []
-    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # what was sent -> its messages, one per receiver
+    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages, one per receiver
     for instruction in work:
         before: list[Value] = []
         if instruction.op is Op.BACKWARD:
@@ -158,12 +160,12 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
 
 
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Set each instruction's `after`, in front of what the window has set."""
+    """Set each instruction's `after`, before the entries set by the window."""
     stream_of: dict[Value, Stream] = {}
     waiting: list[Instruction] = []
     for each in instructions:
         after = (*waits(each, stream_of), *each.after)
-        # Not by `replace`, which takes several times as long, for each of thousands of instructions.
+        # `replace` takes several times as long, which matters for thousands of instructions.
         waiting.append(
             Instruction(each.op, each.target, each.micro_batch, each.peer, each.reads, each.writes, after)
             if after

@@ -1,4 +1,4 @@
-"""The passes that turn an outline, a strategy and counts of micro-batches into rank programs."""
+"""Pipeline of the passes that turn an outline, a strategy and numbers of micro-batches into rank programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.spec.strategy import Strategy
 
 Pass = Callable[[Placement, Mode, RankProgram], RankProgram]
 
-# What runs on every rank's program, in order, once `place` has placed the blocks.
+# The passes that run on every rank's program, in order, after `place` has placed the blocks.
 PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("overlap", overlap), ("retain", retain))
 
 
@@ -24,16 +24,14 @@ def rank_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> tuple[RankProgram, ...]:
     """Build the programs of all ranks for one iteration, idle ranks included.
-
-    Args:
-        outline: the model.
-        strategy: which rank computes what.
-        micro_batches: how many each pipeline runs, 0 or more.
-        mode: "train", "gradients" for all but the update, or "evaluate" for forwards only.
+        outline: outline of the model.
+        strategy: assigns computation to ranks.
+        micro_batches: number of micro-batches of each pipeline, 0 or more.
+        mode: "train", "gradients" for everything except the update, or "evaluate" for forwards only.
         ranks: the world size.
 
     Raises:
-        ValueError: when these do not fit one another.
+        ValueError: the arguments are inconsistent.
     """
     return tuple(shared_programs(outline, strategy, micro_batches, mode, ranks=ranks))
 
@@ -41,10 +39,10 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build the programs of all ranks as `rank_programs` does; of ranks that differ in their peers only, just one.
+    """Build the programs of all ranks like `rank_programs`, but only one for ranks that differ only in their peers.
 
     Raises:
-        ValueError: when these do not fit one another.
+        ValueError: the arguments are inconsistent.
     """
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
@@ -52,7 +50,7 @@ def shared_programs(
 
 
 def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
-    # What decides a rank's instructions -> its body, and which of a rank's neighbours the body's peers are.
+    # Key of a rank's instructions -> its body, and the indices of the body's peers among the rank's neighbours.
     known: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
         decides, neighbours = _decides(placement, rank)
@@ -65,10 +63,11 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
-    """Return all that a rank's instructions depend on but who its neighbours are, and these neighbours.
+    """Return everything that determines a rank's instructions except the identity of its neighbours, and these
+    neighbours.
 
-    Neighbours are told apart by number, in the order in which its roles have them: a rank that sends twice to one peer
-    runs another body than one that sends once to each of two.
+    Neighbours are numbered in the order of the rank's roles: a rank that sends twice to one peer runs a different body
+    from one that sends once to each of two.
     """
     stage = placement.stage_of.get(rank)
     if stage is None:
@@ -95,10 +94,10 @@ def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
 def rank_program(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> RankProgram:
-    """Build one rank's program, equal to that element of `rank_programs` and at a fraction of its cost.
+    """Build one rank's program, equal to that element of `rank_programs`, at a fraction of the cost.
 
     Raises:
-        ValueError: when the arguments do not fit one another.
+        ValueError: the arguments are inconsistent.
     """
     *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
     return program
@@ -107,10 +106,10 @@ def rank_program(
 def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    """Yield the name of every pass with one rank's program after it; the last is what `rank_program` returns.
+    """Yield the name of every pass with one rank's program after it; the last is the result of `rank_program`.
 
     Raises:
-        ValueError: when the arguments do not fit one another.
+        ValueError: the arguments are inconsistent.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
@@ -126,7 +125,7 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
 
 
 def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
-    """Run the passes on one rank of a placement that many ranks share; `strategy` is the text of its header."""
+    """Run the passes on one rank of a placement shared by many ranks; `strategy` is the text of its header."""
     *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
     return program
 
@@ -135,7 +134,7 @@ def _passes(
     placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
     program = _header(placement, strategy, rank, ranks)
-    # Ranks are lowered one by one, each by itself: a rank of a thousand does not build the programs of the others.
+    # Ranks are lowered independently: a rank of a thousand does not build the programs of the others.
     for name, run in PASSES:
         program = run(placement, mode, program)
         yield name, program

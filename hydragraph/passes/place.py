@@ -1,4 +1,4 @@
-"""Place: which stage runs which blocks in this iteration, and which stages hold each bucket's weights for it."""
+"""Placement: the stage that runs each block in this iteration, and the stages that hold each bucket's weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlacedRole(Role):
-    """What a stage does in one of the pipelines that it serves, and its neighbours there.
+    """Role of a stage in one of its pipelines, and its neighbours there.
 
     Attributes:
-        depth: how many stages the pipeline has.
+        depth: number of stages of the pipeline.
         previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
     """
 
@@ -29,14 +29,14 @@ class PlacedRole(Role):
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """A stage that has work in this iteration.
+    """Stage with work in this iteration.
 
     Attributes:
-        roles: one for each pipeline that it serves and that runs at least one micro-batch, in the strategy's order.
+        roles: one for each of its pipelines that runs at least one micro-batch, in the strategy's order.
         ranks: in tensor-parallel order.
         layers: the half-open range of layers it computes.
         blocks: the half-open range of positions of the blocks it computes.
-        kind: what its ranks run.
+        kind: kind of the stage, shared by its ranks.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -47,7 +47,7 @@ class PlacedStage:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of those that it runs."""
+        """The numbers of the micro-batches that it runs."""
         return tuple(m for role in self.roles for m in role.micro_batches)
 
     def role_of(self, micro_batch: int) -> PlacedRole:
@@ -55,21 +55,22 @@ class PlacedStage:
         return next(role for role in self.roles if micro_batch in role.micro_batches)
 
     def part_of(self, rank: int) -> StagePart:
-        """Return which part of it one of its ranks is."""
+        """Return the part of the stage that a rank runs."""
         return StagePart(self.kind, self.ranks.index(rank))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the blocks and weights of one iteration are.
+    """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        outline: the model.
+        outline: outline of the model.
         schedule: the strategy's schedule.
-        stages: those of pipelines that have micro-batches, by pipeline and stage; a shared one once, where it is first.
-        holders: per held bucket, in pull order, the ranks of each stage that uses it. A tied bucket may be held by the
-            first and by the last stage of one pipeline; a stage that uses it twice holds it once.
-        joined: the pipelines, by those that share stages (`Strategy.joined`).
+        stages: the stages of pipelines with micro-batches, by pipeline and stage; a shared stage once, at its first
+            place.
+        holders: for each held bucket, in pull order, the ranks of each stage that uses it. A tied bucket may be held by
+            the first and the last stage of one pipeline; a stage that uses it twice holds it once.
+        joined: the pipelines, grouped by shared stages (`Strategy.joined`).
     """
 
     outline: Outline
@@ -84,10 +85,10 @@ class Placement:
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def beats(self, stage: PlacedStage) -> Mapping[int, Beat]:
-        """Return when a stage runs what, by pipeline."""
+        """Return the timing of a stage, by pipeline."""
         joined = self._joined[stage.roles[0].pipeline]
         if joined[0] not in self._beats:
-            # Of pipelines that share stages together, once they are asked for: a rank needs its own only.
+            # Computed on demand for pipelines that share stages: a rank only needs its own.
             self._beats.update(zip(joined, beats([self._runs(pipeline) for pipeline in joined]), strict=True))
         return {role.pipeline: self._beats[role.pipeline][role.stage] for role in stage.roles}
 
@@ -97,13 +98,13 @@ class Placement:
 
     @cached_property
     def _joined(self) -> Mapping[int, tuple[int, ...]]:
-        """Of each pipeline with work, all with work that it shares stages with, itself included."""
+        """For each pipeline with work, all pipelines with work that it shares stages with, including itself."""
         working = [tuple(p for p in group if p in self._chains) for group in self.joined]
         return {pipeline: group for group in working for pipeline in group}
 
     @cached_property
     def _chains(self) -> Mapping[int, list[tuple[PlacedStage, PlacedRole]]]:
-        """The stages of each pipeline with work, in order, and their roles in it."""
+        """The stages of each pipeline with work, in order, with their roles in it."""
         chains: dict[int, list[tuple[PlacedStage, PlacedRole]]] = {}
         for stage in self.stages:
             for role in stage.roles:
@@ -130,15 +131,16 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
     """Assign blocks to stages and buckets to the stages that use them.
 
-    The first block goes with layer 0, the last block with the last layer. Pipelines without micro-batches get nothing.
+    The first block is placed with layer 0, the last block with the last layer. Pipelines without micro-batches get no
+    blocks.
 
     Args:
-        outline: the model.
-        strategy: its pipelines, with as many layers as the outline.
-        micro_batches: how many each pipeline runs; 0 for a pipeline with nothing to do.
+        outline: outline of the model.
+        strategy: its pipelines have as many layers as the outline.
+        micro_batches: number of micro-batches of each pipeline; 0 for an idle pipeline.
 
     Raises:
-        ValueError: when the counts of layers or of pipelines differ, or a count of micro-batches is negative.
+        ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
     """
     if strategy.layers != outline.layers:
         raise ValueError(
@@ -149,15 +151,15 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
             f"micro_batches is {list(micro_batches)}: give one count, 0 or more, for each of the "
             f"{len(strategy.pipelines)} pipelines"
         )
-    # A pipeline without micro-batches takes no part: its ranks hold no weights, and push nothing.
+    # A pipeline without micro-batches takes no part: its ranks hold no weights and push no gradients.
     stages: dict[tuple[int, ...], PlacedStage] = {}
     for pipeline, numbers in _numbered(strategy, micro_batches).items():
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
             other = stages.get(stage.ranks)
-            # `Strategy` has checked that stages of the same ranks are one: they differ in their roles alone.
+            # `Strategy` has checked that stages with the same ranks are one: they differ only in their roles.
             stages[stage.ranks] = replace(other, roles=other.roles + stage.roles) if other else stage
     # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, whatever blocks share it.
-    # A shared stage is one too: its gradient is the sum over all its pipelines.
+    # A shared stage also has one entry: its gradient is the sum over all its pipelines.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages.values():
         for bucket in stage_buckets(outline, stage):
@@ -167,7 +169,7 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
-    """Number the micro-batches through pipelines that share stages; by pipeline, of those that have any."""
+    """Number the micro-batches across pipelines that share stages; return the numbers of each pipeline that has any."""
     numbers = {}
     for group in strategy.joined:
         first = 0

@@ -1,18 +1,20 @@
-"""Pass `prove_sizes`: no constant of a traced graph stands for a number of tokens or of sequences.
+"""Pass `prove_sizes`: prove that no constant of a traced graph is a number of tokens or of sequences.
 
-A trace sees one example, and its graph must hold for any. Three proofs, each of which sees what the others cannot:
+A trace sees one example, and its graph must hold for any. There are three proofs, each of which covers cases that the
+others miss:
 
-1. The trace noted each size that was turned into a number, and each decision that was taken on one.
-2. The graph runs once more, on shapes alone, at other sizes: each value must have the sizes that its expressions say.
-3. The example's sizes are primes that divide no dimension of the graph. A number in it that is a multiple of one, or
-   the inverse or the root of such, was read from the example (`Recalled`): `x / 227` passes 1 and 2. It may stand in
-   the model's own code, too; then it recalls no other example, and the model is captured again with another.
+1. The trace recorded each size that was turned into a number, and each decision based on one.
+2. The graph is run again, on shapes alone, at other sizes: each value must have the sizes of its expressions.
+3. The example's sizes are primes that divide no dimension of the graph. A number in the graph that is a multiple of
+   one, or the inverse or root of such a multiple, was read from the example (`Recalled`): `x / 227` passes 1 and 2. It
+   may also be a constant of the model's code; then it matches no other example, and the model is captured again with
+   another.
 
 A model that divides by the length, `x.sum(1) / x.shape[1]`, is traced with T = 227 tokens:
 
     sum / s0                 holds for any T: the trace kept the symbol
     sum / 227                the model called int(): proof 1 sees that s0 became a number, and proof 3 sees 227
-    reshape(x, [227, -1])    the same, and proof 2 sees it as well: at T = 682 the result has other sizes
+    reshape(x, [227, -1])    the same, and proof 2 sees it as well: at T = 682 the result has different sizes
     sum * 0.00440...         proof 3: it is 1 / 227
 """
 
@@ -31,29 +33,30 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Tokens and bounds of examples: p with (p - 1) / 2 prime too, so that one less (N sequences have N + 1 bounds) has no
-# small divisor but 2. Small, because a model that loops over tokens, and is refused for it, is traced for all of them.
+# Example numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too, so that p - 1 (N sequences have N +
+# 1 bounds) has no small divisor but 2. They are small, because a model that loops over tokens, and is rejected for it,
+# is traced for all.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The sizes of the second proof: so many times the example's, and one more, so that no factor is shared.
+# The sizes of the second proof: this multiple of the example's plus one, so that no factor is shared.
 _ELSEWHERE = 3
-# Larger numbers stand for "no end" and "minus infinity", and recall nothing.
+# Larger numbers mean "no end" or "minus infinity" rather than a size.
 _LARGEST = 1 << 31
 T = TypeVar("T")
 _REMEDY = "compute it from a tensor's shape while it runs: no int(), len() or .item() of a size"
 
 
 class Recalled(Unsupported):
-    """A number in a graph recalls the example that it was traced with."""
+    """Raised if a number in a graph matches the example that it was traced with."""
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture with the sizes of an example, and again with others where a number of the model's own recalls them.
+    """Capture with example sizes, and again with others if a number of the model itself matches them.
 
     Raises:
-        Recalled: some number recalls each of them.
+        Recalled: some number matches every example.
     """
-    # Each example has other sizes; the last one's verdict counts.
+    # Each example has different sizes; the result of the last one is final.
     for sizes in EXAMPLES[:-1]:
         with contextlib.suppress(Recalled):
             return capture(sizes)
@@ -61,20 +64,20 @@ def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
 
 
 def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> None:
-    """Raise Unsupported where a graph, with the values of its trace, holds for some sizes only.
+    """Raise Unsupported if a graph, with the values of its trace, holds only for some sizes.
 
     Args:
-        where: what was traced, for the error.
-        exported: `torch.export` made it, which has done the first proof: it was told that the sizes are free.
+        where: description of what was traced, for the error.
+        exported: `torch.export` made the graph and has covered the first proof: it was told that the sizes are free.
     """
-    # Proof 1: what the trace itself noted.
+    # Proof 1: assumptions recorded by the trace itself.
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
         raise Unsupported(f"it was traced assuming {what} of the numbers of tokens", where=where, remedy=_REMEDY)
-    # Proof 3: no number of the graph recalls the example's sizes, unless a dimension of the model would explain it.
+    # Proof 3: no number of the graph matches the example's sizes, unless a dimension of the model explains it.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
-    # Under sequence parallelism an example is so many times as long; what is read from it is a multiple of the prime.
+    # Under sequence parallelism an example's length is multiplied, so numbers read from it are multiples of the prime.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
@@ -82,13 +85,13 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
             if any(_recalls(number, size) for size in unlike):
                 what = f"{node.target} takes {number}, which recalls the number of tokens or sequences of an example"
                 raise Recalled(what, where=where, remedy=_REMEDY)
-    # Proof 2: the same graph at sizes that it was not traced with.
+    # Proof 2: the same graph at sizes other than those of its trace.
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()
 
 
 def _symbols(value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the symbols that are sizes by themselves, with the example's sizes."""
+    """Yield the symbols that are sizes on their own, with the example's sizes."""
     for size in value.shape if isinstance(value, Tensor) else [value]:
         name = symbol_name(size) if isinstance(size, torch.SymInt) else None
         if name is not None and name.isidentifier():
@@ -103,7 +106,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _recalls(number: float, size: int) -> bool:
-    """Say whether a number is a multiple of a size, or of one less; or the inverse, root or inverse root of one."""
+    """Return whether a number is a multiple of size or size - 1, or the inverse, root or inverse root of one."""
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
     # A mean divides by n, a variance by n - 1, attention by a root: 1 / sqrt(227) squared and inverted is 227 again.
@@ -117,7 +120,7 @@ def _multiple(number: float, of: int) -> bool:
 
 
 def _needs_values(n: fx.Node) -> bool:
-    """Say whether an operator's result, or its size, depends on values: no shape tells it."""
+    """Return whether an operator's result or its size depends on values, so that shapes do not determine it."""
     return has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -126,36 +129,36 @@ def _on_meta(argument: Any) -> Any:
 
 
 class _Elsewhere(fx.Interpreter):
-    """Runs a graph on shapes, at other sizes than its trace had."""
+    """Interpreter that runs a graph on shapes, at sizes other than those of its trace."""
 
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
         super().__init__(graph)
         self._sizes = sizes
         self._where = where
         self._unknown: set[fx.Node] = set()
-        # By text, because a graph has few sizes and many values.
+        # Keyed by text, because a graph has few distinct sizes and many values.
         self._known: dict[str, int] = {}
 
     def check(self) -> None:
-        """Raise Unsupported at the first value that has not the sizes its expressions say."""
-        # On the meta device nothing is computed, and each operator's own shape function tells the sizes.
+        """Raise Unsupported at the first value whose sizes differ from its expressions."""
+        # Nothing is computed on the meta device; each operator's own shape function determines the sizes.
         inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
             self.run(*inputs, enable_io_processing=False)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator for its shapes, whatever device it names."""
+        """Call an operator for its shapes, on the meta device."""
         return super().call_function(target, tuple(map(_on_meta, args)), {k: _on_meta(v) for k, v in kwargs.items()})
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and compare."""
+        """Run one node and compare its result."""
         if _needs_values(n) or not self._unknown.isdisjoint(n.all_input_nodes):
-            # Sizes that only values tell, and all that is made of them, cannot be followed without values.
+            # Sizes that depend on values, and everything computed from them, cannot be followed without values.
             self._unknown.add(n)
             return self._empty(value_of(n))
         try:
             result = super().run_node(n)
-        except NotImplementedError:  # it has no shape function
+        except NotImplementedError:  # no shape function
             return self._empty(value_of(n))
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
@@ -167,7 +170,8 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # Where even the number of dimensions differs, PyTorch noted the value wrongly (a loss that is not reduced).
+            # If even the number of dimensions differs, PyTorch recorded the value incorrectly (a loss without
+            # reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):

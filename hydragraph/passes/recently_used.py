@@ -1,4 +1,4 @@
-"""Values that are made when they are asked for, of which those asked for last are kept."""
+"""Cache of values that are made on demand and evicted in least recently used order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Makes values by key and keeps so many of them; the one not asked for longest is forgotten first.
+    """Cache that makes values by key and evicts the least recently used one.
 
     Args:
-        capacity: how many to keep, at least 1.
+        capacity: maximum number of values, at least 1.
     """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
         self._capacity = capacity
-        self._values: OrderedDict[K, V] = OrderedDict()  # the one not asked for longest comes first
+        self._values: OrderedDict[K, V] = OrderedDict()  # least recently used first
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return what is kept under a key, or make it."""
+        """Return the cached value of a key, or make it."""
         if key not in self._values:
             self._values[key] = make()
             if len(self._values) > self._capacity:
@@ -36,9 +36,9 @@ class LRU(Generic[K, V]):
         return self._values[key]
 
     def items(self) -> Iterable[tuple[K, V]]:
-        """Return what is kept, by key."""
+        """Return the cached values by key."""
         return self._values.items()
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of cached values."""
         return len(self._values)

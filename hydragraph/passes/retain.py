@@ -1,8 +1,8 @@
 """Retain: keep every value until its last use and no longer.
 
 p2p      send d2.0 -> rank 0
-p2p      send d2.0 -> rank 1        the last that names d2.0
-compute  free d2.0                  what is still in flight, the message d2.0>1 keeps
+p2p      send d2.0 -> rank 1        the last instruction that names d2.0
+compute  free d2.0                  the message d2.0>1 keeps the data that is still in flight
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
     Such a free waits for nothing (its `after` is empty): it tells the runtime that no later instruction names the
     values. `overlap` has freed the messages. Gradients live until the commit, which waits for their pushes. At the end
-    nothing is alive but the home state.
+    only the home state is alive.
     """
     del placement, mode  # every pass has the same signature; this one needs only the program
     last_use: dict[Value, int] = {}

@@ -1,16 +1,17 @@
-"""Find what sequence parallelism keeps cut by tokens: values that operators compute token by token.
+"""Search for the values that sequence parallelism keeps split by tokens: those that operators compute tokenwise.
 
-Between the tensor-parallel regions of a stage every rank then has its own tokens only: norms, residuals and dropout
-cost and save a part, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the next
-region's start (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+Between the tensor-parallel regions of a stage every rank then has only its own tokens: norms, residuals and dropout
+cost and save a fraction, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the
+start of the next region (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section
+4.2).
 
-In a Llama's layer of hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
+In a Llama layer with hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
 
     hidden, pow, mean, rsqrt, mul       the norm of each token needs that token alone
-    communicate(mul, "enter")     no    behind it, q, k and v need all tokens: gathered here
-    communicate(o, "exit")              scattered here: the sum over ranks, of this rank's tokens
+    communicate(mul, "enter")     no    after it, q, k and v need all tokens: gathered here
+    communicate(o, "exit")              scattered here: the sum over ranks, for this rank's tokens
     add                                 the residual
-    cos, sin [1, T, D]            no    inputs that every rank has; what uses them is cut by heads, with all tokens
+    cos, sin [1, T, D]            no    replicated inputs; their users are cut by heads, with all tokens
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
 
 def token_symbol(graph: fx.Graph) -> str | None:
-    """Return the name of the token count in a template: the size of its hidden state or of its token ids."""
+    """Return the symbol of the token count in a template: the size of its hidden state or of its token ids."""
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in ("hidden", "input_ids"):
             return symbol_name(shape(node)[1])
@@ -44,8 +45,8 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return the only dimension of a value that counts tokens; None where there is none, or several."""
-    # Several dimensions of that size, as of attention scores, cannot be told apart: such a value stays whole.
+    """Return the only token dimension of a value; None if there is none or several."""
+    # Several dimensions of that size, as in attention scores, are ambiguous: such a value stays whole.
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -55,11 +56,11 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
 
 
 def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
-    """Return the values of an annotated template that are cut by tokens, with their token dimension.
+    """Return the values of an annotated template that are split by tokens, with their token dimension.
 
     Args:
         graph: with "enter" and "exit" placeholders.
-        cuts: what tensor parallelism cuts; those values have all tokens.
+        cuts: the cuts of tensor parallelism; those values have all tokens.
     """
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
@@ -71,20 +72,20 @@ def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
 
 
 def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
-    # Where values begin to be cut: what the stage before sends, and what leaves a tensor-parallel region.
+    # Sources of split values: inputs from the previous stage, and results of tensor-parallel regions.
     if node.op == "placeholder":
         return node.name == "hidden"
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
-    # Inside a region values are cut by units, and there they have all tokens.
+    # Inside a region values are cut by units, and have all tokens.
     if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
         return False
     return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    """Say whether an operator on values cut by tokens gives its result for those tokens alone."""
-    # A list of what works token by token. What is not on it gets all tokens by an all-gather: slower, and right.
+    """Return whether an operator on values split by tokens yields its result for those tokens."""
+    # A list of tokenwise operators. Any other operator gets all tokens by an all-gather: slower, but correct.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -92,7 +93,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
-    # Of the others, only the first operand may be cut: weights, indices and bounds are whole.
+    # For the others, only the first operand may be split: weights, indices and bounds are whole.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if product(node) is not None:
@@ -107,12 +108,12 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return split_dim(node) != parts[first]
     if target is aten.slice.Tensor:
         return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(first)) != parts[first]
-    # What reduces or moves dimensions and still has its tokens did not reduce over them.
+    # An operator that reduces or moves dimensions and still has a token dimension did not reduce over tokens.
     return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
-    """Return the token dimension of an operand that has all tokens, where `node` needs only this rank's of it."""
+    """Return the token dimension of an operand with all tokens, if `node` needs only this rank's tokens of it."""
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
         return None
     dim = token_dim(operand, symbol)
@@ -120,12 +121,12 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 
 
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
-    """Say whether a whole parameter gets the gradient of this rank's part from some users, and the whole from others.
+    """Return whether a whole parameter gets a partial gradient from some users, and a whole gradient from others.
 
-    Parts come from users that are cut by heads or columns, or by tokens; the bias of a row-parallel product is added
-    after its "exit".
+    Partial gradients come from users that are cut by heads or columns, or split by tokens; the bias of a row-parallel
+    product is added after its "exit".
     """
-    # For instance a norm's weight, between two regions: each rank's tokens give it a part of its gradient.
+    # For example a norm's weight between two regions: each rank's tokens contribute a part of its gradient.
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)
 

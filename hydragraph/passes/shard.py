@@ -1,17 +1,17 @@
-"""Pass `shard`: fill a template's Communicate-Activation placeholders in for one tensor-parallel rank.
+"""Pass `shard`: fill in a template's Communicate-Activation placeholders for one tensor-parallel rank.
 
-Parameters become this rank's shards, sizes along cut dimensions become local, "enter" and "exit" become collectives,
-and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its collectives know
-their backward, so `differentiate` needs no rules.
+Parameters become this rank's shards, sizes along sharded dimensions become local, "enter" and "exit" become
+collectives, and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its
+collectives have their own backward, so `differentiate` needs no rules.
 
 Each value is in one of four states, as in `hydragraph.passes.collective_operators`:
 
     R  whole     the same on every rank of the stage
-    U  by units  a rank has some columns or heads of it     `cuts.cut`: node -> `Cut`
-    P  parts     of a sum over ranks                        behind a product of `cuts.rows`, until its "exit"
-    S  by tokens a rank has its tokens of it                `parts`: node -> token dimension; sequence parallelism only
+    U  by units  a rank has some of its columns or heads      `cuts.cut`: node -> `Cut`
+    P  partial   summands of a sum over ranks                 after a product in `cuts.rows`, until its "exit"
+    S  by tokens a rank has its own tokens                    `parts`: node -> token dimension (sequence parallelism)
 
-An attention block of a Llama with 4 heads of 16, for rank 0 of 2, first without and then with sequence parallelism:
+An attention block of a Llama with 4 heads of 16, for rank 0 of 2, without and with sequence parallelism:
 
     annotated                                rank 0                                   with sequence parallelism
     x1 = communicate(x, "enter")             tp_enter(x)                R             tp_gather(x, 1, 2)       S -> R
@@ -60,9 +60,9 @@ class ShardedTemplate:
 
     Attributes:
         graph: the forward graph over local shards; placeholders as in the template, then one per name of `vocabulary`.
-        kinds: local parameter name -> what its gradient is.
-        vocabulary: local names of the parameters cut along the vocabulary; of each the graph takes the first row that
-            this rank holds (0-d int64), because tables of other sizes begin elsewhere.
+        kinds: local parameter name -> kind of its gradient.
+        vocabulary: local names of the parameters sharded along the vocabulary; for each, the graph takes the index of
+            this rank's first row (0-d int64), because tables of other sizes are split at other rows.
     """
 
     graph: fx.GraphModule
@@ -76,17 +76,17 @@ def shard(
     """Instantiate a template.
 
     Args:
-        parameters: the template's local parameter names -> any block's parameters (blocks of a template are alike).
-        part: which rank of which stage.
-        fused_head: make a head with a cut vocabulary and its loss one operator, so that a rank's logits never exist as
-            a whole.
+        parameters: the template's local parameter names -> parameters of any block (blocks of a template are alike).
+        part: rank and kind of the stage.
+        fused_head: fuse a head with a sharded vocabulary and its loss into one operator, so that a rank's logits are
+            never materialised.
 
     Raises:
-        Unsupported: naming the block's parameter or operator, for a degree that cannot cut it.
+        Unsupported: the degree cannot shard a parameter or operator, which the message names.
     """
     cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, part)
-    # A stage of one rank has all of everything: its graph is the template's own, without the placeholders.
+    # A stage of one rank holds everything: its graph is the template's own, without the placeholders.
     if part.tp == 1:
         return ShardedTemplate(_without_placeholders(template.graph), kinds)
     rewrite = _Rewrite(cuts, described, part, fused_head)
@@ -96,8 +96,8 @@ def shard(
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
-    """Say, for the stage of a rank, whether each parameter's gradient is whole on every rank, or a part."""
-    # PARTIAL: of one rank alone, its part is all there is, and every pipeline's is added up at the push.
+    """Return, for a rank's stage, whether each parameter's gradient is whole on every rank or partial."""
+    # PARTIAL: with a single rank its part is the whole, and the push sums over all pipelines.
     if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
@@ -114,7 +114,7 @@ def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Pa
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
-    # The analysis ran at capture as well; graphs are kept without its result, which is cheap beside tracing.
+    # The analysis also ran at capture; its result is not stored, because it is cheap compared with tracing.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
     whole = {node.name for node, parameter in described.items() if parameter.rule is None}
@@ -143,14 +143,14 @@ def _weight(column: fx.Node) -> fx.Node:
 
 
 class _Rewrite:
-    """One walk over an annotated template that writes the local graph.
+    """Single pass over an annotated template that writes the local graph.
 
     Attributes:
-        copied: node of the template -> the node here that has its value, in the state that `cuts` and `parts` say.
-        converted: (collective, node of the template) -> the node here that has its value in another state. Each is
-            written once: two readers of a gathered value share the message.
+        copied: node of the template -> local node with its value, in the state given by `cuts` and `parts`.
+        converted: (collective, node of the template) -> local node with its value in another state. Each is written
+            once: two readers of a gathered value share the message.
         starts: see `ShardedTemplate.vocabulary`.
-        symbol: the name of the token count's symbol; None without sequence parallelism.
+        symbol: name of the token count's symbol; None without sequence parallelism.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
@@ -172,11 +172,11 @@ class _Rewrite:
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        # One placeholder more for each table that is cut along the vocabulary.
+        # One additional placeholder for each table that is sharded along the vocabulary.
         for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.cuts.rows):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                # FX makes names unique, not targets; inputs are bound by target.
+                # FX makes names unique, but not targets; inputs are bound by target.
                 start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
@@ -185,24 +185,24 @@ class _Rewrite:
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         if self.fused_head:
-            # The product that the fused operator computes itself.
+            # Removes the product that the fused operator computes itself.
             remove_dead_code(self.graph)
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
 
     def _table(self, row: fx.Node) -> fx.Node | None:
-        """Return the weight that a vocabulary-parallel embedding or loss works on."""
+        """Return the weight that a vocabulary-parallel embedding or loss uses."""
         if row.target not in VOCABULARY:
             return None
         return _weight(self.cuts.rows[row].lead)
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """Return an output, which under sequence parallelism is cut by tokens if it has any."""
+        """Return an output, split by tokens under sequence parallelism if it has any."""
         dim = token_dim(node, self.symbol)
         return self.copied[node] if dim is None or node in self.parts else self._convert(tp_ops.tp_split, node, dim)
 
     def _convert(self, op: Any, node: fx.Node, *where: int) -> fx.Node:
-        """Write a collective on a value, once."""
+        """Write a collective on a value, at most once."""
         if (op, node) not in self.converted:
             ranks = (self.part.tp,) if where else ()
             self.converted[op, node] = self.call(op.default, self.copied[node], *where, *ranks)
@@ -211,26 +211,26 @@ class _Rewrite:
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """Return an operand with the tokens that its user needs.
 
-        What is converted here decides gradients: each collective sums, gathers or splits the gradient in the backward.
+        The conversion determines gradients: each collective sums, gathers or splits the gradient in the backward.
 
             operand             user      written     because the gradient of the operand
-            S                   S         as it is    is this rank's tokens' on both sides
-            S                   R, U      tp_join     comes whole from all ranks' equal work, and each keeps its tokens'
-            R                   R, U      as it is    is whole already, or "enter" stands between
-            R parameter         S and R   tp_enter    is a part from one user, whole from another: sum the parts first
-            R, has tokens       S         tp_split    is needed whole where it was made: gather it from the ranks
-            R, computed, float  S         tp_enter    is one part per rank, as of 1 + weight: sum it before it goes on
-            R, other            S         as it is    does not exist, or is the parameter's own, summed at the push
+            S                   S         unchanged   belongs to this rank's tokens on both sides
+            S                   R, U      tp_join     is whole on every rank, and each rank keeps its tokens' part
+            R                   R, U      unchanged   is already whole, or passes an "enter"
+            R parameter         S and R   tp_enter    is partial from one user, whole from another: sum the parts first
+            R, has tokens       S         tp_split    is needed whole at its source: gather it from the ranks
+            R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight: sum it at once
+            R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
         """
-        # Without sequence parallelism all tokens are everywhere. A size is asked of the value that is here, and
-        # `_write` multiplies the token count by the number of ranks.
+        # Without sequence parallelism every rank has all tokens. A size is read from the local value, and `_write`
+        # multiplies the token count by the number of ranks.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
             return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
         if user not in self.parts:
             return self.copied[node]
-        # From here on: every rank has all of the operand, and its user works on this rank's tokens.
+        # From here on every rank has the whole operand, and its user works on this rank's tokens.
         if node in self.parameters and all(learns_in_part(node, self.cuts, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
@@ -248,8 +248,8 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # What the cut changes: collectives, products and losses, the sizes that views, expansions, splits and slices
-        # name. Every other operator is the same on a part as on the whole, which is what its rule has promised.
+        # Sharding changes collectives, products and losses, and the sizes in views, expansions, splits and slices.
+        # Every other operator treats a part like the whole, as its rule guarantees.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -264,7 +264,7 @@ class _Rewrite:
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
         copied = self._copy(node)
-        # Whoever asks for the number of tokens means those of the micro-batch, and this rank has a part of them.
+        # The graph uses the token count of the micro-batch, whereas this rank has only part of the tokens.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.part.tp)
         return copied
@@ -273,7 +273,7 @@ class _Rewrite:
         return self.graph.node_copy(node, lambda n: self._operand(n, node))
 
     def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
-        """Write a view with local sizes; at most one of them is not known before the step, the token count's."""
+        """Write a view with local sizes; at most one of them, the token count's, is unknown before the step."""
         source = self._local(operands(node)[0], node)
         cut_dim = self.parts.get(node) if cut is None else cut.dim
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
@@ -295,7 +295,7 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
-            # Cut operators need all tokens, and give parts of the operand's gradient: both collectives sum them.
+            # Sharded operators need all tokens and yield partial gradients of the operand: both collectives sum these.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -303,7 +303,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # Were the bias added before the sum, it would count once per rank.
+        # If the bias were added before the sum, it would count once per rank.
         parts = product(value)
         if parts is not None and parts[2] is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts[2], node))
@@ -323,7 +323,7 @@ class _Rewrite:
         return self.call(target, self.copied[x], self.copied[weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # About as many rows on each rank, and the same number on all: they choose their chunks by it, and must agree.
+        # Approximate rows per rank, but equal on all ranks: the chunks depend on it and must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
@@ -331,7 +331,7 @@ class _Rewrite:
         return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
 
     def _part(self, node: fx.Node) -> fx.Node:
-        """Write a split or slice along a cut dimension with local bounds."""
+        """Write a split or slice along a sharded dimension with local bounds."""
         source = operands(node)[0]
         cut = self.cuts.cut.get(source)
         is_slice = node.target is aten.slice.Tensor
@@ -339,12 +339,12 @@ class _Rewrite:
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice:
-            # Units before the slice, and those in it, on this rank: they need not be the same share on each rank.
+            # This rank's units before and in the slice: their share may differ between ranks.
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
-        # A split of 3 * 64 fused columns into q, k and v: each third has units of its own, so each its own local size.
+        # A split of 3 * 64 fused columns into q, k and v: each third has its own units, and so its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):
@@ -353,9 +353,9 @@ class _Rewrite:
         return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
-        """Return this rank's elements along the dimension of a cut value.
+        """Return the number of this rank's elements along the dimension of a cut value.
 
-        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Of the middle third, `start` 64 and `length`
+        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. For the middle third, `start` 64 and `length`
         64 of the origin, rank 0 of 2 has 2 units: 32 elements; viewed as heads (`scale` 16), 2.
         """
         parameter = self.parameters[_weight(cut.lead)]
@@ -363,7 +363,7 @@ class _Rewrite:
         at = 0
         elements = 0
         assert rule is not None
-        # `at` walks through the origin's dimension; segments begin where the analysis noted that cut values end.
+        # `at` walks through the origin's dimension; segments start where the analysis recorded the ends of cut values.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:

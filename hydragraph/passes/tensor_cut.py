@@ -1,9 +1,9 @@
-"""What a cut value is, and what the analysis of a template finds (`hydragraph.passes.find_cuts`).
+"""Cut values, and the result of the analysis of a template (`hydragraph.passes.find_cuts`).
 
     origin   a column-parallel product (or embedding): where a cut begins
-    element  one entry of an origin's cut dimension, of which it has `width(origin)`
-    unit     the fewest elements that stay together on a rank, such as the 16 of a head
-    segment  a range of elements that is cut by itself, such as q in a fused product of q, k and v
+    element  one entry of an origin's cut dimension, which has `width(origin)` of them
+    unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
+    segment  a range of elements that is cut separately, such as q in a fused product of q, k and v
 
 For a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
 result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; of that, k [1, T, 64] is `Cut(2, 1, 64, 64)`, and k's
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Cut:
-    """A value of which each rank holds some units along one dimension.
+    """Cut of a value: each rank holds some units along one dimension.
 
     Attributes:
         dim: the dimension.
         scale: elements of the origin's dimension per element of this one (1 for columns, D for heads).
         start, length: the range of the origin's dimension that this value covers.
-        lead: the product whose dimension `scale`, `start` and `length` speak of.
-        origins: all products it comes from; the others are cut alike, or (keys and values) head by head.
+        lead: the product whose dimension `scale`, `start` and `length` refer to.
+        origins: all products it comes from; the others are cut in the same way, or (keys and values) head by head.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass
 class Origin:
-    """What is learnt of one column-parallel product: its units, its fused segments, whether units are heads."""
+    """Facts about one column-parallel product: its units, its fused segments, and whether units are heads."""
 
     unit: int = 1
     bounds: set[int] = field(default_factory=set)
@@ -54,13 +54,13 @@ class Origin:
 
 @dataclass
 class Cuts:
-    """The result: a cut for every cut value, and what products do.
+    """Result of the analysis: a cut for every cut value, and the roles of products.
 
     Attributes:
-        cut: node -> Cut; nodes that are absent are replicated.
+        cut: node -> Cut; all other nodes are replicated.
         columns: column-parallel products and vocabulary-parallel embeddings.
         rows: row-parallel products, with the cut of their input.
-        origins: by column-parallel node.
+        origins: facts about each column-parallel node.
         unknown: product that would be column-parallel -> the operator without a rule that keeps it whole.
     """
 
@@ -71,27 +71,27 @@ class Cuts:
     unknown: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def of(self, node: Any) -> Cut | None:
-        """Return the cut of an operand; None for what is replicated or no node."""
+        """Return the cut of an operand; None if it is replicated or not a node."""
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Note that a cut value's origins must not be cut finer than `unit` of their elements."""
-        # The coarsest demand counts: a head of 16 stays whole, whatever other readers would put up with.
+        """Require that a cut value's origins are not cut finer than `unit` of their elements."""
+        # The coarsest requirement wins: a head of 16 stays whole, even if other readers accept less.
         for origin in cut.origins:
             self.origins[origin].unit = max(self.origins[origin].unit, unit)
 
     def bound(self, cut: Cut, at: int) -> None:
-        """Note that one fused segment of a cut value's origins ends, and another begins, at an element."""
-        # The ends of the whole dimension part nothing.
+        """Record a boundary between fused segments of a cut value's origins at an element."""
+        # The ends of the whole dimension are not boundaries between segments.
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)
 
     def unit(self, cut: Cut) -> int:
-        """Return the origin elements of one indivisible unit of a cut value."""
+        """Return the number of origin elements in one indivisible unit of a cut value."""
         return max((self.origins[o].unit for o in cut.origins), default=1)
 
 
 def width(node: fx.Node) -> int:
-    """Return the whole size of the dimension that a column-parallel product or embedding cuts."""
+    """Return the whole size of the dimension cut by a column-parallel product or embedding."""
     return int(shape(operands(node)[0])[0] if node.target is aten.embedding.default else shape(node)[-1])

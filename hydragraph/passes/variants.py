@@ -1,6 +1,6 @@
-"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and kept.
+"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and cached.
 
-The programs of one process share what they have in common: a second executable of the same model compiles nothing.
+The programs of one process share variants: a second executable of the same model compiles nothing.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # variants kept: a model has about three templates, and a strategy few degrees
+CAPACITY = 64  # cached variants: a model has about three templates, and a strategy few degrees
 
 _LOG = logging.getLogger(__name__)
 
-_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # what any program of this process keeps
-_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # of each graph pass
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # cached by any program of this process
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # per graph pass
 _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs, by device
 
 
 class Library(Protocol):
-    """Variants that an earlier process made, before any backend compiled them; its `str` says where they are."""
+    """Source of variants made by an earlier process, before any backend compiled them; its `str` is its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec; None: there is none."""
+        """Return the variant of a spec, or None if there is none."""
 
     def source(self, spec: VariantSpec) -> str:
-        """Return what tells the file that a spec's variant is in from others by its content; "": there is none."""
+        """Return an identifier of the content of the file with a spec's variant, or "" if there is none."""
 
 
 class Variants:
-    """The variants of one program that this process has compiled and not forgotten.
+    """Cache of the variants of one program that this process has compiled.
 
     Args:
         program: the captured model.
         partitioner: "min_cut" or "default" (functorch's).
-        backend: "eager", or "inductor", which compiles their graphs for `device`.
-        device: what they run on. Eager graphs are kept as they were traced, on the CPU, and bound to it by `get`.
-        capacity: how many are kept, the most recently used; whoever holds another keeps it alive.
-        fused_head: make the head and the loss one operator.
-        added: let products add gradients up where they can; not under Inductor, and in fp32 only, as the sums are.
-        library: where variants are looked for before they are traced.
+        backend: "eager", or "inductor", which compiles the graphs for `device`.
+        device: device that they run on. Eager graphs are cached as traced, on the CPU, and bound to it by `get`.
+        capacity: number of variants cached, least recently used first out; a reference keeps other variants alive.
+        fused_head: fuse the head and the loss into one operator.
+        added: let products accumulate gradients where possible; not under Inductor, and only in fp32, like the sums.
+        library: searched for variants before they are traced.
 
     Attributes:
-        strategies: those whose variants `compile` has made, here or where these were made for this process.
+        strategies: those whose variants `compile` has made, in this process or for it.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Variants:
     ) -> None:
         self.program = program
         self._library = library
-        self._lacking = set[StageKind]()  # kinds of stages that the library was found not to have
+        self._lacking = set[StageKind]()  # kinds of stages found missing in the library
         self._partitioner = partitioner
         self._backend = backend
         self._device = device
         self._fused_head = fused_head
         self._added = added
-        # Eager graphs are the same for every device, and so can be made in one process and run in another.
+        # Eager graphs are the same for every device, so they can be made in one process and run in another.
         made_for = None if backend == "eager" else device
         self._how = (partitioner, backend, made_for, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
@@ -101,7 +101,7 @@ class Variants:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return the variant of a block for one rank of a stage, bound to the device; made once while it is kept."""
+        """Return the variant of a block for one rank of a stage, bound to the device; made once while cached."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -117,21 +117,21 @@ class Variants:
         return variant if self._backend != "eager" else _on(variant, self._device)
 
     def _key(self, spec: VariantSpec) -> Hashable:
-        """Return what tells a spec's variant from others."""
+        """Return the cache key of a spec's variant."""
         part = spec.part
         shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
         how = (spec.learning, self._how, passes_for(spec))
-        # Graphs of a file are not those that were traced here: a check may be there to find out whether they are equal.
+        # Graphs from a file are distinct from traced ones: a check may compare the two.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, shards, part.kind, *how, source)
 
     @property
     def portable(self) -> bool:
-        """Whether they can be made in one process and run in another: a backend's own code cannot."""
+        """Whether variants can be made in one process and run in another: a backend's own code cannot."""
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether some rank of these strategies runs what this process has not compiled."""
+        """Return whether any rank of these strategies runs a variant that this process has not compiled."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies
@@ -139,21 +139,21 @@ class Variants:
         )
 
     def on(self, device: torch.device) -> Variants:
-        """Return the same eager variants for another device of this process, sharing what is compiled."""
+        """Return the same eager variants for another device of this process, sharing compiled graphs."""
         assert self.portable, "a backend's own code belongs to its device"
         other = copy.copy(self)
         other._device = device
         return other
 
     def adopt(self, others: Variants) -> None:
-        """Keep what another process has compiled for the same program."""
+        """Add the variants that another process has compiled for the same program."""
         for key, variant in others._known.items():
             self._known.get(key, lambda v=variant: v)  # type: ignore[misc]
         self._kinds.update(others._kinds)
         self.strategies.update(others.strategies)
 
     def compile(self, strategies: Iterable[Strategy]) -> None:
-        """Compile what every rank of some strategies runs."""
+        """Compile the variants that any rank of some strategies runs."""
         for strategy in strategies:
             self.strategies.add(strategy)
             for block, part in self._parts(strategy):
@@ -161,19 +161,19 @@ class Variants:
                 self.kinds(block, part)
 
     def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
-        """Yield each block with each part of a stage that some rank has of it, once."""
+        """Yield each block with each part of a stage that holds it on some rank, once."""
         placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
         for blocks, part in dict.fromkeys((s.blocks, s.part_of(rank)) for rank, s in placement.stage_of.items()):
             for block in self.program.blocks[slice(*blocks)]:
                 yield block, part
 
     def form(self, block: Block) -> Hashable:
-        """Return what blocks share that have equal variants in every stage."""
+        """Return a key that is equal for blocks with equal variants in every stage."""
         parameters = (self.program.parameters[name] for name in block.parameters)
         return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
-        """Return all that the variant of a block for one rank of a stage is made of; arguments as for `get`."""
+        """Return the spec of the variant of a block for one rank of a stage; arguments as for `get`."""
         template = self.program.templates[block.template]
         return VariantSpec(
             template,
@@ -210,7 +210,7 @@ class Variants:
         return variant
 
     def _looked_up(self, spec: VariantSpec) -> Variant | None:
-        """Return what the library has; say in one line of each kind of stage if that is nothing."""
+        """Return the library's variant; if it is missing, log this once per kind of stage."""
         if self._library is None:
             return None
         variant = self._library.variant(spec)
@@ -220,14 +220,14 @@ class Variants:
         return variant
 
     def _learning(self, block: Block) -> frozenset[str]:
-        """Return what a block computes gradients of: its parameters that learn, and the hidden state if others do."""
+        """Return what a block computes gradients of: its trainable parameters, and "hidden" for earlier blocks."""
         local = self.program.templates[block.template].parameters
         names = {n for n, name in zip(local, block.parameters, strict=True) if name in self.program.learning}
         outline = self.program.outline
         return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
     def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
-        """Return what the gradient of each of a block's parameters is in a rank's stage, by local name."""
+        """Return the gradient kind of each of a block's parameters in a rank's stage, by local name."""
         key = (block.template, part.kind._replace(recompute=False))
         if key not in self._kinds:
             template = self.program.templates[block.template]
@@ -237,7 +237,7 @@ class Variants:
 
 
 def _on(variant: Variant, device: torch.device) -> Variant:
-    """Return an eager variant bound to a device, once for each while the variant is kept."""
+    """Return an eager variant bound to a device, made once per device while the variant is cached."""
     if device.type == "cpu":
         return variant
     bound = _bound.setdefault(variant, {})
@@ -247,23 +247,23 @@ def _on(variant: Variant, device: torch.device) -> Variant:
 
 
 def _form(part: StagePart) -> str:
-    """Say for whom a variant is."""
+    """Describe a part of a stage for log messages."""
     also = ", sequence parallel" * part.sequence_parallel + ", recomputed" * part.recompute
     return f"rank {part.index} of tp{part.tp}{also}"
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
-    """Return a template's own parameter names -> the parameters of one block that fill them."""
+    """Return a mapping from a template's parameter names to the parameters of one block."""
     return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
 
 def pass_seconds(variant: Variant) -> Mapping[str, float]:
-    """Return graph pass -> the seconds that it took to make a variant; nothing where another process made it."""
+    """Return graph pass -> seconds it took for a variant; empty if another process made the variant."""
     return _seconds.get(variant, {})
 
 
 def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, Tensor]:
-    """Return a variant's inputs that say which rows a rank holds of what is cut along the vocabulary (0-d int64)."""
+    """Return a variant's inputs with a rank's first row of each vocabulary-sharded parameter (0-d int64)."""
     rules = {name: parameters[name].rule for name in variant.vocabulary}
     firsts = {name: rule.units(0, part.tp, part.index)[0] * rule.unit for name, rule in rules.items() if rule}
     return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
 
     start     the first row (or column) that this rank has
-    local     ids or labels, counted from there: negative, or too large, where another rank has the row
+    local     ids or labels relative to start: negative or too large if another rank has the row
     here      whether this rank has it
 
 A table of 5 rows on 2 ranks: rank 0 has rows 0 and 1, rank 1 rows 2, 3 and 4. For the ids [1, 4]:
@@ -10,8 +10,8 @@ A table of 5 rows on 2 ranks: rank 0 has rows 0 and 1, rank 1 rows 2, 3 and 4. F
     rank 1    start 2    local [-1, 2]    here [no, yes]    embedding [0, row 4]     [row 1, row 4]
 
 The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each
-rank adds its columns' part of the sum, and z_y - m if it has column y; the maximum and two numbers per token travel,
-and no logits (Shoeybi et al., "Megatron-LM", section 3).
+rank contributes its columns' part of the sum, and z_y - m if it has column y; only the maximum and two numbers per
+token are exchanged, not logits (Shoeybi et al., "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import fx
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-# PyTorch's codes for what becomes of the losses of all tokens.
+# PyTorch's codes for the reduction of a loss.
 MEAN, SUM = 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
-    """Write the part of an embedding that this rank's rows give: 0 for tokens of other ranks; the sum is the whole.
+    """Write this rank's part of an embedding: 0 for tokens of other ranks; the sum over ranks is the whole.
 
     Args:
-        args: local weight [rows, H], ids [...], and perhaps the padding id, whose row gets no gradient.
+        args: local weight [rows, H], ids [...], and optionally the padding id, whose row gets no gradient.
         start: 0-d int64, the first row held.
     """
     weight, ids, *rest = args
-    # Where another rank has the row, row 0 is read instead, and multiplied by 0: there is no branch in a graph.
+    # If another rank has the row, row 0 is read instead and multiplied by 0, as a graph has no branches.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = graph.call_function(
         aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
     )
-    # The padding id's row is read like any other, and detached, so that nothing is added to its gradient.
+    # The padding id's row is read like any other but detached, so that its gradient is unchanged.
     if rest and rest[0] >= 0:
         learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
         still = graph.call_function(aten.detach.default, (embedded,))
@@ -51,7 +51,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Write the cross-entropy of logits of which this rank has some columns, equal on every rank.
+    """Write the cross-entropy of logits whose columns are sharded over ranks; the result is equal on every rank.
 
     Args:
         args: local logits [T, columns], labels [T], weight (None), reduction, ignored label.
@@ -61,20 +61,20 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     reduction = args[3] if len(args) > 3 else MEAN
     ignored = args[4] if len(args) > 4 else -100
     call = graph.call_function
-    # m, which only keeps exp in range: it cancels, so it has no gradient.
+    # m only keeps exp in range: it cancels, so it has no gradient.
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (call(aten.detach.default, (logits,)), [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     mass = call(aten.sum.dim_IntList, (call(aten.exp.default, (shifted,)), [-1]))
-    # z_y - m where this rank has column y, else 0; an ignored label of -100 is on no rank.
+    # z_y - m if this rank has column y, else 0; an ignored label of -100 is on no rank.
     local = call(aten.sub.Tensor, (labels, start))
     here = _within(graph, local, columns)
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
     target = call(aten.mul.Tensor, (call(aten.squeeze.dim, (call(aten.gather.default, (shifted, 1, index)), -1)), here))
-    # One message for both.
+    # One message for both sums.
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
-    # Tokens whose label is ignored have a loss, too, as a graph has no branch: it is replaced by 0 in the sum.
+    # Tokens with an ignored label also have a loss, as a graph has no branches; the sum replaces it by 0.
     counts = call(aten.ne.Scalar, (labels, ignored))
     total = call(aten.sum.default, (call(aten.where.ScalarOther, (counts, loss, 0.0)),))
     if reduction == SUM:

@@ -1,8 +1,8 @@
-"""Where the elements of each bucket live: at home, and where a strategy computes with them.
+"""Location of the elements of each bucket: at home, and where a strategy computes with them.
 
-A bucket's *home* layout says which rank owns which elements; its *used* layout, which ranks compute with which, and
-what their gradients are there: parts of a sum, or the same on several ranks. The link between the two is a pull in one
-direction and a push in the other.
+A bucket's *home* layout gives the owner of each element; its *used* layout gives the ranks that compute with it and the
+kind of their gradients: parts of a sum, or replicas. The link between the two is a pull in one direction and a push in
+the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Where one bucket's state lives: at home, and where a strategy computes with it."""
+    """Location of one bucket's state: at home, and where a strategy computes with it."""
 
     bucket: Bucket
     home: Layout
@@ -32,13 +32,13 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work; alike ones are one object.
+    """Return the layouts of every bucket when all pipelines of a strategy have work; equal layouts are one object.
 
     Args:
-        homes: bucket name -> home layout (`ir.home.HomeLayouts`).
+        homes: bucket name -> home layout (`ir.home_layout.HomeLayouts`).
 
     Raises:
-        Unsupported: as `bucket_kinds`.
+        Unsupported: as for `bucket_kinds`.
     """
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
@@ -57,18 +57,18 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
-    """Return what the gradient of each of a bucket's parameters is in a stage; that of a frozen one says nothing.
+    """Return the gradient kind of each of a bucket's parameters in a stage; for a frozen bucket it has no meaning.
 
     Args:
         part: any rank's part of the stage.
-        kinds_of: tells it of a block's parameters, by the names that its template has for them.
+        kinds_of: returns the kinds for a block's parameters, by the names in its template.
 
     Raises:
-        Unsupported: a parameter that several blocks share gets a whole gradient from one and a part from another.
+        Unsupported: a shared parameter gets a whole gradient from one block and a partial one from another.
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # Tied weights are one parameter of several blocks: their gradients are added up, so they must be of one kind.
+    # A tied weight is one parameter of several blocks: their gradients are summed, so they must be of one kind.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]
@@ -84,7 +84,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
 
 
 def kinds_once(program: Program) -> KindsOf:
-    """Return what analyses each template once for each part: its layers are alike, and so are a stage's ranks."""
+    """Return a function that analyses each template once per part, as its layers and a stage's ranks are alike."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
     def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:

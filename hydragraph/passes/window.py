@@ -1,6 +1,6 @@
-"""Window: which earlier exchanges must be over before the next one begins, so that few bytes are in flight.
+"""Window: limit on the bytes in flight, by making each exchange wait for the completion of earlier ones.
 
-Every rank enters the exchanges of weights in one order, and those of gradients in one order, and waits at the same
+Every rank enters the exchanges of weights in one order and those of gradients in one order, and waits at the same
 places. With blocks of equal size and a window of two of them:
 
     pull     W.layer.0 = link home -> here
@@ -8,7 +8,7 @@ places. With blocks of equal size and a window of two of them:
     pull     W.layer.2 = link home -> here                      after W.layer.0
     pull     W.layer.3 = link home -> here                      after W.layer.1
 
-Where a rank may wait like this without two ranks waiting for each other, `ir.deadlock` says and `passes.overlap` keeps.
+`ir.deadlock` specifies where a rank may wait like this without a deadlock, and `passes.overlap` complies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Let every pull or push of a sequence wait until there is room for it; a bucket that is alone always has room."""
+    """Make every pull or push of a sequence wait until it fits in the window; a bucket that is alone always fits."""
     result = []
     under_way: deque[str] = deque()
     size = 0
@@ -45,10 +45,10 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls in front of a rank's work; the first micro-batch's forwards between them where they wait for no rank.
+    """Put pulls before a rank's work, with the first micro-batch's forwards between them if these wait for no rank.
 
-    A pull that waits for the weights of a block is followed by the block's forward, during which it is under way. Only
-    a first stage computes between pulls: a later one would wait for a hidden state, and others for it.
+    A pull that waits for the weights of a block is followed by the block's forward, which overlaps with it. Only a
+    first stage computes between pulls: a later one would wait for a hidden state, and others would wait for it.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -64,7 +64,7 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
-    """Return how many instructions at the beginning are the first micro-batch's forwards, and sends behind them."""
+    """Return the number of leading instructions that are the first micro-batch's forwards, and the sends after them."""
     for i, instruction in enumerate(work):
         if instruction.op is not Op.SEND and (instruction.op, instruction.micro_batch) != (
             Op.FORWARD,
@@ -79,10 +79,10 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the index in a rank's work from which on it may wait for others' pushes: nobody waits for it any more.
+    """Return the first index in a rank's work where it may wait for others' pushes, as no rank waits for it any more.
 
-    That is behind its last message. What a stage sends ends its work, though not all of its ranks send: unless it is a
-    first stage, all of them go by the end of computing.
+    This is the index after its last message. A stage's work ends with its sends, though not all of its ranks send, so
+    except on a first stage all ranks use the end of the computation.
     """
     last = -1
     for i, instruction in enumerate(work):

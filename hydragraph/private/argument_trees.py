@@ -1,6 +1,6 @@
-"""Nested arguments as flat lists and back, and the mode that sees every operator: private modules of all releases.
+"""Nested arguments as flat lists and back, and the dispatch mode: private modules in all releases.
 
-PyTorch 2.15 has no public name for either; both have kept their functions since 2.1.
+PyTorch 2.15 has no public name for either; their functions have not changed since 2.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The product of many experts where PyTorch has no kernel for it, in releases of transformers that no trace can follow.
+"""Traceable grouped product of experts, for releases of transformers without one.
 
-transformers computes it by an operator of its own. Until a release after 5.20 that operator's backward is a loop over
-token counts, which a trace cannot enter; later it is an operator as well, which is what is registered here for them.
+If PyTorch has no kernel for it, transformers uses its own operator. Until a release after 5.20 that operator's backward
+is a loop over token counts, which cannot be traced; later releases have an operator for it, which this module registers
+for the earlier ones.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Te
     """Return the gradients of `rows` and `weight`.
 
     Args:
-        rows: [T, I], those of each expert together.
+        rows: [T, I], grouped by expert.
         weight: [E, I, O].
-        ends: [E], the row after each expert's last.
-        gradient: [T, O], of rows @ the weight of their expert.
+        ends: [E], index after each expert's last row.
+        gradient: [T, O], of the rows multiplied by their expert's weight.
     """
     of_rows = torch.zeros_like(rows)
     of_weight = torch.zeros_like(weight)
@@ -47,7 +48,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def make_traceable() -> None:
-    """Give transformers' operator a backward that can be traced, where it has none; numbers stay what they are."""
+    """Give transformers' operator a traceable backward if it has none; results do not change."""
     ops = torch.ops.transformers
     if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
         torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)

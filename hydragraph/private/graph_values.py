@@ -1,4 +1,4 @@
-"""What stands for a graph's values, as plain data and back: fake tensors and the symbolic sizes they share.
+"""Conversion of a graph's values, fake tensors and the symbolic sizes that they share, to plain data and back.
 
 A size is a number, or a Python expression over the symbols "s0", "s1", ... of its graph, such as "2*s0" or "s0//2".
 """
@@ -19,20 +19,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hydragraph.private.tracing import hint_of, new_symbol
 
-SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes that graphs call and PyTorch does not document
+SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes that appear in graphs but are not documented by PyTorch
 
 # A value as data: a number or expression; or ("tensor", dtype, shape, strides, storage); or a list of values; or None.
 Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return a number for the memory that a tensor lies in, fake or real: the same for all views of it."""
+    """Return an identifier of the storage of a tensor, fake or real: the same for all views of it."""
     number: int = value.untyped_storage()._cdata
     return number
 
 
 def version_of(value: Tensor) -> int:
-    """Return how often a tensor has been written in place; a compiled kernel of one's own does not count."""
+    """Return the number of in-place writes to a tensor; custom compiled kernels are not counted."""
     version: int = value._version
     return version
 
@@ -46,10 +46,10 @@ class Encoder:
     _storages: dict[int, int] = field(default_factory=dict)
 
     def value(self, value: object, storages: Sequence[int] = ()) -> Data:
-        """Return a node's value as data; None for what no reader of a graph needs (symbolic floats, for one).
+        """Return a node's value as data; None for values that no reader of a graph needs (such as symbolic floats).
 
         Args:
-            storages: a number for the storage of each tensor, where the tensors do not tell; see `storages`.
+            storages: identifier of the storage of each tensor, if the tensors do not have it; see `storages`.
         """
         return self._data(value, iter(storages))
 
@@ -74,19 +74,19 @@ class Encoder:
 
 
 class Decoder:
-    """Turns data into values of a new trace.
+    """Decoder of data into values of a new trace.
 
     Args:
-        hints: what an `Encoder` collected.
+        hints: the hints of an `Encoder`.
     """
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
-        self._known: dict[str, Any] = {}  # expressions that were read before
+        self._known: dict[str, Any] = {}  # expressions that were already evaluated
         self._mode: FakeTensorMode | None = None
 
     def value(self, data: Data) -> Any:
-        """Return what `Encoder.value` was given; storages are told apart by `storages`, not by their tensors."""
+        """Return the value that was encoded; storages are identified by `storages`, not by the tensors."""
         if not isinstance(data, list):
             return self._size(data)
         if data[0] == "list":
@@ -112,15 +112,15 @@ class Decoder:
         return self._known[size]
 
 
-LARGEST_SIZE = 1 << 48  # of a dimension or a stride that is read: far above what memory holds
-_LONGEST = 500  # characters of an expression that is read
+LARGEST_SIZE = 1 << 48  # of a dimension or a stride that is decoded: far above any memory size
+_LONGEST = 500  # characters of an expression that is decoded
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return what a size is in the example that was traced, of data that nobody has looked at yet.
+    """Return the value of a size in the traced example, from unvalidated data.
 
     Raises:
-        ValueError: it is no size, or none of a tensor that could exist.
+        ValueError: it is not a size, or not one of a tensor that could exist.
     """
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
@@ -136,10 +136,10 @@ def size_of(size: object, hints: Sequence[int]) -> int:
 
 
 class Form(NamedTuple):
-    """What a tensor looks like.
+    """Dtype and sizes of a tensor.
 
     Attributes:
-        sizes: of its dimensions: numbers where they are fixed, anything else where they are not.
+        sizes: sizes of its dimensions: integers if they are fixed, anything else otherwise.
     """
 
     dtype: torch.dtype
@@ -147,26 +147,26 @@ class Form(NamedTuple):
 
     @property
     def integral(self) -> bool:
-        """Whether it holds whole numbers, or truth values."""
+        """Whether it holds integers or booleans."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
 def form_in(data: Data) -> Form | None:
-    """Return the form of a value that is one tensor, read from its data; None of any other."""
+    """Return the form of a single tensor, read from its data, or None for any other value."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return Form(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:
-    """Return the numbers of the storages of a value's tensors, in order."""
+    """Return the storage numbers of a value's tensors, in order."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return a small power: what a text asks for must not take for ever."""
+    """Return a small power: evaluating untrusted text must take bounded time."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
         raise ValueError(f"the power {exponent} of a size: capture the model again")
     return base**exponent
@@ -191,7 +191,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def _evaluated(node: ast.AST, symbols: Mapping[str, Any]) -> Any:
-    """Compute an expression of sizes; nothing but sums, products, quotients, powers and extremes is understood."""
+    """Evaluate an expression of sizes; only sums, products, quotients, powers and extremes are supported."""
     match node:
         case ast.Constant(value=int(value)):
             return value

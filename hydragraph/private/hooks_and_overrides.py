@@ -1,4 +1,4 @@
-"""What a model hangs on PyTorch that no trace records: hooks of modules and tensors, and backwards of its own."""
+"""Features that a model adds to PyTorch and no trace records: module and tensor hooks, and custom backwards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
-# What transformers hangs on a model that was run: it notes outputs for whoever asked, and computes nothing.
+# Hooks that transformers leaves on a model that was run: they record outputs on request, and compute nothing.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks of a module alone, and what kind each is; not those that only note, or reparametrise."""
+    """Yield a module's own hooks with their kinds, except those that only record outputs or reparametrise."""
     for name, kind in _OF_MODULES.items():
         for hook in (getattr(module, name, None) or {}).values():
             if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
@@ -36,21 +36,21 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks of a parameter or buffer, and what kind each is."""
+    """Yield the hooks of a parameter or buffer with their kinds."""
     for name, kind in _OF_TENSORS.items():
         for hook in (getattr(tensor, name, None) or {}).values():
             yield kind, hook
 
 
 def global_hooks() -> Iterator[tuple[str, Any]]:
-    """Yield the hooks that are on every module of the process."""
+    """Yield the global module hooks of the process."""
     for name, kind in _OF_MODULES.items():
         for hook in getattr(module_state, f"_global{name}", {}).values():
             yield kind, hook
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is another one, compiled or spread over processes, as PyTorch wraps it."""
+    """Return whether a module is a PyTorch wrapper: compiled, or distributed over processes."""
     wrappers = ("torch._dynamo.", "torch.nn.parallel.", "torch.distributed.")
     return f"{type(module).__module__}.".startswith(wrappers)
 
@@ -62,7 +62,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     Args:
         refuse: makes the error of what was refused and a remedy.
     """
-    apply = inspect.getattr_static(Function, "apply")  # a classmethod, of Python or of C (since PyTorch 2.14)
+    apply = inspect.getattr_static(Function, "apply")  # a classmethod, in Python or in C (since PyTorch 2.14)
 
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
         values = [*arguments, *keywords.values()]
@@ -93,7 +93,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     enter_hooks = saved_tensors_hooks.__enter__
 
     def entered_hooks(region: saved_tensors_hooks) -> Any:
-        if type(region) is saved_tensors_hooks:  # PyTorch's own (checkpoints, save_on_cpu) give back what they took
+        if type(region) is saved_tensors_hooks:  # PyTorch's own (checkpoints, save_on_cpu) return the values unchanged
             raise refuse(
                 "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
             )
@@ -127,7 +127,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:
-    """Say what is wrong with a torch.autograd.Function of the model's own, and how to do without it."""
+    """Return the description and the remedy for a custom torch.autograd.Function."""
     return (
         f"torch.autograd.Function {name}, whose backward is not traced",
         "write its forward with operators that have this gradient (x + (y - x).detach() has the value of y and the "
@@ -136,7 +136,7 @@ def own_backward_refused(name: str) -> tuple[str, str]:
 
 
 def own_backward_of(result: Tensor) -> str | None:
-    """Return a torch.autograd.Function of the model's own with which a result was computed, however it was called."""
+    """Return the custom torch.autograd.Function that a result was computed with, however it was called."""
     pending, seen = [result.grad_fn], set()
     while pending:
         node = pending.pop()
@@ -151,14 +151,14 @@ def own_backward_of(result: Tensor) -> str | None:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Say whether a Function is one of PyTorch's modules, or made by torch.library of a registered gradient."""
+    """Return whether a Function belongs to PyTorch, or was made by torch.library for a registered gradient."""
     place = kind.__module__
     found = getattr(sys.modules.get(place), kind.__name__, None) is kind
     return place.startswith("torch.") and (found or place.startswith("torch._library"))
 
 
 class _HookedNode:
-    """A node of autograd's graph as a model sees it in forward: all of it but its hooks, which are refused."""
+    """Proxy of an autograd node for a model's forward, which rejects hooks."""
 
     def __init__(self, node: Any, hook: Callable[..., Any]) -> None:
         self._node = node
@@ -170,7 +170,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return the class of a tensor that computes in a way of its own, as a subclass may; None: it does not."""
+    """Return the class of a tensor that overrides PyTorch's operators, as a subclass may, or None."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -179,12 +179,12 @@ def own_functions_of(tensor: Tensor) -> str | None:
 
 
 def shares_elements_with_itself(tensor: Tensor) -> bool:
-    """Say whether some elements of a tensor are one and the same memory, as in one that was expanded."""
+    """Return whether some elements of a tensor share memory, as after expand."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the first byte of a tensor's memory and the one after its last; None: it has none."""
+    """Return the first byte of a tensor's memory and the one after its last, or None if it has none."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,6 +1,6 @@
-"""What PyTorch does not promise to keep about its compiler Inductor: symbolic sizes, one call, and its cache on disk.
+"""Access to unstable internals of Inductor: symbolic sizes, its compiler, and its cache on disk.
 
-`versions` says with which releases it works. Inductor is imported where it is used, because that takes seconds.
+`versions` lists the supported releases. Inductor is imported where it is used, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, so what is compiled may rely on that
+LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, and compiled code may rely on that
 
 Code = Callable[[list[Any]], Sequence[Any]]  # takes its inputs as a list, which it empties
 Condition = Callable[[Sequence[int]], bool]  # takes the run-time sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Say what Inductor lacks to compile for a device, or return None where it has all it needs."""
+    """Return what Inductor is missing to compile for a device, or None."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
         return why_not(device) or (None if major >= 7 else "this GPU is older than those that Triton compiles for")
@@ -42,12 +42,12 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def may_vary(value: Tensor, dim: int) -> None:
-    """Let `torch.compile` keep a size symbolic where it can; 0, 1 and what its code needs stay numbers."""
+    """Let `torch.compile` keep a size symbolic if possible; 0, 1 and sizes that its code needs remain numbers."""
     torch._dynamo.maybe_mark_dynamic(value, dim)
 
 
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake tensor of another's trace, shape and dtype; contiguous, unless strides are given."""
+    """Return a fake tensor with another's trace, shape and dtype; contiguous, unless strides are given."""
     assert isinstance(value, FakeTensor)
     with value.fake_mode:
         if strides is None:
@@ -56,7 +56,7 @@ def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None
 
 
 def mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return the trace that fake values are of."""
+    """Return the trace that fake values belong to."""
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
@@ -74,9 +74,9 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Say where a run can read what symbols stand for: symbol -> (index of a value, dimension, factor).
+    """Return where a run can read the values of symbols: symbol -> (index of a value, dimension, factor).
 
-    The symbol is that size divided by the factor; a value without dimensions is the size itself (None).
+    The symbol is that size divided by the factor; for a SymInt value, the dimension is None.
     """
     places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
@@ -123,11 +123,11 @@ class _Trace:
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any], hints: Mapping[sympy.Symbol, int]
 ) -> tuple[Code, Condition] | None:
-    """Compile a functional graph of tensor operators, with sizes that stay symbolic; None: strides would change.
+    """Compile a functional graph of tensor operators, with symbolic sizes; return None if strides would change.
 
     Args:
         graph: returns a tuple.
-        inputs, outputs: its fake values, of any trace.
+        inputs, outputs: its fake values, from any trace.
         hints: symbol of that trace -> the size to tune for. The code takes the symbols' values before the inputs.
     """
     from torch._inductor import config
@@ -142,7 +142,7 @@ def compile_graph(
     for result, output in zip(results, outputs, strict=True):
         if isinstance(output, Tensor) and _text(result.meta["val"].stride()) != _text(trace.fake(output).stride()):
             return None
-    # Ranks of one machine compile beside one another, and each C++ compiler would take a core of the others.
+    # Ranks of one machine compile concurrently, and each C++ compiler would take a core from the others.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
@@ -150,7 +150,7 @@ def compile_graph(
 
 
 def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace a graph into the operators that Inductor knows; its results keep the strides that they have now."""
+    """Trace a graph into the operators that Inductor supports; its results keep their current strides."""
     from torch._inductor.decomposition import select_decomp_table
 
     def function(sizes: list, inputs: list) -> tuple:
@@ -170,7 +170,7 @@ def _text(strides: Sequence[int]) -> list[str]:
 
 
 def _condition(guards: str | None) -> Condition:
-    """Make a function of what Inductor found out about the sizes it compiled for, and has relied on since."""
+    """Make a function that checks the assumptions which Inductor's code makes about sizes."""
     code = compile(guards or "True", "<what Inductor assumed>", "eval")
 
     def holds(sizes: Sequence[int]) -> bool:

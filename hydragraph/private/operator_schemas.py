@@ -1,7 +1,7 @@
-"""Operators registered with PyTorch: what is one, what it promises, and what it takes and returns.
+"""Operators registered with PyTorch: their type, properties, arguments and results.
 
-The class of an operator (`torch.ops.aten.mm.default`) and its schema have no public name in any release from 2.11 to
-2.15, though none of these changed them; `torch.Tag` is public.
+The class of an operator (`torch.ops.aten.mm.default`) and its schema have no public name in releases 2.11 to 2.15,
+though none of these changed them; `torch.Tag` is public.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # an operator, and all operators of one name
+PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # an operator, and all overloads of one name
 
 
 class OperatorArgument(NamedTuple):
-    """One argument of a call of an operator.
+    """One argument of an operator call.
 
     Attributes:
-        name: in the operator's schema.
-        value: that the node passes.
-        aliased: whether the result is, or holds, a view of it, or the operator writes into it.
-        written: whether it writes into it.
+        name: name in the operator's schema.
+        value: value that the node passes.
+        aliased: whether the result is or contains a view of it, or the operator writes into it.
+        written: whether the operator writes into it.
     """
 
     name: str
@@ -33,14 +33,14 @@ class OperatorArgument(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """How an operator may be called.
+    """Signature of an operator.
 
     Attributes:
-        names: of its arguments, in order; those from `positional` on are given by name only.
-        positional: how many may be given by position.
-        required: those without a default.
-        types: of its arguments, as PyTorch's schema has them: "Tensor", "Optional[int]", "List[int]".
-        pure: it writes into none of its arguments.
+        names: names of its arguments, in order; those from `positional` on are keyword-only.
+        positional: number of positional arguments.
+        required: names of the arguments without a default.
+        types: types of its arguments in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
+        pure: whether it writes into none of its arguments.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Signature(NamedTuple):
 
 @functools.cache
 def signature_of(target: object) -> Signature:
-    """Return how an operator may be called."""
+    """Return the signature of an operator."""
     assert isinstance(target, torch._ops.OpOverload)
     arguments = target._schema.arguments
     return Signature(
@@ -65,33 +65,33 @@ def signature_of(target: object) -> Signature:
 
 
 def is_operator(target: object) -> bool:
-    """Say whether what a node calls is an operator, and not a function of Python's, a method or a module."""
+    """Return whether a node's target is an operator, rather than a Python function, a method or a module."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def full_name(target: object) -> str:
-    """Return the name of an operator, by which `torch.ops` finds it again: "aten::mm.default"."""
+    """Return the name by which `torch.ops` finds an operator: "aten::mm.default"."""
     assert isinstance(target, torch._ops.OpOverload)
     return f"{target._schema.name}.{target._overloadname}"
 
 
 def has_tag(target: object, *tags: torch.Tag) -> bool:
-    """Say whether what a node calls is an operator with any of some tags."""
+    """Return whether a node's target is an operator with any of some tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield the arguments that a node passes, with what its operator's schema says of them; none if it calls none."""
+    """Yield the arguments that a node passes, with their schema; none if it does not call an operator."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if i < len(node.args) or argument.name in node.kwargs:  # out= is one of these
+            if i < len(node.args) or argument.name in node.kwargs:  # including out=
                 alias = argument.alias_info
                 yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:
-    """Say whether what a node calls is an operator of a namespace that returns tensors, each in memory of its own."""
+    """Return whether a node's target is an operator of a namespace whose results are tensors with their own memory."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != namespace:
         return False
     tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]

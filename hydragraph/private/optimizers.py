@@ -1,4 +1,4 @@
-"""Hooks of optimizers and tensors, which PyTorch keeps in private attributes."""
+"""Hooks of optimizers and tensors, which PyTorch stores in private attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of torch.distributed, let go of without waiting for what they still have under way."""
+"""Release of process groups of torch.distributed, without waiting for pending operations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed import distributed_c10d
 
 
 def drop_all() -> None:
-    """Forget all process groups, the default one too, so that another may be made; nothing is waited for.
+    """Forget all process groups, including the default one, so that new ones can be made; this does not wait.
 
-    gloo's destructor waits for operations under way, of which a broken one may never end: a thread of its own waits,
-    without the interpreter's lock. Names of groups are counted from 0 again, also where making one was given up: ranks
-    that meet must count alike.
+    gloo's destructor waits for pending operations, and a broken one may never end: a separate thread waits, without
+    holding the GIL. Group names are counted from 0 again, even if making a group was abandoned: ranks that meet must
+    count alike.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -27,7 +27,7 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Let go of process groups on a thread of its own; the caller keeps no reference, and may clear the list."""
+    """Release process groups on a separate thread; the caller keeps no reference, so the list is cleared."""
     kept = list(groups)
     groups.clear()
 
@@ -36,7 +36,7 @@ def drop(groups: list[Any]) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Make groups inside that do not inherit the device which `init_process_group(device_id=)` bound."""
+    """Make groups inside the context that do not inherit the device bound by `init_process_group(device_id=)`."""
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     if default is None or bound is None:
@@ -50,7 +50,7 @@ def unbound() -> Iterator[None]:
 
 
 def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort NCCL's communicators as one NCCL group: one after another, aborts can deadlock (PyTorch issue 119797)."""
+    """Abort NCCL's communicators as one NCCL group: consecutive aborts can deadlock (PyTorch issue 119797)."""
     leader = _nccl_of(groups[0]) if groups else None
     if leader is not None:
         leader._group_start()
@@ -63,7 +63,7 @@ def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """Return a group's NCCL backend; None if it has none."""
+    """Return a group's NCCL backend, or None."""
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:

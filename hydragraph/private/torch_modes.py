@@ -1,4 +1,4 @@
-"""The modes of PyTorch that a caller may be in: what they would change without a word is undone, or refused."""
+"""PyTorch modes of the caller: their silent effects are undone, or rejected."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def own_modes(where: str) -> Iterator[None]:
 
 
 def untouched() -> bool:
-    """Say whether this thread computes as PyTorch begins: under no mode, and with its own default dtype and device."""
+    """Return whether this thread is in PyTorch's initial state: no active mode, and the default dtype and device."""
     modes = torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     return not modes and torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"

@@ -1,6 +1,6 @@
-"""What PyTorch does not promise to keep, and tracing needs: fake tensors, symbolic shapes, partitioners.
+"""Access to unstable internals of PyTorch for tracing: fake tensors, symbolic shapes, partitioners.
 
-`versions` says with which releases it works. Everything else in hydragraph goes through this package.
+`versions` lists the supported releases. Everything else in hydragraph goes through this package.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CASTS = frozenset(
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a graph input looks like: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
+    """Description of a graph input: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -49,12 +49,12 @@ class TensorSpec:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return the number that a size had in the example that was traced."""
+    """Return the value of a size in the traced example."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return what a size is where its symbols stand for other numbers than in the example; those not named, for 7."""
+    """Return the value of a size with its symbols replaced by the given numbers, or by 7 if not named."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -62,10 +62,10 @@ def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
 
 
 def assumptions(values: Iterable[object]) -> list[str]:
-    """Return what a trace relied on: symbols that it took for a number or for one another, and decisions on sizes.
+    """Return the assumptions of a trace: symbols set equal to a number or to each other, and decisions on sizes.
 
     Args:
-        values: some of the trace.
+        values: some values of the trace.
     """
     fakes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
     env = next((mode.shape_env for mode in fakes if mode.shape_env is not None), None)
@@ -76,9 +76,9 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Say whether a decision comes out the same for all sizes from 3: tried for many, and for those that it names.
+    """Return whether a decision has the same outcome for all sizes from 3, tried for many and for the sizes it names.
 
-    Smaller ones are special to PyTorch itself, which asks of each size whether it is 1 and broadcasts.
+    PyTorch itself treats smaller sizes specially, as it checks every size for 1 to broadcast.
     """
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
@@ -93,17 +93,17 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
 
 
 def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
-    """Return the names of all symbols that a number is computed from; none for a constant."""
+    """Return the names of all symbols that a number depends on; empty for a constant."""
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
 def is_counted(size: int | torch.SymInt) -> bool:
-    """Say whether a size depends on values: how many elements of a mask are true, for one."""
+    """Return whether a size depends on values, such as the number of true elements of a mask."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return how many times a symbol a size is; None: it is something else."""
+    """Return the factor by which a size is a multiple of a symbol, or None if it is something else."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Compute with a trace's fake tensors without recording what is computed, or sizes that depend on values."""
+    """Compute with a trace's fake tensors without recording operators or value-dependent sizes."""
     mode = detect_fake_mode()
     env = mode.shape_env if mode is not None else None
     with disable_proxy_modes_tracing(), env.ignore_fresh_unbacked_symbols() if env else contextlib.nullcontext():
@@ -123,7 +123,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that a tensor of the trace under way consists of, if it was made as such and perhaps cast."""
+    """Return the number that fills a tensor of the current trace, if it was created as a constant and possibly cast."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -138,9 +138,9 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace, where every operator's sizes are seen once, without what pays only for sizes that repeat.
+    """Trace without optimisations that only pay off for repeated sizes, as each operator's sizes are seen once.
 
-    That is the cache of fake results, which symbolic sizes miss, and looking for garbage among the millions of objects
+    These are the cache of fake results, which symbolic sizes miss, and garbage collection among the millions of objects
     of an imported torch: together a third of a capture.
     """
     collects = gc.isenabled()
@@ -155,9 +155,9 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Let PyTorch's own passes make graphs whose Python is written when they are first called, not after each change.
+    """Make PyTorch's own passes generate the Python code of graphs on their first call, not after each change.
 
-    A joint graph is changed some ten times before it is run, if it is at all: a compiled or a saved one never is.
+    A joint graph is changed about ten times before it is run, if ever: a compiled or saved one never is.
     """
     with _use_lazy_graph_module(True):
         yield
@@ -165,10 +165,10 @@ def code_when_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Make symbols without noting which line of a program asked for them.
+    """Make symbols without recording the line of code that requested them.
 
-    To find that line PyTorch imports torch.export and Inductor, which no rank needs that starts from a folder: together
-    half a second of each rank.
+    To find that line PyTorch imports torch.export and Inductor, which a rank that starts from a folder does not need:
+    together half a second per rank.
     """
     here: Any = env
     here._get_stack_summary = lambda is_debug=False, framework_loc=None: (SLoc(framework_loc, None), "")
@@ -179,7 +179,7 @@ def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
-    """Return a new symbolic size of a trace, of which nothing is assumed; `number` tells it from its others."""
+    """Return a new symbolic size of a trace, without assumptions about it; `number` identifies it."""
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
     with _of_no_place(mode.shape_env):
@@ -191,11 +191,11 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 
 @contextlib.contextmanager
 def meta_as_cpu() -> Iterator[None]:
-    """Let the meta device, where models are traced, answer as the CPU does.
+    """Make the meta device, where models are traced, behave like the CPU.
 
-    transformers asks in every rotary embedding whether its device casts by itself, and has guarded it in later releases
-    only. PyTorch's Python kernel of nll_loss takes its arguments in another order than the operator, so that on meta a
-    loss per token (reduction="none") has the shape of their sum (seen in 2.13).
+    transformers checks in every rotary embedding whether its device autocasts, and only later releases guard this for
+    meta. PyTorch's Python kernel of nll_loss takes its arguments in a different order than the operator, so that on
+    meta a loss per token (reduction="none") has the shape of their sum (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
@@ -216,7 +216,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
-    """Make one fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" where both occur."""
+    """Make one fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" if both occur."""
     symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
     for name in symbols:
         whole, _, parts = name.partition("/")
@@ -238,7 +238,7 @@ def trace_joint(
 ) -> tuple[fx.GraphModule, list]:
     """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
 
-    The gradient of an input that is not differentiable, or that nothing depends on, is None.
+    The gradient of an input that is not differentiable, or that is unused, is None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     primals, tangents = _split(_fake_inputs(mode, [*inputs, *outputs], hints), len(inputs))
@@ -258,8 +258,8 @@ def trace_joint(
             gradients[i] = gradient
         return [*results, *gradients]
 
-    # Without Python's dispatcher, operators that are made of others (linear, matmul) are taken apart by C++ that reads
-    # sizes as numbers, which bakes them in.
+    # Without Python's dispatcher, composite operators (linear, matmul) are decomposed in C++, which reads sizes as
+    # numbers and so bakes them in.
     with mode, enable_python_dispatcher():
         traced = make_fx(joint)(primals, tangents)
         if any(writes(n) for n in traced.graph.nodes):
@@ -275,7 +275,7 @@ def trace_joint(
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
-    """Drop what autograd leaves behind: another name of a value (`detach` until PyTorch 2.13, `alias` since)."""
+    """Remove aliases left behind by autograd (`detach` until PyTorch 2.13, `alias` since)."""
     for node in list(graph.nodes):
         if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
@@ -283,16 +283,16 @@ def _drop_aliases(graph: fx.Graph) -> None:
 
 
 def writes(node: fx.Node) -> bool:
-    """Say whether a node is an operator that writes into one of its operands."""
+    """Return whether a node is an operator that writes into one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace a graph anew without its operators that write in place, as some derivatives have (std, norm).
+    """Trace a graph again without in-place operators, which some derivatives contain (std, norm).
 
-    Partitioners take a written value for one that neither forward nor backward made.
+    Partitioners would assign a value written in place to neither forward nor backward.
     """
-    with torch.no_grad():  # it holds its gradients already
+    with torch.no_grad():  # gradients are already part of it
         functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
     functional.graph.eliminate_dead_code()
     return functional
@@ -305,26 +305,28 @@ def _split(values: list, at: int) -> tuple[list, list]:
 def partition(
     joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
+    """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
-    for node in _ancestors(joint, outputs):  # what the default partitioner goes by
+    for node in _ancestors(joint, outputs):  # tag used by the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
-    # Not before it is needed: it imports much of AOTAutograd and Inductor, and who starts from a folder cuts nothing.
+    # Imported late: it imports much of AOTAutograd and Inductor, and a rank that starts from a folder does not
+    # partition.
     from functorch import compile as cutting
 
     partitioners: Mapping[str, Callable] = {
         "min_cut": cutting.min_cut_rematerialization_partition,
         "default": cutting.default_partition,
     }
-    # Their own search for repeats imports Inductor's pattern matcher, which takes as long as tracing a block.
+    # Their own search for repeated operators imports Inductor's pattern matcher, which takes as long as tracing a
+    # block.
     with torch._functorch.config.patch(cse=False):
         return partitioners[partitioner](joint, inputs, num_fwd_outputs=outputs)
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Compute once what a graph computes twice, as the partitioners expect it.
+    """Eliminate common subexpressions, as the partitioners expect.
 
-    A value that shares memory with a result stays: two results that are one would be added to twice.
+    A value that shares memory with a result is kept: if two results were the same tensor, it would be added to twice.
     """
     results = next(n for n in graph.nodes if n.op == "output").all_input_nodes
     returned = {number for node in results for number in _memory(node)}
@@ -340,22 +342,22 @@ def _drop_repeats(graph: fx.Graph) -> None:
 
 
 def _memory(node: fx.Node) -> list[int]:
-    """Return a number for the memory of a node's value; none for what is no tensor."""
-    if "storages" in node.meta:  # of a graph that was data, whose tensors were made one by one
+    """Return an identifier of the memory of a node's value; empty if it is not a tensor."""
+    if "storages" in node.meta:  # graphs decoded from data have separately made tensors
         return list(node.meta["storages"])
     value = node.meta.get("val")
     return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []
 
 
 def _draws(node: fx.Node) -> bool:
-    """Say whether an operator gives something else each time: random numbers, or memory that nothing has set."""
+    """Return whether an operator's result differs between calls: random numbers, or uninitialised memory."""
     target = node.target
     random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return random or "empty" in str(target)
 
 
 def _operands_key(value: Any) -> Any:
-    """Return what two operands share that are one: nodes by identity, numbers by type and digits (0.0 is not -0.0)."""
+    """Return a key that equal operands share: nodes by identity, numbers by type and digits (0.0 is not -0.0)."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, tuple | list):
@@ -366,9 +368,9 @@ def _operands_key(value: Any) -> Any:
 
 
 def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph so that nothing but inputs is saved: the backward is all that its gradients need.
+    """Split a joint graph so that only inputs are saved: the backward contains everything that its gradients need.
 
-    Both graphs look as those of `partition`; the saved values are those `primals_*` that the backward takes.
+    Both graphs have the form of those of `partition`; the saved values are the `primals_*` that the backward takes.
     """
     results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
     backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "")
@@ -379,7 +381,7 @@ def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.G
 
 
 def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule:
-    """Copy what some outputs of a graph need, and every placeholder whose name begins with `keep` (if not empty)."""
+    """Copy the nodes that some outputs need, and every placeholder whose name starts with `keep` (if not empty)."""
     graph = fx.Graph()
     copied = {}
     for node in joint.graph.nodes:
@@ -394,7 +396,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule
 
 
 def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
-    """Return every node that one of the first outputs needs."""
+    """Return every node that one of the first outputs depends on."""
     pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])
     ancestors: set[fx.Node] = set()
     while pending:

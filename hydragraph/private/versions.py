@@ -1,4 +1,4 @@
-"""Which versions of PyTorch this package was tested with; `make matrix` runs the tests of the core with each."""
+"""Versions of PyTorch that this package was tested with; `make matrix` runs the core tests with each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def check_torch(version: str = str(torch.__version__)) -> None:
-    """Say once, on one rank, that a version of PyTorch is untested.
+    """Warn once, on one rank, if a version of PyTorch is untested.
 
     Raises:
-        Unsupported: it is too old.
+        Unsupported: the version is too old.
     """
     release = ".".join(version.split(".")[:2])
     if release in TESTED:

@@ -1,8 +1,8 @@
-"""Compute in one wide dtype what was written for narrower ones, on both sides alike: then only mathematics differs.
+"""Widening: run code written for narrow dtypes in one wide dtype on both sides, to leave only mathematical differences.
 
-A graph that was captured for bfloat16, and a model that casts to float32 inside, both round. Where two computations
-that should be equal round differently, no bound tells a wrong one from a right one; so casts to narrower dtypes become
-casts to the wide one.
+A graph captured for bfloat16 and a model that casts to float32 internally both round. If two computations that should
+be equal round differently, no bound separates wrong from right; so casts to narrower dtypes become casts to the wide
+one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
 def narrower(wide: torch.dtype) -> frozenset[torch.dtype]:
-    """Return the floating dtypes that `wide` stands for."""
+    """Return the floating-point dtypes that `wide` replaces."""
     return frozenset(_ORDER[: _ORDER.index(wide)])
 
 
 def widened(value: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a copy of a tensor on the CPU, in the wide dtype if it is floating."""
+    """Return a copy of a tensor on the CPU, in the wide dtype if it is floating-point."""
     return value.detach().to("cpu", wide if value.is_floating_point() else value.dtype, copy=True)
 
 
 class _Wide(TorchFunctionMode):
-    """Makes every cast to a narrower dtype one to the wide dtype, as a model's own code runs."""
+    """Mode that turns every cast to a narrower dtype into a cast to the wide dtype while a model runs."""
 
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class _Wide(TorchFunctionMode):
 
 @contextmanager
 def computing(wide: torch.dtype | None) -> Iterator[None]:
-    """Run a model's own code with casts widened, and new tensors in the wide dtype; None: as it is written."""
+    """Run a model with casts widened and new tensors in the wide dtype; None: unchanged."""
     with default_dtype(wide), nullcontext() if wide is None else _Wide(wide):
         yield
 
 
 @contextmanager
 def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
-    """Make new tensors in the wide dtype, in every thread of this process; None: as they are."""
+    """Make new tensors in the wide dtype, in every thread of this process; None: unchanged."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide or before)
     try:
@@ -69,7 +69,7 @@ def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
 
 
 class _Widened(fx.Interpreter):
-    """Runs a captured graph with its casts widened."""
+    """Interpreter of a captured graph that widens its casts."""
 
     def __init__(self, graph: fx.GraphModule, wide: torch.dtype) -> None:
         super().__init__(graph)
@@ -77,7 +77,7 @@ class _Widened(fx.Interpreter):
         self._narrow = narrower(wide)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; `half_to_float` says that it widens by itself, which is done already."""
+        """Call an operator; `half_to_float` requests a widening that is already done."""
         if target in _SOFTMAX:
             args = (*args[:2], False)
         wider = {name: self._replaced(value) for name, value in kwargs.items()}
@@ -88,7 +88,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return what runs a captured graph with its casts widened, within `default_dtype`; None: as it was captured."""
+    """Return a function that runs a captured graph with its casts widened, within `default_dtype`; None: unchanged."""
     if wide is None:
         return graph
 
