@@ -1,5 +1,5 @@
-"""The Program of a model, the RankProgram of a rank, layouts, links between layouts, and proofs about them.
+"""Intermediate representation: the Program of a model, the RankProgram of a rank, layouts, links, and proofs about
+them.
 
-All of it is frozen data with a text form. What builds or changes a program is a pass (`passes/`); what runs one is in
-`runtime/`.
+All of it is frozen data with a text form. A pass (`passes/`) builds or changes programs; `runtime/` runs them.
 """

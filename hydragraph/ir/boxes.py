@@ -1,15 +1,15 @@
-"""The geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes of the tensor.
+"""Geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes of the tensor.
 
-A rank owns an interval of a parameter's canonical order, a checkpoint stores boxes of its natural shape, so that any
-program can read the tensor without knowing how it was sharded.
+A rank owns an interval of a parameter's canonical order, whereas a checkpoint stores boxes of its natural shape, so
+that any program can read the tensor without knowing how it was sharded.
 
 Symbols:
 
     lo, hi       an interval [lo, hi) of the flattened (row-major) tensor
     prefix       the index of a sub-tensor: its first len(prefix) dimensions are fixed; lo and hi count within it
-    row          elements of one index along a sub-tensor's first dimension
-    first, last  the rows [first, last) lie wholly in the interval
-    at           elements of the interval before a box: where its elements are in the rank's flat buffer
+    row          number of elements per index along a sub-tensor's first dimension
+    first, last  the rows [first, last) lie entirely in the interval
+    at           elements of the interval before a box: the offset of its elements in the rank's flat buffer
 
 Worked example: [3, 11) of a tensor of shape [3, 4], whose row r is the elements [4 r, 4 r + 4). Row 1 is whole.
 
@@ -28,12 +28,12 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
+    """Axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
 
     Attributes:
         offsets: its first index along each dimension.
-        sizes: how many indices along each dimension, none of them 0.
-        at: where its elements start, counted from the start of the interval.
+        sizes: number of indices along each dimension, none of them 0.
+        at: offset of its elements from the start of the interval.
     """
 
     offsets: Extent
@@ -42,7 +42,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Its number of elements."""
         return math.prod(self.sizes)
 
     def moved(self, dim: int) -> Box:
@@ -53,32 +53,32 @@ class Box:
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
     """Cut the interval [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order.
 
-    Along each dimension there are whole rows, before them the end of one row and after them the beginning of another;
+    Along each dimension there are whole rows, preceded by the end of one row and followed by the beginning of another;
     these two are intervals of a tensor with one dimension less.
 
     Args:
         lo, hi: elements of the flattened tensor; an empty interval has no boxes.
-        shape: of the tensor; `()` is a single element.
+        shape: shape of the tensor; `()` is a single element.
     """
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))
 
 
 def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
-    """Cut an interval of the sub-tensor at index `prefix`, `at` elements behind the start of the whole interval."""
+    """Cut an interval of the sub-tensor at index `prefix`, `at` elements after the start of the whole interval."""
     if lo == hi:
         return []
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
     row = math.prod(shape[1:])
-    first = -(-lo // row)  # rounded up: the first row that begins at lo or behind it
+    first = -(-lo // row)  # rounded up: the first row that starts at or after lo
     last = hi // row
-    # Not even one boundary between rows lies in the interval: it is inside row `last`, a tensor of one dimension less.
+    # If the interval contains no row boundary, it is inside row `last`, a tensor with one dimension less.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # The end of the row before the whole ones, these, and the beginning of the row behind them. The ends are intervals
-    # that touch an end of their row, so cutting them leaves one end each, not two: a dimension more is two boxes more,
-    # not twice as many.
+    # The end of the row before the whole ones, the whole ones, and the beginning of the row after them. The outer parts
+    # are intervals that touch an end of their row, so cutting them leaves one partial end each: an additional dimension
+    # adds two boxes, rather than doubling their number.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

@@ -1,4 +1,4 @@
-"""Run the programs of all ranks without running anything, to see whether they come to their end."""
+"""Simulation of all ranks' programs together, without executing them, to detect deadlocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydragraph.ir.value import Value, ValueKind
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Where programs stop that do not come to their end.
+    """State in which programs are stuck.
 
     Attributes:
-        at: rank -> the index of the instruction it is stuck at, for every rank that is stuck.
+        at: rank -> index of the instruction it is stuck at, for every stuck rank.
         waits: rank -> the ranks it waits for, at least one.
     """
 
@@ -27,7 +27,7 @@ class Deadlock:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks of which each waits for the next: a cycle that repeats its first rank last, or up to an ended one."""
+        """Ranks that each wait for the next: a cycle with its first rank repeated, or a path to an ended rank."""
         path = [min(self.waits)]
         while path[-1] in self.waits and path[-1] not in path[:-1]:
             path.append(self.waits[path[-1]][0])
@@ -35,28 +35,29 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
-    """Run all programs together; return None when all of them end.
+    """Simulate all programs together; return None if all of them end.
 
-    Over gloo, sends are buffered, and everything else that could wait, waits: a receive for its message, the
-    instruction that frees a message for its receiver to have it, a computation for its tensor-parallel peers to be at
-    the same one and for every rank to have entered the pulls of its weights, a pull or push for every rank to have
-    entered the earlier ones that must be over, the commit for all ranks. Programs that end here end whatever runs ahead
-    in reality, since running ahead only takes waits away. So they end over `Transport.NCCL` as well, where the host
-    runs ahead of everything; not always over the other two, where messages wait for more (`ir.queues`).
+    Over gloo, sends are buffered, and everything else that could wait does: a receive waits for its message; the
+    instruction that frees a message waits for its receiver to have it; a computation waits for its tensor-parallel
+    peers to reach the same one and for every rank to have entered the pulls of its weights; a pull or push waits for
+    every rank to have entered the earlier ones that must be complete; and the commit waits for all ranks. Programs that
+    end here end however far ranks run ahead in reality, since running ahead only removes waits. So they also end over
+    `Transport.NCCL`, where the host runs ahead of everything, but not always over the other two, where messages wait
+    for more (`ir.queues`).
 
     Args:
-        programs: one per rank, in the order of the ranks.
-        transport: the way messages go.
+        programs: one per rank, in rank order.
+        transport: transport of the messages.
     """
     thin = _thinned(programs)
     waits_of = _waits if transport is Transport.GLOO else partial(_waits_queued, transport=transport)
     if thin is not None and transport is not Transport.NCCL_LAZY and not waits_of(thin)[1]:
         return None
-    at, waits = waits_of(programs)  # all of them, to say where they stop
+    at, waits = waits_of(programs)  # the full programs, to report where they are stuck
     return Deadlock(at, waits) if waits else None
 
 
-_Waits = tuple[dict[int, int], dict[int, tuple[int, ...]]]  # rank -> where it is stuck; rank -> whom it waits for
+_Waits = tuple[dict[int, int], dict[int, tuple[int, ...]]]  # rank -> where it is stuck; rank -> the ranks it waits for
 
 
 def _waits(programs: Sequence[RankProgram]) -> _Waits:
@@ -71,24 +72,25 @@ def _waits_queued(programs: Sequence[RankProgram], transport: Transport) -> _Wai
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
-    """Leave out what no rank can wait at for ever; None where that is not plain to see.
+    """Remove instructions at which no rank can wait forever; return None if that is not obvious.
 
-    - All ranks enter the pulls, and the pushes, in one order, and wait at the same places for earlier ones to be over.
-    - Up to its last pull a rank receives nothing and waits for no receiver: it can wait for pulls alone, and for its
-      tensor-parallel peers. The rank that has entered the fewest pulls waits for none, so all ranks get past the pulls.
-    - From the first push on that waits for others, it sends and receives nothing: no message depends on pushes, and the
-      rank that has entered the fewest waits for none.
-    - The ranks of a stage run the same computations in the same order, and enter the same exchanges between them.
-      Between two computations that no member has anything in between to wait at, they come together from the first to
-      the second, so the first stands for both.
-    - An update and a free of values wait for nobody.
+    - All ranks enter the pulls, and the pushes, in one order, and wait at the same places for earlier ones to complete.
+    - Up to its last pull a rank neither receives nor waits for a receiver: it can only wait for pulls and for its
+      tensor-parallel peers. The rank that has entered the fewest pulls does not wait for any, so all ranks get past the
+      pulls.
+    - From the first push that waits for others, a rank neither sends nor receives: no message depends on pushes, and
+      the rank that has entered the fewest does not wait.
+    - The ranks of a stage run the same computations in the same order, and enter the same exchanges between them. If no
+      member has anything to wait at between two computations, they proceed together from the first to the second, so
+      the first represents both.
+    - An update and a free of values never wait.
 
         rank 0   receive h0.0   f1 f2 f3   send h3.0        rank 1   receive h0.0   f1 f2   receive h9.0   f3
         thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
     """
     exchanges = [(i.op, i.target, _room(i)) for i in programs[0].instructions if i.op in _EXCHANGED]
-    orders: dict[tuple[int, ...], list[Step]] = {}  # what each stage's ranks compute and enter
-    entries: dict[tuple[int, ...], set[int]] = {}  # which computations some rank comes to after it may have waited
+    orders: dict[tuple[int, ...], list[Step]] = {}  # computations and exchanges of each stage's ranks
+    entries: dict[tuple[int, ...], set[int]] = {}  # computations that follow a possible wait on some rank
     for program in programs:
         if not _exchanges_apart(program):
             return None
@@ -118,7 +120,7 @@ _EXCHANGED = (Op.PULL, Op.PUSH)
 
 
 def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
-    """Return a program with its messages, the commit, and the computations that are entered after a wait."""
+    """Return a program with only its messages, the commit, and the computations that follow a wait."""
     kept = []
     count = 0
     for instruction in program.instructions:
@@ -132,7 +134,9 @@ def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
 
 
 def _can_wait(instruction: Instruction) -> bool:
-    """Say whether a rank by itself may have to wait at an instruction; computations wait for others of the stage."""
+    """Return whether a rank may have to wait at an instruction on its own; computations wait for the stage's other
+    ranks.
+    """
     if instruction.op is Op.FREE:
         return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
     return instruction.op in (Op.RECEIVE, Op.COMMIT)
@@ -144,7 +148,7 @@ def _room(instruction: Instruction) -> tuple[Value, ...]:
 
 
 def _exchanges_apart(program: RankProgram) -> bool:
-    """Say whether a rank waits for others' exchanges before and behind its messages only, and for earlier ones only."""
+    """Return whether a rank waits for exchanges only before and after its messages, and only for earlier exchanges."""
     entered: set[tuple[Op, str]] = set()
     pulls = sum(i.op is Op.PULL for i in program.instructions)
     waited = False  # for a push
@@ -159,7 +163,7 @@ def _exchanges_apart(program: RankProgram) -> bool:
             waited = waited or (i.op is Op.PUSH and bool(_room(i)))
             entered.add((i.op, i.target))
             pulls -= i.op is Op.PULL
-        # Behind pushes messages may be waited for still, whose receivers have asked for them before their own.
+        # After pushes a rank may still wait for messages, whose receivers have requested them before their own pushes.
         elif (pulls and _can_wait(i)) or (waited and i.op in (Op.SEND, Op.RECEIVE)):
             return False
     return True
@@ -171,23 +175,23 @@ def _peer(instruction: Instruction) -> int:
 
 
 class _Run:
-    """How far each rank has come, the messages under way, and how many ranks have entered each exchange."""
+    """State of a simulation: each rank's position, the messages in flight, and the number of ranks in each exchange."""
 
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> messages, which arrive in order
+        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages, which arrive in order
         self.received: Counter[tuple[int, int]] = Counter()
-        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> how many must have been received
-        self.entered: Counter[tuple[Op, str]] = Counter()  # by exchange: how many ranks have
-        self.committing: set[int] = set()  # who has come to the commit
+        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
+        self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
+        self.committing: set[int] = set()  # ranks that have reached the commit
 
     def run(self) -> _Run:
-        """Run as far as the programs get; return itself."""
+        """Run the programs as far as possible; return self."""
         waiting = deque(range(len(self.programs)))
         while waiting:
-            # A rank runs until it must wait, and is tried again only when another does what it may wait for: going
-            # round all ranks until nothing moves would try each of them once per instruction of the others.
+            # A rank runs until it must wait, and is retried only when another rank does something it may wait for:
+            # polling all ranks until none advances would try each of them once per instruction of the others.
             rank = waiting.popleft()
             while (instruction := self._current(rank)) is not None and not self._must_wait(rank, instruction):
                 for peer in self._together(rank, instruction):
@@ -200,7 +204,7 @@ class _Run:
     def _must_wait(self, rank: int, instruction: Instruction) -> bool:
         if instruction.op is not Op.COMMIT:
             return bool(self._blockers(rank, instruction))
-        # Who is at the commit stays there until all are, so they are counted: each would otherwise look at all others.
+        # A rank at the commit stays there until all are, so they are counted instead of each checking all others.
         self.committing.add(rank)
         if len(self.committing) < len(self.programs):
             return True
@@ -225,13 +229,13 @@ class _Run:
         return range(len(self.programs)) if instruction.op is Op.COMMIT else (rank,)
 
     def _blockers(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
-        """Return the ranks that an instruction waits for; none when it can run."""
+        """Return the ranks that an instruction waits for; empty if it can run."""
         if instruction.op is Op.RECEIVE:
             pair = (_peer(instruction), rank)
             return () if self.received[pair] < self.sent[pair] else (_peer(instruction),)
         if instruction.op is Op.FREE:
-            # A message is over once its receiver has it. Between two ranks they arrive in order, so the n-th one has
-            # arrived when n have been received.
+            # A message is complete once its receiver has it. Messages between two ranks arrive in order, so the n-th
+            # one has arrived when n have been received.
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op in _EXCHANGED:
@@ -241,11 +245,11 @@ class _Run:
         late = tuple(
             r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
         )
-        # A pull's weights are here once every rank has entered the pull: each of them may be an owner that sends.
+        # A pull's weights have arrived once every rank has entered the pull: each of them may be an owner that sends.
         return (*late, *self._behind({(Op.PULL, v.bucket) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
 
     def _behind(self, exchanges: set[tuple[Op, str]]) -> tuple[int, ...]:
-        """Return the ranks that have yet to enter some of these exchanges."""
+        """Return the ranks that have not yet entered some of these exchanges."""
         missing = {each for each in exchanges if self.entered[each] < len(self.programs)}
         if not missing:
             return ()
@@ -270,10 +274,10 @@ class _Run:
             self.entered[instruction.op, instruction.target] += 1
 
     def _woken(self, instruction: Instruction) -> Sequence[int]:
-        """Return the ranks that may have waited for what has just run."""
+        """Return the ranks that may have waited for the instruction that has just run."""
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (_peer(instruction),)
-        # Only the last rank to enter an exchange lets others go on. Peers of a computation, or of the commit, need no
-        # waking: the last one to get there steps all of them (`_together`).
+        # Only the last rank to enter an exchange releases others. Peers of a computation or of the commit need no
+        # waking: the last one to arrive advances all of them (`_together`).
         complete = self.entered[instruction.op, instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

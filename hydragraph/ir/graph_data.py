@@ -1,13 +1,13 @@
-"""A graph as plain data, and back: lists, numbers and texts that JSON and pickle carry alike.
+"""Graphs as plain data and back: lists, numbers and strings that both JSON and pickle can represent.
 
-    {"hints": [64, 5],                       the sizes that the symbols s0, s1 had when the graph was traced
+    {"hints": [64, 5],                       the sizes of the symbols s0, s1 when the graph was traced
      "graphs": [[["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-Every node is [name, kind, target, args, kwargs, value]. What a target may be is a list: operators registered with
-PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name. Data of
-this process's own may be decoded as it is; what comes from a file is checked first
+Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list: operators registered with
+PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name. Data from
+this process may be decoded as it is; data from a file is validated first
 (`hydragraph.frontend.compiled_folder.record_schema`).
 """
 
@@ -26,7 +26,7 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.private.graph_values import SYMBOLIC, Decoder, Encoder, Form, form_in, storage_of, storages
 from hydragraph.private.operator_schemas import full_name, is_operator
 
-# Functions of Python's that graphs call, by the names that data has for them.
+# Python functions that graphs call, by their names in the data.
 PYTHON: Mapping[str, Callable[..., Any]] = {
     **{
         f"operator.{f.__name__}": f
@@ -45,27 +45,27 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Return graphs of one trace as data.
+    """Convert graphs of one trace to data.
 
     Raises:
-        ValueError: a node has a target or an argument that data cannot say.
+        ValueError: a node has a target or an argument that cannot be represented as data.
     """
     values = Encoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
 
 def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
-    """Return the graphs that data says; what stands for their values is rebuilt when `value_of` asks for it.
+    """Build graphs from data; their values are rebuilt on demand by `value_of`.
 
     Raises:
-        ValueError: a target is unknown here, or a node takes one that does not precede it.
+        ValueError: a target is unknown here, or a node uses one that does not precede it.
     """
     values = Decoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
 
 def form_of(node: Any) -> Form | None:
-    """Return the form of a node's value, which is not rebuilt for it; None if that is no tensor, or not known."""
+    """Return the form of a node's value without rebuilding it, or None if it is not a tensor or unknown."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: Form | None = node.meta["form"]
         return form
@@ -74,21 +74,21 @@ def form_of(node: Any) -> Form | None:
 
 
 def value_of(node: Any) -> Any:
-    """Return what stands for a node's value: a fake tensor, a size, a tuple of these; None if nothing is known."""
+    """Return a node's traced value: a fake tensor, a size, or a tuple of these; None if it is unknown."""
     if not isinstance(node, fx.Node):
         return None
-    # "val" is where PyTorch keeps it; for a graph that was read, "later" makes it when it is first asked for.
+    # PyTorch stores it in "val"; for a decoded graph, "later" makes it on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
 
 
 def storages_of(node: Any) -> list[tuple[int, Tensor]]:
-    """Return a number for the storage of each tensor that a node makes, and the tensor; views share their number."""
+    """Return a storage number and the tensor for each tensor that a node makes; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    # A graph that was read has the numbers of the storages it was written with: fake tensors that are made one by one
-    # would each have a storage of their own, and no two would be views of one.
+    # A decoded graph has the storage numbers it was written with: fake tensors made one by one would each have their
+    # own storage, so that no two would be views of one.
     numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
     return list(zip(numbers, tensors, strict=True))
 
@@ -109,7 +109,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         return full_name(node.target)
     if isinstance(node.target, str):
         return node.target
-    # Python functions have no name that says the same everywhere: those of the list, and no others.
+    # Python functions have no universal name, so only those in the list are supported.
     if node.target not in _NAMES:
         raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
     return _NAMES[node.target]
@@ -163,7 +163,7 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # create_node takes a name as a proposal, and changes what it holds for a builtin of Python's.
+        # create_node treats the name as a suggestion, and changes names that it takes for Python builtins.
         node.name = name
         by_name[name] = node
         if value is not None:
@@ -174,7 +174,7 @@ def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
 
 
 def known_target(name: str) -> Callable[..., Any]:
-    """Return the function or operator that a node calls by this name.
+    """Return the function or operator with this name.
 
     Raises:
         ValueError: there is none.

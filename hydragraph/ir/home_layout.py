@@ -1,4 +1,4 @@
-"""Home layouts: a `Home` as one layout per bucket, which state, pull, push, checkpoints, memory and traffic go by."""
+"""Home layouts: a `Home` as one layout per bucket, used by state, pull, push, checkpoints, memory and traffic."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from hydragraph.spec.home import Home
 
 
 class HomeLayouts:
-    """Where each bucket's state lives; buckets of equal size and shares have one layout, made when it is asked for.
+    """Location of each bucket's state; buckets of equal size and shares share one layout, made on demand.
 
     Args:
-        home: chosen, without a rule; on its nodes, if it has copies (`Home.on`); without, each rank counts as a node.
-        ranks: how many there are.
+        home: chosen, without a rule; placed on its nodes if it has copies (`Home.on`), otherwise each rank counts as a
+            node.
+        ranks: number of ranks.
 
     Raises:
-        ValueError: it is for another number of ranks.
+        ValueError: it is for a different number of ranks.
     """
 
     def __init__(self, home: Home, ranks: int) -> None:

@@ -1,7 +1,8 @@
-"""The instruction set: what one rank does in one iteration is a short list of these, over values (`ir.value`).
+"""Instruction set: one rank's iteration is a short list of instructions over values (`ir.value`).
 
-Everything that is fixed by an operation stands in `RULES`: the stream that it runs on, and which kinds of values it
-reads and makes. `ir.text` prints by it, `ir.verify` checks by it, and the runtime and the simulator queue by it.
+Everything that is fixed for an operation is in `RULES`: the stream that it runs on, and the kinds of values that it
+reads and makes. `ir.instruction_text` prints, `ir.verify` checks, and the runtime and the simulator schedule according
+to it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from hydragraph.ir.value import Value, ValueKind
 
 
 class Op(Enum):
-    """The instruction set."""
+    """Operations of the instruction set."""
 
     PULL = "pull"  # W.bucket = link home -> here
     FORWARD = "forward"  # run one block's forward graph on one micro-batch
     BACKWARD = "backward"  # run one block's backward graph, accumulate into G.bucket
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
-    PUSH = "push"  # link G.bucket -> home: summed at first owners, who hand the sum on to second ones
-    FREE = "free"  # drop values; of a message, once it has left
+    PUSH = "push"  # link G.bucket -> home: summed at first owners, which replicate the sum to second ones
+    FREE = "free"  # drop values; for a message, once it has left
     COMMIT = "commit"  # agree with all ranks that the gradients are finite; nothing communicates after it
     UPDATE = "update"  # optimizer step on the home shard
 
-    # There is one object of each: hashing that is ten times as quick as hashing its name, which prices do millions of
-    # times.
+    # Each operation is a single object: hashing its identity is ten times as fast as hashing its name, which the
+    # simulator does millions of times.
     __hash__ = object.__hash__
 
 
 class Stream(Enum):
-    """Where an instruction runs; instructions of one stream run in order."""
+    """Execution stream of an instruction; instructions of one stream run in order."""
 
     PULL = "pull"
     COMPUTE = "compute"
@@ -42,12 +43,12 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is the same for all instructions of an operation.
+    """Properties shared by all instructions of an operation.
 
     Attributes:
-        stream: where they run.
-        reads: the kinds of values that they may read.
-        writes: the kinds of values that they may make or, of `GRADIENTS`, add to.
+        stream: stream that they run on.
+        reads: kinds of values that they may read.
+        writes: kinds of values that they may make or, for `GRADIENTS`, add to.
     """
 
     stream: Stream
@@ -59,7 +60,7 @@ def _rule(stream: Stream, reads: tuple[ValueKind, ...] = (), writes: tuple[Value
     return Rule(stream, frozenset(reads), frozenset(writes))
 
 
-_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # what stages hand to one another
+_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # exchanged between stages
 
 RULES: Mapping[Op, Rule] = {
     Op.PULL: _rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
@@ -87,15 +88,15 @@ class Instruction:
     """One step of one rank.
 
     Attributes:
-        op: what it does.
+        op: the operation.
         target: the bucket of a pull or push, the block of a forward or backward, else "".
-        micro_batch: the number of a forward's or backward's micro-batch (`ir.rank_program.Role`); else None.
+        micro_batch: number of a forward's or backward's micro-batch (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
         reads: the values it needs.
         writes: the values it makes, or (G.*) adds to.
-        after: those of its reads that another stream makes, and that it therefore waits for. Of a free, messages alone:
-            it lets go of a message once that has left, and of other values at once. Of a pull or push, the weights or
-            gradients of earlier ones, too, which must be over: so few bytes are in flight (`passes.window`).
+        after: the reads that another stream makes, which it therefore waits for. For a free, only messages: it releases
+            a message once that has left, and other values immediately. For a pull or push, also the weights or
+            gradients of earlier ones that must be complete, to limit the bytes in flight (`passes.window`).
     """
 
     op: Op
@@ -108,12 +109,12 @@ class Instruction:
 
     @property
     def stream(self) -> Stream:
-        """Where it runs."""
+        """The stream that it runs on."""
         return RULES[self.op].stream
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    """Return what an instruction must wait for, given which stream has made each value that it reads."""
+    """Return the values that an instruction must wait for, given the stream that makes each value it reads."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
     found = [value for value in instruction.reads if stream_of[value] is not stream]

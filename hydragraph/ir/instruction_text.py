@@ -1,12 +1,13 @@
-"""The printed form of an instruction, which parses back to an equal one.
+"""Printed form of an instruction, which parses back to an equal one.
 
     pull     W.layer.0 = link home -> here
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-Each line is the operation's stream, what is made or (`+=`) added to, the operation with what it reads, and what it
-waits for. A send makes the message that its line names: `h2.0>3` above is over once it has left for rank 3.
+Each line has the operation's stream, the values it makes or (`+=`) adds to, the operation with the values it reads, and
+the values it waits for. A send makes the message named in its line: `h2.0>3` above is complete once it has left for
+rank 3.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.value import Value, message, parse_value
 
-MARGIN = 60  # where `after` starts on lines that are short enough
+MARGIN = 60  # column of `after` on lines that are short enough
 
 _NAME = r"[^\s,()=#]+"
 _NAMES = rf"{_NAME}(?:, {_NAME})*"
@@ -25,7 +26,7 @@ _MADE = rf"(?:(?P<writes>{_NAMES}) {{}} )?"
 _READS = rf"(?: \((?P<reads>{_NAMES})\))?"
 _COMPUTED = rf"(?P<target>{_NAME}) \[(?P<micro_batch>\d+)\]{_READS}"
 
-# One pattern per form; what each group holds is named after the instruction's field.
+# One pattern per form; groups are named after the instruction's fields.
 _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
     (op, form, re.compile(pattern))
     for op, form, pattern in (
@@ -46,7 +47,7 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
         (Op.UPDATE, "update", "update"),
     )
 )
-# The word that tells a line's operation, for an error that shows the form it should have.
+# The word that identifies a line's operation, for an error that shows the expected form.
 _WORDS = {"link": (Op.PULL, Op.PUSH), **{op.value: (op,) for op in Op}}
 
 
@@ -82,14 +83,14 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Read a line that `instruction_text` printed.
+    """Parse a line printed by `instruction_text`.
 
     Args:
         line: without its comment.
-        number: which line of the text it is, for errors.
+        number: line number in the text, for errors.
 
     Raises:
-        ValueError: naming the line, what was expected there, and what stands there.
+        ValueError: names the line, what was expected there, and what was found.
     """
     name, _, rest = line.partition(" ")
     try:
@@ -100,7 +101,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values behind 'after', such as 'h1.0, W.head', found {after!r}")
-    # No statement has two forms: each begins with, or assigns by, words that no other has.
+    # No statement matches two forms: each starts with, or assigns by, words that no other has.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)
         if match is None:
@@ -119,7 +120,7 @@ def _instruction(op: Op, groups: Mapping[str, str | None], after: str) -> Instru
     peer = groups.get("peer")
     reads = _values(groups.get("reads"))
     writes = _values(groups.get("writes"))
-    # What a send makes follows from what it sends, so the text leaves it out.
+    # The message made by a send follows from its operands, so the text leaves it out.
     if op is Op.SEND and peer is not None:
         writes = (message(reads[0], int(peer)),)
     return Instruction(
@@ -138,6 +139,6 @@ def _values(text: str | None) -> tuple[Value, ...]:
 
 
 def _expected(statement: str) -> str:
-    """Return the forms a statement may have meant, judging by its first operation word."""
+    """Return the forms that a statement may have been meant as, judging by its first operation word."""
     ops = next((_WORDS[word] for word in re.findall(r"\w+", statement) if word in _WORDS), tuple(Op))
     return " or ".join(f"'{form}'" for op, form, _ in _FORMS if op in ops)

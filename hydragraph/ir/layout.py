@@ -14,8 +14,8 @@ Symbols of a layout's arrays, each with one entry per interval:
     tp       tensor-parallel degree: the number of ranks of a stage. A rank's `index` is its position among them
 
 Worked example: a bucket of 11 elements consists of w [4, 2], sharded along its rows, with q and k fused in it, 2 rows
-each, and a norm n of 3 elements, which every rank holds whole. A stage of ranks 5 and 6 holds it like this; q is [0,
-4), k is [4, 8), n is [8, 11):
+each, and a norm n of 3 elements, which every rank holds whole. q is [0, 4), k is [4, 8), n is [8, 11). A stage of ranks
+5 and 6 holds the bucket as follows:
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4   its buffer has 7 elements
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4   likewise
@@ -48,8 +48,7 @@ class GradientKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Assignment of one bucket's elements to ranks: one row per interval, sorted by rank, then by position in its
-    buffer.
+    """Assignment of one bucket's elements to ranks: one row per interval, sorted by rank, then by buffer position.
 
     A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D, of equal length, and
     read-only; no interval is empty. Layouts compare by identity, so they can key a cache.
@@ -357,7 +356,7 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank (otherwise keep the order), drop empty ones, merge adjacent ones, and place them locally."""
+    """Sort intervals by rank (otherwise keeping the order), drop empty ones, merge adjacent ones, and place them."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank = rank[kept]

@@ -1,30 +1,31 @@
-"""Link: the mutual slices that turn one layout of a bucket into another, as values (`copy`) or gradients (`reduce`).
+"""Link: the mutual slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
 Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
-The source layout's interval ends cut a line into *cells*; the ranks that hold a cell hold all of it, and each target
-interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64 and no object exists per slice.
+The source layout's interval ends cut a line into *cells*; the ranks that hold part of a cell hold all of it, and each
+target interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64 and there are no per-slice
+objects.
 
 Symbols; [n] is the length of an array:
 
-    line           [source rows]  which line each source interval lies on. Values need one line; gradients need one for
-                                  each copy of the state, since every copy's gradient must be found. Line i is the
-                                  elements [i * size, (i + 1) * size): all lines together are one long line
-    ends           [cells + 1]    where cells begin, and the end of the last: cell c is [ends[c], ends[c + 1])
+    line           [source rows]  the line that each source interval lies on. Values need one line; gradients need one
+                                  per copy of the state, since every copy's gradient must be included. Line i has the
+                                  elements [i * size, (i + 1) * size): all lines together form one long line
+    ends           [cells + 1]    starts of the cells, and the end of the last: cell c is [ends[c], ends[c + 1])
     first, rows                   the source rows rows[first[c] : first[c + 1]] hold cell c
     row, lo, hi    [T]            the target's intervals, one for each of them and each line
-    item           [S]            of T, for each slice: the interval that it is part of; a slice is an interval and a
-                                  cell that meet
+    item           [S]            index into T for each slice: the interval that it is part of; a slice is the
+                                  intersection of an interval and a cell
     cell           [S]            the slice's cell
-    holders        [S]            how many source rows hold that cell: the slice's candidates
-    turn           [S]            whose turn it is where several candidates cost the same
-    piece, holder  [P]            of S and of the source rows, for each pair of a slice and a candidate
+    holders        [S]            number of source rows that hold that cell: the slice's candidates
+    turn           [S]            round-robin number, to choose among candidates of equal cost
+    piece, holder  [P]            indices into S and into the source rows, for each pair of a slice and a candidate
     place                         a number within a group: 0, 1, ... within an interval's cells, or a slice's candidates
 
 Worked example: of a bucket of 8, rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 all; rank 3 needs [2, 6). One line.
 
     cells    ends 0 4 8; cell 0 is held by the rows of ranks 0 and 2, cell 1 by those of ranks 1 and 2
     slices   [2, 4) in cell 0 and [4, 6) in cell 1; 2 holders each, so pairs 0 -> 3, 2 -> 3, then 1 -> 3, 2 -> 3
-    copy     the nearest to rank 3 is rank 2, in both: it sends 2 -> 3 [2, 6), which is one slice after merging
+    copy     the candidate nearest to rank 3 is rank 2, in both: it sends 2 -> 3 [2, 6), one slice after merging
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # elements at least, and how many of a bucket at most, that holders share a transfer by
+_PIECE, _PIECES = 1024, 64  # pieces that holders share: minimum elements, and maximum number per bucket
 
 
 @dataclass(frozen=True, eq=False)
 class Slices:
     """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D, of equal length, and read-only.
 
-    A slice moves elements [lo, hi) of the bucket from `src`, where they start at `src_at` of its local buffer, to
-    `dst`, where they start at `dst_at` of its. Where src == dst it is a local movement.
+    A slice moves elements [lo, hi) of the bucket from `src`, starting at `src_at` of its local buffer, to `dst`,
+    starting at `dst_at` of its local buffer. If src == dst it is a local movement.
 
     Attributes:
         src, dst: int64, ranks.
@@ -67,7 +68,7 @@ class Slices:
 
     @property
     def elements(self) -> int:
-        """Elements that the slices move, local movements included."""
+        """Number of elements that the slices move, including local movements."""
         return int((self.hi - self.lo).sum())
 
     @property
@@ -78,47 +79,48 @@ class Slices:
     def of(self, rank: int) -> tuple[Slices, Slices]:
         """Return what one rank sends, sorted by (dst, lo), and what it receives, sorted by (src, lo).
 
-        The slices of one pair of ranks come in the same order on both sides, so a pair exchanges one message. Local
+        The slices of one pair of ranks have the same order on both sides, so a pair exchanges one message. Local
         movements are in both.
         """
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
-        """Return some of the slices, in order, by a mask."""
+        """Return the slices selected by a mask, in order."""
         return Slices(
             self.src[rows], self.dst[rows], self.lo[rows], self.hi[rows], self.src_at[rows], self.dst_at[rows]
         )
 
 
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values: every target interval is covered exactly once, by its own rank where that holds it already.
+    """Link values: cover every target interval exactly once, by its own rank if that already holds it.
 
-    Otherwise the nearest replica sends: one on the same node, where the source knows nodes, then that of the smallest
-    difference of ranks, as a node's ranks are neighbours. Of equally near ones, target ranks and cells take turns.
+    Otherwise the nearest replica sends: one on the same node, if the source knows nodes, then the one with the smallest
+    difference of ranks, as a node's ranks are consecutive. Equally near replicas alternate over target ranks and cells.
 
     Args:
         source, target: layouts of one bucket, over any ranks.
-        rank: return only the slices that this rank sends or receives, at less cost.
+        rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
-        ValueError: the sizes differ, or no rank of the source holds what the target needs.
+        ValueError: the sizes differ, or no rank of the source holds elements that the target needs.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values as `copy` does, but with equal loads: any holder of the same node, else any at all, takes its turn.
+    """Link values like `copy`, but balance the load: holders on the same node, or else on any node, take turns.
 
-    `copy` serves many ranks that need everything all the time, so that the nearest is best for each; here few elements
-    move once, and what one rank alone would send takes longest. Long intervals are sent in parts by several holders.
+    `copy` serves many ranks that need everything all the time, so that the nearest is best for each; here a few
+    elements move once, and the time is dominated by the rank that sends most. Long intervals are sent in parts by
+    several holders.
 
     Args:
         source, target: layouts of one bucket, over any ranks; the source knows the nodes of both.
-        rank: return only the slices that this rank sends or receives, at less cost.
+        rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
-        ValueError: the sizes differ, or no rank of the source holds what the target needs.
+        ValueError: the sizes differ, or no rank of the source holds elements that the target needs.
     """
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
@@ -131,7 +133,7 @@ def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
-    """Return how far each candidate is from its target: further on another node than anywhere on the same."""
+    """Return each candidate's distance from its target: any on another node is farther than any on the same node."""
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
@@ -141,48 +143,48 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
 
 
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link gradients: what the owners in the target must add up, element by element.
+    """Link gradients: select the contributions that the owners in the target must sum, element by element.
 
-    Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends, from REPLICA
-    intervals one does: the owner itself if it is a holder, otherwise holders take turns. Where the target has two
-    copies, first owners alone add up; `hand_on` links their sums to the second ones.
+    Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
+    intervals one does: the owner itself if it is a holder, otherwise holders take turns. If the target has two copies,
+    only first owners sum; `hand_on` links their sums to the second owners.
 
     Args:
         source: where gradients were computed (`layout.propagation`).
         target: the owners (`layout.home`).
-        rank: return only the slices that this rank sends or receives, at less cost.
+        rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source lacks elements that the target needs.
+        ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
     """
-    # Each copy gets a line of its own, so that cells, and with them the choice of a holder, are per copy. Copies may be
-    # numbered with gaps, lines are not.
+    # Each copy gets a separate line, so that cells, and therefore the choice of a holder, are per copy. Copy numbers
+    # may have gaps, line numbers do not.
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Link what first owners have added up to second owners, who so have the same bits; nothing where there are none.
+    """Link the sums of first owners to second owners, which then have the same bits; empty if there are none.
 
-    Places on both sides are in the local buffers of `owners`.
+    Offsets on both sides are in the local buffers of `owners`.
 
     Args:
-        owners: a home.
-        rank: return only the slices that this rank sends or receives, at less cost.
+        owners: a home layout.
+        rank: return only the slices that this rank sends or receives, at a lower cost.
     """
     return copy(owners.first, owners.second, rank)
 
 
 def stays(source: Layout, target: Layout) -> bool:
-    """Say whether `copy(source, target)` moves nothing from one rank to another: each has all that it needs."""
+    """Return whether `copy(source, target)` is entirely local: each rank already has everything it needs."""
     if not {*target.ranks} <= {*source.ranks}:
         return False
     return all(_keeps(copy(source, target, rank), rank) for rank in target.ranks)
 
 
 def sums_stay(source: Layout, target: Layout) -> bool:
-    """Say whether `reduce(source, target)` moves nothing from one rank to another: each owner computed all alone."""
+    """Return whether `reduce(source, target)` is entirely local: each owner computed all of its gradient alone."""
     owners = target.first.ranks
     if not {*owners} <= {*source.ranks}:
         return False
@@ -194,21 +196,21 @@ def _keeps(slices: Slices, rank: int) -> bool:
 
 
 def is_all_gather(source: Layout, target: Layout) -> bool:
-    """Say whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`, ascending."""
+    """Return whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`, ascending."""
     return _equal_shards(source) and _whole_everywhere(target) and np.array_equal(source.rank, target.rank)
 
 
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
-    """Say whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
+    """Return whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
     target = target.first
-    # Several holders of one copy may all have its one gradient (REPLICA), which a reduce-scatter would add up.
+    # Several holders of one copy may have the same gradient (REPLICA), which a reduce-scatter would sum.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
     same_ranks = np.array_equal(source.rank, target.rank)
     return _equal_shards(target) and _whole_everywhere(source) and own_copies and same_ranks
 
 
 def _equal_shards(layout: Layout) -> bool:
-    """Say whether the i-th of n ranks holds exactly the i-th n-th of the bucket."""
+    """Return whether the i-th of n ranks holds exactly the i-th n-th of the bucket."""
     n = len(layout.rank)
     if n == 0 or layout.size % n:
         return False
@@ -219,7 +221,7 @@ def _equal_shards(layout: Layout) -> bool:
 
 
 def _whole_everywhere(layout: Layout) -> bool:
-    """Say whether every rank holds the whole bucket as one interval."""
+    """Return whether every rank holds the whole bucket as one interval."""
     one_each = bool((np.diff(layout.rank) > 0).all())
     return one_each and bool((layout.lo == 0).all() and (layout.hi == layout.size).all())
 
@@ -235,15 +237,15 @@ class _Cells:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Mutual slices with every rank that could send them: one entry per slice and candidate, slice by slice.
+    """Mutual slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
 
     Attributes:
         src, dst: ranks of the candidate and of the target.
         partial: whether the candidate's interval is PARTIAL.
         lo, hi, src_at, dst_at: as in Slices.
-        slice: which slice an entry belongs to.
+        slice: index of the slice that an entry belongs to.
         start: the first entry of each slice.
-        turn: a number per slice that does not depend on which other slices are present, to break ties by.
+        turn: a number per slice, independent of which other slices are present, to break ties.
     """
 
     src: Ints
@@ -259,7 +261,7 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for counts [2, 0, 3], the group [0, 0, 2, 2, 2] and the place in it [0, 1, 0, 1, 2] of every item."""
+    """Return, for counts [2, 0, 3], the group [0, 0, 2, 2, 2] and the position in it [0, 1, 0, 1, 2] of every item."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
@@ -267,12 +269,12 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
     """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
-    # Every lo and hi is among the ends, so the search is exact: a source row is whole cells, begin, begin + 1, ...
+    # Every lo and hi is among the ends, so the search is exact: a source row consists of whole cells from begin on.
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
-    # The pairs (row, cell) are in order of rows; a stable sort by cell keeps that order within each cell, and the sums
-    # of the counts say where each cell's rows begin.
+    # The pairs (row, cell) are ordered by row; a stable sort by cell keeps that order within each cell, and the
+    # cumulative counts give the start of each cell's rows.
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
     return _Cells(ends, first, row[np.argsort(cell, kind="stable")])
 
@@ -280,8 +282,8 @@ def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
     """Intersect the target with the cells of the source, whose row i lies on line `line[i]` (0, 1, ...) of cells.
 
-    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. Where
-    several could send, whose turn it is depends on the cell and on `turns` of the target's row.
+    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. If
+    several ranks could send, the choice depends on the cell and on `turns` of the target's row.
     """
     size = source.size
     lines = int(line.max(initial=0)) + 1
@@ -290,8 +292,8 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     cells = _cells(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
 
-    # Slices: the cells that each interval meets, from the one that lo lies in to the one that ends at or behind hi.
-    # What hangs over at both ends is clipped.
+    # Slices: the cells that each interval intersects, from the one that contains lo to the one that ends at or after
+    # hi, clipped at both ends.
     head = np.searchsorted(cells.ends, lo, "right") - 1
     item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
     row = row[item]
@@ -299,7 +301,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     lo = np.maximum(cells.ends[cell], lo[item])
     hi = np.minimum(cells.ends[cell + 1], hi[item])
 
-    # A cell that no row holds lies between the intervals of the source: the state there is lost.
+    # A cell that no row holds is a gap in the source: the state there is lost.
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -307,12 +309,12 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    # By the cell's number and the target's, not by the slice's: every rank makes the same choice, also one that makes
-    # only the slices that concern it.
+    # By the numbers of the cell and the target, rather than of the slice: every rank makes the same choice, even if it
+    # only computes the slices that concern it.
     turn = turns[row] + cell
 
-    # Pairs: each slice once for each of its holders. Back from the long line to elements of the bucket, then from these
-    # to places in both local buffers: an interval's own place, and how far into it the slice begins.
+    # Pairs: each slice once for each of its holders. Convert the long line back to elements of the bucket, then to
+    # offsets in both local buffers: the interval's own offset plus the distance of the slice from its start.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -328,7 +330,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
     """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
-    # Line by line, and within a line in order of the target's rows.
+    # Line by line, and within a line in the order of the target's rows.
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()
@@ -338,8 +340,8 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # Between this rank's first and last element: more than it holds where its intervals have gaps, but two
-        # comparisons per target instead of one for each of its intervals. `_slices` drops what it does not send.
+        # Between this rank's first and last element: this includes gaps between its intervals, but takes two
+        # comparisons per target rather than one per interval. `_slices` drops what it does not send.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -347,11 +349,11 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 
 
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
-    """Choose one candidate per slice: a cheapest one, taking turns among equals."""
+    """Choose one candidate per slice: a cheapest one, alternating among equals."""
     if len(pairs.start) == len(cost):  # one candidate each, as from a home layout of one copy
         return np.ones(len(cost), bool)
-    # Of a slice with m cheapest candidates the one numbered turn % m of them is chosen. `before` counts the cheapest
-    # candidates ahead of each entry, over all slices, so a slice's own numbers begin at before[start].
+    # For a slice with m cheapest candidates, number turn % m is chosen. `before` counts the cheapest candidates ahead
+    # of each entry, over all slices, so a slice's own numbers start at before[start].
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
@@ -360,7 +362,7 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
 
 
 def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
-    """Return the order by (dst, src, lo): a stable sort by one number, where one holds all three."""
+    """Return the order by (dst, src, lo): a stable sort by one number, if one can encode all three."""
     ranks, elements = int(src.max(initial=0)) + 1, int(lo.max(initial=0)) + 1
     if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:
         return np.argsort((dst * ranks + src) * elements + lo, kind="stable")
@@ -368,19 +370,19 @@ def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
 
 
 def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
-    """Sort the kept entries by (dst, src, lo) and merge those of a pair that are contiguous everywhere."""
+    """Sort the kept entries by (dst, src, lo) and merge those of a pair of ranks that are contiguous everywhere."""
     if rank is not None:
         kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
     chosen = np.flatnonzero(kept)
     chosen = chosen[_order(pairs.dst[chosen], pairs.src[chosen], pairs.lo[chosen])]
     columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
     src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
-    # A slice goes on with the one before if they are of one pair of ranks, touch in the bucket, and touch in both
-    # buffers: there the distance between a place and its element stays the same.
+    # A slice continues the previous one if they have the same pair of ranks, are adjacent in the bucket, and are
+    # adjacent in both buffers: there the difference between offset and element stays the same.
     opens = np.ones(len(chosen), bool)
     opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
     opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)
     first = np.flatnonzero(opens)
-    # A merged slice ends where the last of its parts does: the one before the next that opens.
+    # A merged slice ends where its last part does: the one before the next that opens.
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     return Slices(src[first], dst[first], lo[first], hi, src_at[first], dst_at[first])

@@ -1,7 +1,7 @@
-"""How many elements each rank sends to each other in a link of two layouts, without making its slices.
+"""Number of elements that each rank sends to each other rank in a link of two layouts, without making its slices.
 
-What an exchange takes depends on no more than that, and a planner asks it of many layouts of many ranks. The rules are
-those of `ir.link`, whose symbols and worked example hold here, too: the same cells, in each of them the same sender.
+The cost of an exchange depends only on these numbers, and a planner needs them for many layouts of many ranks. The
+rules, symbols and worked example are those of `ir.link`: the same cells, with the same sender in each.
 
 Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs all: `copied` is 4 from 0 to 1.
 """
@@ -17,18 +17,18 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # which of several that could send one element does: `_cost`
+_NEAREST, _OWN = range(2)  # how one of several possible senders is chosen: `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return how many elements travel from each rank to each other in `link.copy(source, target)` [ranks, ranks].
+    """Return the number of elements from each rank to each other rank in `link.copy(source, target)` [ranks, ranks].
 
     Raises:
-        ValueError: as `link.copy`.
+        ValueError: as for `link.copy`.
     """
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # beyond those that are known, on another one
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks beyond the known ones are on another node
     line = np.zeros_like(source.copy)
     sent = _sent(*_rows(source, target), line, 1, source.size, target.rank * 1, nodes, _NEAREST, ranks)
     if len(sent) and source.size == target.size:
@@ -37,10 +37,10 @@ def copied(source: Layout, target: Layout, ranks: int) -> Ints:
 
 
 def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return how many elements travel from each rank to each other in `link.reduce(source, target)` [ranks, ranks].
+    """Return the number of elements from each rank to each other rank in `link.reduce(source, target)` [ranks, ranks].
 
     Raises:
-        ValueError: as `link.reduce`.
+        ValueError: as for `link.reduce`.
     """
     line = np.unique(source.copy, return_inverse=True)[1]
     lines = int(line.max(initial=0)) + 1
@@ -53,7 +53,7 @@ def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
 
 
 def handed_on(owners: Layout, ranks: int) -> Ints:
-    """Return how many elements travel from each rank to each other in `link.hand_on(owners)` [ranks, ranks]."""
+    """Return the number of elements from each rank to each other rank in `link.hand_on(owners)` [ranks, ranks]."""
     return copied(owners.first, owners.second, ranks)
 
 
@@ -62,7 +62,7 @@ def _rows(source: Layout, target: Layout) -> tuple[npt.NDArray[Any], ...]:
 
 
 def _refused(link: Any, source: Layout, target: Layout) -> ValueError:
-    """Return what `ir.link` says of layouts that it cannot link."""
+    """Return the error of `ir.link` for layouts that it cannot link."""
     try:
         link(source, target)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _sent(
     way: int,
     ranks: int,
 ) -> Ints:
-    """Count elements by sender and receiver [ranks, ranks]; nothing at all [0, 0], where nobody has what is needed."""
+    """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element."""
     rows = len(source_rank)
     bounds = np.empty(2 * rows + 2, np.int64)
     bounds[0], bounds[1] = 0, lines * size
@@ -106,7 +106,7 @@ def _sent(
     for row in range(rows):
         for cell in range(begin[row], end[row]):
             holders[first[cell + 1]] = row
-            first[cell + 1] += 1  # now where the next one goes; in the end, where the next cell's begin
+            first[cell + 1] += 1  # the position of the next one; in the end, the start of the next cell's
 
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(lines):
@@ -120,7 +120,7 @@ def _sent(
                 held = holders[first[cell] : first[cell + 1]]
                 if len(held) == 0:
                     return np.zeros((0, 0), np.int64)
-                # One of the cheapest sends, in turn; beside it all whose gradients are only parts of the sum.
+                # One of the cheapest sends, in turn, in addition to all whose gradients are partial.
                 best, equal = _cheapest(source_rank, held, receiver, nodes, way)
                 turn = (turns[item] + cell) % equal
                 for row in held:
@@ -137,7 +137,7 @@ def _sent(
 
 @compiled
 def _cheapest(rank: Ints, held: Ints, receiver: int, nodes: Ints, way: int) -> tuple[int, int]:
-    """Return the least cost of those that hold a cell, and how many have it."""
+    """Return the lowest cost among the holders of a cell, and how many have it."""
     best = _cost(rank[held[0]], receiver, nodes, way)
     equal = 1
     for row in held[1:]:
@@ -152,7 +152,7 @@ def _cheapest(rank: Ints, held: Ints, receiver: int, nodes: Ints, way: int) -> t
 
 @compiled
 def _cost(sender: int, receiver: int, nodes: Ints, way: int) -> int:
-    """Return what decides who sends: how far it is (`link.copy`), or whether it stays (`link.reduce`)."""
+    """Return the cost that decides the sender: its distance (`link.copy`), or whether it is remote (`link.reduce`)."""
     if way == _NEAREST:
         return abs(sender - receiver) + int(nodes[sender] != nodes[receiver]) * 2 * len(nodes)
     return int(sender != receiver)

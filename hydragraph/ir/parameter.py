@@ -1,20 +1,21 @@
-"""Parameters, how tensor parallelism cuts them, and the flat order in which their shards are intervals.
+"""Parameters, their sharding rules, and the flat order in which their shards are intervals.
 
-A parameter's *canonical order* is its elements with the cut dimension moved to the front, row by row; for a parameter
-that is never cut, or is cut along dimension 0, that is its natural order. A shard is then one interval per fused
-segment, whatever the degree, so the state of a whole block is a flat vector and every layout a set of intervals.
+A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row; for a
+parameter that is never sharded, or is sharded along dimension 0, that is its natural order. A shard is then one
+interval per fused segment, for any degree, so the state of a whole block is a flat vector and every layout a set of
+intervals.
 
 Symbols:
 
-    t = tp      tensor-parallel degree: the ranks of a stage
-    j = index   a rank's place among them
-    segment     one of several matrices fused in one parameter, such as q, k and v; each is cut by itself
-    n           units of a segment: what may not be cut further, such as heads
+    t = tp      tensor-parallel degree: the number of ranks of a stage
+    j = index   a rank's position among them
+    segment     one of several matrices fused in one parameter, such as q, k and v; each is sharded separately
+    n           number of units of a segment: parts that may not be split, such as heads
     [a, b)      the units of a segment that a rank holds
-    row         elements of one index along the cut dimension: the product of all other dimensions
+    row         elements per index along the sharded dimension: the product of all other dimensions
 
-Worked example: w has shape [3, 4], is cut along dimension 1, and fuses two segments of 2 columns each. In canonical
-order its columns follow one another, so row = 3, and of t = 2 ranks
+Worked example: w has shape [3, 4], is sharded along dimension 1, and fuses two segments of 2 columns each. In canonical
+order its columns are consecutive, so row = 3, and of t = 2 ranks
 
     j = 0   holds column 0 of segment 0 and column 2, the first of segment 1: [0, 3) and [6, 9)
     j = 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
@@ -34,17 +35,17 @@ from hydragraph.errors import Unsupported
 
 @dataclass(frozen=True)
 class ShardRule:
-    """How tensor parallelism cuts a parameter along one dimension.
+    """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        dim: the dimension that is cut.
-        segments: how many units each fused segment has: `(8,)` for eight heads, `(8, 8, 8)` for a fused q, k and v.
+        dim: the sharded dimension.
+        segments: number of units of each fused segment: `(8,)` for eight heads, `(8, 8, 8)` for a fused q, k and v.
         unit: elements along `dim` in one unit (the head size; 1 for MLP widths and vocabularies).
-        heads: the units are attention heads. Where there are fewer heads than ranks, ranks share a head instead of
-            holding nothing, and its gradient is the sum of theirs.
+        heads: the units are attention heads. If there are fewer heads than ranks, ranks share a head instead of holding
+            none, and its gradient is the sum of theirs.
 
     Raises:
-        ValueError: for a dimension counted from the end, and for empty segments or units.
+        ValueError: the dimension is negative, or a segment or unit is empty.
     """
 
     dim: int
@@ -59,9 +60,9 @@ class ShardRule:
             raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of one segment that rank j = `index` of t = `tp` holds: from floor(j n / t)."""
+        """Return the units [a, b) of one segment held by rank j = `index` of t = `tp`: from floor(j n / t)."""
         n = self.segments[segment]
-        # Fewer heads than ranks: t / n ranks in a row hold the same head. Both divisions must come out even, or some
+        # Fewer heads than ranks: t / n consecutive ranks hold the same head. Both divisions must be exact, or some
         # rank's query heads would need a key/value head that it does not hold.
         if self.heads and n < tp:
             if tp % n:
@@ -77,27 +78,27 @@ class ShardRule:
                 where=f"tp {tp}",
                 remedy="use a degree that divides the head count",
             )
-        # Rank j ends where rank j + 1 begins: the units are covered once, and no two ranks differ by more than one.
+        # Rank j ends where rank j + 1 starts: the units are covered once, and ranks differ by at most one unit.
         return index * n // tp, (index + 1) * n // tp
 
     def shared(self, tp: int) -> bool:
-        """Say whether several of `tp` ranks hold the same unit (key/value heads fewer than ranks)."""
+        """Return whether several of `tp` ranks hold the same unit (fewer key/value heads than ranks)."""
         return self.heads and min(self.segments) < tp
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model that is no buffer.
+    """Tensor of the model that is not a buffer.
 
     Attributes:
         name: its first name in `model.named_parameters()`.
         shape: its full natural shape.
         aliases: its other names (tied weights).
-        rule: how tensor parallelism cuts it; None: every rank of a stage holds all of it.
-        trainable: whether the optimizer gets it, from `requires_grad`; one that is not is frozen.
+        rule: its sharding rule; None: every rank of a stage holds all of it.
+        trainable: whether the optimizer updates it, from `requires_grad`; otherwise it is frozen.
 
     Raises:
-        ValueError: naming the parameter, when it has no elements or the rule does not cover its dimension.
+        ValueError: it has no elements, or the rule does not cover its dimension; the message names the parameter.
     """
 
     name: str
@@ -124,19 +125,19 @@ class Parameter:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def _row(self) -> int:
-        """Elements of one index along the cut dimension."""
+        """Number of elements per index along the sharded dimension."""
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the canonical intervals [lo, hi) that rank `index` of a stage of `tp` ranks holds, in order.
+        """Return the canonical intervals [lo, hi) held by rank `index` of a stage of `tp` ranks, in order.
 
         Raises:
-            Unsupported: naming the parameter, for a degree that cannot cut its heads.
+            Unsupported: the degree cannot shard its heads; the message names the parameter.
         """
         if self.rule is None or tp == 1:
             return ((0, self.size),)
@@ -157,14 +158,14 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the natural shape of one rank's shard; raises what `intervals` raises."""
+        """Return the natural shape of one rank's shard; raises the same errors as `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor or a shard (natural order) as its 1-D canonical order; copies only where it must."""
+        """Return a full tensor or a shard (natural order) in 1-D canonical order; copies only if necessary."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
@@ -172,26 +173,26 @@ class Parameter:
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
-        # Canonical order has the cut dimension in front; moving it back changes strides only.
+        # Canonical order has the sharded dimension in front; moving it back only changes strides.
         dim = self.rule.dim
         return flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose state is one flat vector and that travel together: one message per pair of ranks.
+    """Parameters whose state is one flat vector and that are exchanged together: one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter, used by several blocks, is a bucket of its own. What gets
-    no gradient is in other buckets than what does: those are pulled, but have no gradient and are never pushed.
+    A block's own parameters form a bucket; a tied parameter, used by several blocks, has a separate bucket. Parameters
+    without a gradient are in separate buckets: these are pulled, but have no gradients and are never pushed.
 
     Attributes:
         name: the block's name, or the tied parameter's.
         parameters: in order.
-        blocks: the names of the blocks that use it; none for what is only kept.
-        learns: whether its parameters get a gradient: all of them are trainable, and the loss reaches them.
+        blocks: names of the blocks that use it; empty for parameters that no block uses.
+        learns: whether its parameters get a gradient: all of them are trainable and contribute to the loss.
 
     Raises:
-        ValueError: when a parameter occurs twice.
+        ValueError: a parameter occurs twice.
     """
 
     name: str
@@ -207,16 +208,16 @@ class Bucket:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the whole flat vector."""
+        """Number of elements of the whole flat vector."""
         return sum(p.size for p in self.parameters)
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """What layouts depend on: buckets of equal form, as a model's layers are, have equal layouts and links."""
+        """Key of its layouts: buckets of equal form, such as a model's layers, have equal layouts and links."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:
-        """Return where each parameter starts in the flat vector, by name."""
+        """Return the offset of each parameter in the flat vector, by name."""
         starts = {}
         at = 0
         for parameter in self.parameters:

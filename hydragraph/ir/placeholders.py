@@ -1,4 +1,4 @@
-"""The subgraphs that a strategy fills in, as they stand in a Program: Hydraulis (section 5.3) has the same three.
+"""Placeholders of a Program that a strategy fills in, the same three as in Hydraulis (section 5.3).
 
 They are targets of FX nodes and never run; `hydragraph.passes.shard` and the rank programs replace them.
 """
@@ -13,12 +13,12 @@ def _unfilled(name: str) -> NoReturn:
 
 
 def pull(bucket: str) -> Any:
-    """Pull-Parameter: a bucket's weights enter; a strategy decides from which ranks."""
+    """Pull-Parameter: a bucket's weights enter; a strategy determines the sending ranks."""
     _unfilled("pull")
 
 
 def push(bucket: str, *uses: Any) -> Any:
-    """Push-Gradient: a bucket's gradients leave to their owners, after the last use's backward."""
+    """Push-Gradient: a bucket's gradients leave for their owners, after the last use's backward."""
     _unfilled("push")
 
 

@@ -20,18 +20,18 @@ from hydragraph.private.tracing import hint_of
 
 @dataclass(frozen=True)
 class Template:
-    """The forward graph of one structurally unique piece of the model, captured once.
+    """Forward graph of one structurally unique part of the model, captured once.
 
     The graph's placeholders are, in order, `parameters`, `buffers`, then `inputs`; it is functional and made of aten
-    and hydragraph operators, with a symbolic token count. Where tensor parallelism may cut it, it holds
+    and hydragraph operators, with a symbolic token count. Where tensor parallelism may shard it, it contains
     `hydragraph.communicate` placeholders.
 
     Attributes:
-        name: the SHA-256 of its graph, in hex; it is printed short (`short`).
+        name: the SHA-256 of its graph, in hex; printed in short form (`short`).
         graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
-        parameters: local names of the parameters it takes (as inside the block's module), in placeholder order.
-        buffers: local names of the buffers it takes.
-        inputs: what else it takes: "hidden", "aux.0", ..., or names of batch fields.
+        parameters: local names of its parameters (as inside the block's module), in placeholder order.
+        buffers: local names of its buffers.
+        inputs: names of its other inputs: "hidden", "aux.0", ..., or batch fields.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Template:
 
     @cached_property
     def content(self) -> Hashable:
-        """All that it is: its graph's digest, what its placeholders stand for, and the sizes it was traced with."""
-        # Equal text does not say which sizes the symbols had in the trace, and the trace may have decided by them.
+        """Complete identity: the graph's digest, the meaning of its placeholders, and the sizes it was traced with."""
+        # Equal text does not imply equal sizes of the symbols in the trace, and the trace may depend on these.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
 
 
 def short(name: str) -> str:
-    """Return a template's name as people read it."""
+    """Return a template's name in short, readable form."""
     return name[:6]
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
-    """Return a SHA-256, in hex, over a graph's text and the shapes and dtypes of its placeholders."""
+    """Return the SHA-256, in hex, of a graph's text and the shapes and dtypes of its placeholders."""
     signature = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
     return hashlib.sha256(graph.code.encode() + repr(signature).encode()).hexdigest()
 
@@ -73,14 +73,14 @@ def _given(graph: fx.GraphModule) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """A place in the model: a template with the names of the model's parameters and buffers that fill it.
+    """Instance of a template in the model, with the names of the model's parameters and buffers for it.
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
         template: the template's name.
         parameters: names in the model (canonical ones, for tied weights), in the template's order.
-        buffers: likewise.
-        aux: for each of the template's inputs "aux.i", in order, which output of the aux graph feeds it.
+        buffers: names in the model, in the template's order.
+        aux: for each of the template's inputs "aux.i", in order, the index of the aux output that feeds it.
     """
 
     name: str
@@ -92,24 +92,25 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A captured model: knows no device and no strategy.
+    """Captured model, independent of devices and strategies.
 
     Attributes:
         model: the class name of the model.
-        dtype: what it computes in.
-        causal: labels are the next tokens, shifted here; otherwise sequences must bring their labels.
+        dtype: compute dtype.
+        causal: labels are the next tokens, shifted here; otherwise sequences must provide their labels.
         blocks: in order; the first is "embed", the last "head".
         aux: the block of parameter-free values that every stage recomputes (positions, rotary tables).
         templates: by name.
         parameters: by canonical name, in model order, with their shard rules.
-        buckets: what is pulled and pushed together, in block order; last, what no block uses.
-        heads: query head counts, each of which a tensor-parallel degree must divide.
-        unplaced: a token id that takes no position of its own, and after which positions go on as if it were not there:
-            RoBERTa's padding id. Its position is -1.
-        positions: how many tokens a sequence may have, by the model's config, and the setting that says so.
-        origin: a digest of what the model was: its modules and its config.
-        push_dtype: what gradients travel to their owners in, who add them up in fp32; `compile` sets it, and window.
-        window: the most elements of weights, and of gradients, in flight at once (`ir.outline`).
+        buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
+        heads: query head counts, each of which must be divisible by the tensor-parallel degree.
+        unplaced: a token id that has no position and is skipped when positions are counted: RoBERTa's padding id. Its
+            position is -1.
+        positions: maximum number of tokens in a sequence, by the model's config, and the name of the setting.
+        origin: a digest of the captured model: its modules and its config.
+        push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32; set by `compile`, like
+            window.
+        window: maximum number of elements of weights, and of gradients, in flight at once (`ir.program_outline`).
     """
 
     model: str
@@ -128,17 +129,17 @@ class Program:
     window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what is worked out from them.
+        # Without cached properties.
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     @property
     def layers(self) -> int:
-        """How many repeated blocks a strategy distributes."""
+        """Number of repeated blocks that a strategy distributes."""
         return len(self.blocks) - 2
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The templates that blocks have, each once, in the order of the blocks."""
+        """The templates of the blocks, each once, in block order."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
@@ -154,12 +155,12 @@ class Program:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The parameters that get a gradient: trainable ones that the loss reaches."""
+        """The parameters that get a gradient: trainable ones that contribute to the loss."""
         return frozenset(p.name for b in self.buckets if b.learns for p in b.parameters)
 
     @cached_property
     def fingerprint(self) -> str:
-        """12 hex digits over templates, blocks and parameters: what ranks compare before they run."""
+        """12 hex digits that identify templates, blocks and parameters: compared by ranks before they run."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
         return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
 
@@ -201,7 +202,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return the text: no rank, no device, no micro-batch; T stands for the token count."""
+    """Return the printed form: independent of rank, device and micro-batch; T stands for the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What building rank programs needs to know of a model: its blocks in order and which of them share weights."""
+"""Outline of a model for building rank programs: its blocks in order, and which of them share weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-# "train" updates the weights, "gradients" ends with gradients at home, "evaluate" runs forwards alone.
+# "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # Names become parts of value names and of the printed form, whose punctuation they must not contain.
@@ -17,19 +17,19 @@ _NAME = re.compile(r"[\w.\-/:]+")
 
 @dataclass(frozen=True)
 class Outline:
-    """A model as a chain of named blocks, each with the buckets of weights that it uses.
+    """Model as a chain of named blocks, each with the buckets of weights that it uses.
 
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
-        frozen: those buckets that get no gradient.
-        elements: of each bucket, in the order of `buckets`; empty: all buckets have one.
-        window: the most elements of weights, and of gradients, that may be in flight at once; at least one bucket
-            always is. Default: two of the largest blocks.
+        frozen: the buckets that get no gradient.
+        elements: number of elements of each bucket, in the order of `buckets`; empty: every bucket has one.
+        window: maximum number of elements of weights, and of gradients, in flight at once; at least one bucket always
+            is. Default: two of the largest blocks.
 
     Raises:
-        ValueError: naming the block or bucket, when there are fewer than two blocks, when a name occurs twice or could
-            not be printed, or when a bucket has no block or an unknown one.
+        ValueError: there are fewer than two blocks, a name is repeated or cannot be printed, or a bucket has no block
+            or an unknown one; the message names the block or bucket.
     """
 
     blocks: tuple[str, ...]
@@ -43,7 +43,7 @@ class Outline:
         object.__setattr__(self, "buckets", tuple((name, tuple(blocks)) for name, blocks in self.buckets))
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
-        # `forward aux [m]` is an instruction already: of the values that every stage computes for itself.
+        # `forward aux [m]` is a reserved instruction: it makes the values that every stage computes for itself.
         if "aux" in self.blocks:
             raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
         for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
@@ -75,21 +75,21 @@ class Outline:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The elements of each bucket."""
+        """Number of elements of each bucket."""
         elements = self.elements or (1,) * len(self.buckets)
         return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
 
     @cached_property
     def in_flight(self) -> int:
-        """The most elements in flight at once: the window, or two of the largest blocks."""
+        """Maximum number of elements in flight at once: the window, or two of the largest blocks."""
         if self.window is not None:
             return self.window
         return 2 * max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets by the first block that uses them, those of one block as listed; pushes run in reverse."""
-        # The order of first use in a forward: what is needed first is pulled first. Sorting is stable.
+        """The buckets ordered by the first block that uses them, those of one block as listed; pushes run in reverse."""
+        # Order of first use in a forward: buckets needed first are pulled first. Sorting is stable.
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -106,13 +106,15 @@ class Outline:
 
     @cached_property
     def lowest(self) -> int:
-        """The position of the first block with anything to learn, where backward ends; behind the last: nowhere."""
+        """Position of the first block with trainable parameters, where the backward ends; past the end if there is
+        none.
+        """
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
-        # Layer i is the block at position i + 1. The stage with the first layer also has the first block, and the one
-        # with the last layer the last block.
+        # Layer i is the block at position i + 1. The stage with the first layer also has the first block, and the stage
+        # with the last layer also has the last block.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1
         return first, last

@@ -1,12 +1,12 @@
-"""A device's queues, run without a device, to see whether programs over NCCL come to their end.
+"""Simulation of a device's queues, without a device, to check whether programs over NCCL end.
 
-gloo lets a rank's host wait for a message. NCCL lets a queue of the device wait: the host queues the whole program, and
-each communicator carries out its operations one after another, as soon as both ends have come to them.
+With gloo, a rank's host waits for a message. With NCCL, a queue of the device waits: the host queues the whole program,
+and each communicator executes its operations in order, as soon as both ends have reached them.
 
     host         queues everything in program order; it waits only where a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
-    messages     run in program order per communicator; a message waits for all that was computed before the last send
-                 before it, and until both ends have come to it
+    messages     run in program order per communicator; a message waits for everything computed before the last send
+                 that precedes it, and until both ends have reached it
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPUTED = (Op.FORWARD, Op.BACKWARD)
 
 
 class Transport(Enum):
-    """The way messages between ranks go."""
+    """Transport of messages between ranks."""
 
     GLOO = "gloo"
     NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"
@@ -34,11 +34,11 @@ class Transport(Enum):
 
 @dataclass(frozen=True)
 class Stuck:
-    """Where a rank stops.
+    """Position at which a rank is stuck.
 
     Attributes:
-        at: the index of its instruction.
-        waits: the ranks it waits for; itself, where one of its queues waits for another.
+        at: index of the instruction.
+        waits: the ranks it waits for; the rank itself, if one of its queues waits for another.
     """
 
     at: int
@@ -50,8 +50,8 @@ class _Message:
     """One end of a message.
 
     Attributes:
-        at: the index of its instruction.
-        after: how many of the rank's computations it waits for.
+        at: index of its instruction.
+        after: number of the rank's computations that it waits for.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A place in the compute queue: it runs when its messages are there, with its peers."""
+    """Entry of the compute queue: it runs when its messages have arrived, together with its peers."""
 
     at: int
     key: tuple[Op, str, int | None]
@@ -76,16 +76,16 @@ class _Computation:
 @dataclass
 class _Rank:
     compute: list[_Computation] = field(default_factory=list)
-    done: int = 0  # computations
+    done: int = 0  # number of computations
     queues: dict[Hashable, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
-    """Return, for each rank that does not come to its end, where it stops; nothing if all do.
+    """Return, for each rank that does not end, where it is stuck; empty if all ranks end.
 
     Args:
-        programs: one per rank, in the order of the ranks.
-        transport: any but gloo.
+        programs: one per rank, in rank order.
+        transport: any except gloo.
     """
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
@@ -94,11 +94,11 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
     return {rank: stuck for rank, each in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
 
 
-# The host.
+# Host.
 
 
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Let hosts pass the first uses of communicators, at which all members must be; return where they stop."""
+    """Simulate the hosts' first uses of communicators, at which all members must meet; return where they are stuck."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:
@@ -128,7 +128,7 @@ def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
 
 
 def _uses(program: RankProgram, instruction: Instruction) -> bool:
-    """Say whether an instruction uses a communicator that is connected at its first use."""
+    """Return whether an instruction uses a communicator that is connected at its first use."""
     together = instruction.op in _COMPUTED and len(program.tp) > 1
     return together or instruction.op in (Op.SEND, Op.RECEIVE)
 
@@ -143,11 +143,11 @@ def _use(program: RankProgram, instruction: Instruction) -> tuple[Hashable, tupl
     return ("message", *(pair if instruction.op is Op.SEND else pair[::-1])), pair
 
 
-# The device.
+# Device.
 
 
 def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank]:
-    """Return the queues as hosts fill them."""
+    """Return the queues as filled by the hosts."""
     lacking: Mapping[str, tuple[int, ...]] = _lacking(programs)
     everyone = tuple(range(len(programs)))
     ranks = []
@@ -165,7 +165,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
                 by_value |= dict.fromkeys(instruction.writes, end)
             elif instruction.op in (*_COMPUTED, Op.FREE, Op.COMMIT):
                 computes = instruction.op in _COMPUTED
-                # The value itself where `after` leaves it out: a computation cannot read what is not there.
+                # Includes reads missing from `after`: a computation cannot read a value that has not arrived.
                 needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
                 if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
                     continue
@@ -179,7 +179,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
 
 
 def _lacking(programs: Sequence[RankProgram]) -> dict[str, tuple[int, ...]]:
-    """Return by bucket the ranks that never enter its pull, which therefore never ends."""
+    """Return, for each bucket, the ranks that never enter its pull, which therefore never ends."""
     entered = [{i.target for i in program.instructions if i.op is Op.PULL} for program in programs]
     return {bucket: tuple(r for r, own in enumerate(entered) if bucket not in own) for bucket in set().union(*entered)}
 
@@ -190,7 +190,7 @@ def _communicator(end: _Message, transport: Transport) -> Hashable:
 
 
 def _run(ranks: list[_Rank], transport: Transport) -> None:
-    """Run all queues as far as they get."""
+    """Run all queues as far as possible."""
     waiting = deque(range(len(ranks)))
     while waiting:
         rank = waiting.popleft()
@@ -215,7 +215,7 @@ def _current(rank: _Rank) -> _Computation | None:
 
 
 def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
-    """Say whether a computation, or its peers' part of it, has to wait."""
+    """Return whether a computation, or its peers' part of it, has to wait."""
     for peer in computation.peers:
         current = computation if peer == rank else _current(ranks[peer])
         if current is None or current.key != computation.key or current.unpulled:
@@ -226,7 +226,7 @@ def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
 
 
 def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
-    """Return the other end of a message at the head of a queue, if it has come to its queue's head, too."""
+    """Return the other end of a message at the head of a queue, if it has reached the head of its queue as well."""
     queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
     if not queue or ranks[end.rank].done < end.after:
         return None
@@ -236,7 +236,7 @@ def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _
 
 
 def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | None:
-    """Return where a rank has stopped; None if it has come to its end."""
+    """Return where a rank is stuck, or None if it has ended."""
     computation = _current(ranks[rank])
     if computation is None:
         left = next((queue[0] for queue in ranks[rank].queues.values() if queue), None)

@@ -5,8 +5,8 @@
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
 
-A header says where the rank works; each line below is an instruction (`ir.text`). Of a stage that pipelines share it
-names all of them, and whose micro-batches are whose: they are numbered through the pipelines that share stages.
+The header gives the rank's place; each line below is an instruction (`ir.instruction_text`). For a stage shared by
+pipelines it names all of them and their micro-batches, which are numbered across the pipelines that share stages.
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
 """
@@ -32,12 +32,12 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True)
 class Role:
-    """What a stage does in one of the pipelines that it serves.
+    """Role of a stage in one of its pipelines.
 
     Attributes:
-        pipeline, stage: where it is in the strategy.
-        micro_batches: the numbers of those that the pipeline runs. They count from 0 through the pipelines that share
-            stages, directly or by others between them: 0, 1, 2 of the first, then 3, 4 of the second.
+        pipeline, stage: its place in the strategy.
+        micro_batches: the numbers of the pipeline's micro-batches. They count from 0 across the pipelines that share
+            stages, directly or indirectly: 0, 1, 2 for the first, then 3, 4 for the second.
     """
 
     pipeline: int
@@ -47,14 +47,14 @@ class Role:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Everything one rank does in one iteration.
+    """All instructions of one rank in one iteration.
 
     Attributes:
-        rank, ranks: which rank of how many.
-        strategy: the strategy's text with its fingerprint, for people and for comparing ranks.
-        roles: of the rank's stage, one for each pipeline that it serves; none where the strategy leaves the rank idle
-            or its pipelines have nothing to do.
-        tp: the stage's ranks, in tensor-parallel order; empty where it has no stage.
+        rank, ranks: the rank, and the number of ranks.
+        strategy: the strategy's text with its fingerprint, for readers and for comparing ranks.
+        roles: roles of the rank's stage, one for each of its pipelines; empty if the strategy leaves the rank idle or
+            its pipelines have no work.
+        tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
         layers: the half-open range of layers it computes.
         instructions: in issue order.
     """
@@ -69,7 +69,7 @@ class RankProgram:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of those that it runs."""
+        """The numbers of the micro-batches that it runs."""
         return tuple(m for role in self.roles for m in role.micro_batches)
 
     def __str__(self) -> str:
@@ -77,25 +77,25 @@ class RankProgram:
 
     @classmethod
     def parse(cls, text: str) -> RankProgram:
-        """Read what `str` printed; comments behind # are ignored.
+        """Parse the output of `str`; comments after # are ignored.
 
         Raises:
-            ValueError: naming the line and what was expected.
+            ValueError: names the line and what was expected.
         """
         return parse(text)
 
 
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
-    """Return a program as text, one line per instruction; `parse` gives it back.
+    """Return a program as text, one line per instruction; `parse` is the inverse.
 
     Fields that an operation does not have (a peer on a forward) are not printed.
 
     Args:
-        program: what to print.
-        comments: by the instruction's index, what to print behind it after a "#".
+        program: the program to print.
+        comments: instruction index -> text to print at the end of its line, after a "#".
 
     Raises:
-        ValueError: when the strategy's text or a comment would break the line structure.
+        ValueError: the strategy's text or a comment would break the line structure.
     """
     if re.search(r"[#\n\r]", program.strategy) or program.strategy != program.strategy.strip():
         raise ValueError(f"strategy {program.strategy!r}: remove '#', line breaks and surrounding blanks")
@@ -123,7 +123,7 @@ def _header(program: RankProgram) -> str:
 
 
 def _count(micro_batches: range) -> str:
-    """Return how many there are: "3" of those from 0, else the first and the last number, "3-4"."""
+    """Return the text of a range of micro-batches: "3" for 3 from 0, else the first and the last number, "3-4"."""
     return f"{micro_batches.start}-{micro_batches.stop - 1}" if micro_batches.start else str(len(micro_batches))
 
 
@@ -133,10 +133,10 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Read the text that `to_text` prints; comments and blank lines are ignored.
+    """Parse the text printed by `to_text`; comments and blank lines are ignored.
 
     Raises:
-        ValueError: naming the line, what was expected there, and what was found.
+        ValueError: names the line, what was expected there, and what was found.
     """
     program: RankProgram | None = None
     instructions: list[Instruction] = []

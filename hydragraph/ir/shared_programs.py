@@ -1,12 +1,12 @@
-"""Programs of many ranks, kept once for all that differ in peers only: a body per kind, and each rank's own numbers.
+"""Programs of many ranks, stored once for all ranks that differ only in peers: a body per kind, and each rank's peers.
 
-In a body, peer n is the n-th of whoever runs it. Of two stages of two ranks each, tp 2 behind tp 2:
+In a body, peer n is the n-th peer of the rank that runs it. For two stages of two ranks each, tp 2 followed by tp 2:
 
     body     send h1.0 -> rank 0        ranks 0, 1 and, in another pipeline, 4 and 5 run it
     peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3); of rank 4: (6); of rank 5: (7)
 
-Nothing is lost: a rank's program is its header and the body with its peers filled in. As a rank's peers differ from one
-another, what is proven of the values of one rank of a kind is proven of all (`ir.verify`): the others rename messages.
+This is lossless: a rank's program is its header and the body with its peers filled in. As a rank's peers are distinct,
+a proof about the values of one rank of a kind holds for all (`ir.verify`): the others only rename messages.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Peers = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class SharedPrograms(Sequence[RankProgram]):
-    """The programs of all ranks; each is made when it is asked for.
+    """Programs of all ranks; each is made on demand.
 
     Attributes:
-        headers: by rank, its program without instructions.
-        bodies: of each kind, its instructions; ranks of one kind agree in layers, degree, stages and micro-batches.
-        kinds: by rank, which body is its.
-        peers: by rank, whom its body's peers 0, 1, ... are.
+        headers: for each rank, its program without instructions.
+        bodies: for each kind, its instructions; ranks of one kind agree in layers, degree, stages and micro-batches.
+        kinds: for each rank, the index of its body.
+        peers: for each rank, the ranks that peers 0, 1, ... of its body refer to.
 
     Raises:
-        ValueError: a rank has a peer twice, or lacks one that its body names.
+        ValueError: a rank has a duplicate peer, or is missing one that its body names.
     """
 
     headers: tuple[RankProgram, ...]
@@ -75,21 +75,21 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @property
     def instructions(self) -> int:
-        """How many all ranks have."""
+        """Total number of instructions of all ranks."""
         return sum(len(self.bodies[kind]) for kind in self.kinds)
 
     @staticmethod
     def of(programs: Iterable[RankProgram]) -> SharedPrograms:
-        """Find the kinds of programs, in the order of their first ranks."""
+        """Group programs into kinds, in the order of their first ranks."""
         if isinstance(programs, SharedPrograms):
             return programs
         return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
 
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
-        """Put together each rank's header, body and peers; equal bodies under headers of one kind become one."""
+        """Combine each rank's header, body and peers; equal bodies under headers of one kind are merged."""
         number: dict[Hashable, int] = {}
-        known: dict[tuple[Hashable, int], int] = {}  # the same, by identity: to compare long bodies once
+        known: dict[tuple[Hashable, int], int] = {}  # the same, keyed by identity: to compare long bodies only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -101,7 +101,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # Kept alive by `bodies`, or else not known by identity, which another object may take.
+                # Only objects kept alive by `bodies` are keyed by identity, as another object may reuse an id.
                 if bodies[kind] is body:
                     known[quick] = kind
             else:
@@ -113,7 +113,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with their peers numbered in the order in which they are first named, and these peers."""
+    """Return instructions with peers numbered in order of first occurrence, and these peers."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:
@@ -123,7 +123,7 @@ def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
 
 
 def _place(header: RankProgram) -> Hashable:
-    """Return what ranks of one kind have in common, apart from their instructions."""
+    """Return the properties that ranks of one kind share, apart from their instructions."""
     roles = tuple((role.stage, role.micro_batches) for role in header.roles)
     return header.strategy, header.ranks, roles, len(header.tp), header.layers
 
@@ -150,7 +150,7 @@ def _peers(instruction: Instruction) -> Iterator[int]:
 
 
 def _with_peers(instructions: Sequence[Instruction], at: Sequence[int], name: Any) -> Body:
-    """Give peers other names; `name[peer]` is the new one of each that is named at the indices `at`."""
+    """Rename peers; `name[peer]` is the new number of each peer that is named at the indices `at`."""
 
     def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(

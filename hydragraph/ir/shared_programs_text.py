@@ -1,4 +1,4 @@
-"""The printed form of programs that ranks share: one text per kind, a table of who is who, and both read back.
+"""Printed form of shared programs: one text per kind, a table of the ranks, and the reader of both.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
@@ -6,7 +6,7 @@
                     0     0     0  0-1  2
                     1     0     0  0-1  3
 
-A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row; nothing is lost (`read_programs`
+A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row; this is lossless (`read_programs`
 returns equal programs, and so the same texts).
 """
 
@@ -40,7 +40,7 @@ def file_of(kind: int) -> str:
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return the texts of all files by their names: the table, and one program for each kind."""
+    """Return the texts of all files by name: the table, and one program for each kind."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -51,10 +51,10 @@ def program_texts(programs: SharedPrograms) -> dict[str, str]:
 
 
 def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
-    """Read what `program_texts` returned.
+    """Parse the output of `program_texts`.
 
     Raises:
-        ValueError: naming the file, the line, what was expected there and what stands there.
+        ValueError: names the file, the line, what was expected there and what was found.
     """
     rows = list(_rows(_text(texts, TABLE)))
     patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
@@ -68,10 +68,10 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
 
 
 def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
-    """Return one rank's program; of the kinds, its own alone is read.
+    """Return one rank's program, reading only the text of its kind.
 
     Raises:
-        ValueError: as `read_programs`, or there is no such rank.
+        ValueError: as for `read_programs`, or there is no such rank.
     """
     rows = list(_rows(_text(texts, TABLE)))
     if not 0 <= rank < len(rows):
@@ -87,7 +87,7 @@ def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Return numbers with runs of neighbours as one: "0-7,12,14-15"."""
+    """Return numbers as text with ranges for consecutive ones: "0-7,12,14-15"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] + 1 == number:
@@ -109,9 +109,9 @@ def _table(programs: SharedPrograms) -> str:
 
 
 def _pattern(program: RankProgram) -> str:
-    """Return a program's text with letters for all that the ranks of a kind do not have in common."""
+    """Return a program's text with letters in place of everything that differs between the ranks of a kind."""
     header, _, body = to_text(program).partition("\n")
-    # The strategy's text stands between two blanks twice, so only what is around it is replaced.
+    # The strategy's text is delimited by double blanks, so only its surroundings are replaced.
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
     place = re.sub(r"\(ranks [\d ]+\)", "(ranks T)", place)
@@ -121,7 +121,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    """Read a kind's text as the program of a rank 0 of pipelines and a stage of ranks that count from 0."""
+    """Parse a kind's text as the program of rank 0 in pipelines and a stage whose numbers count from 0."""
     name = file_of(kind)
     text = _text(texts, name)
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
@@ -151,7 +151,7 @@ _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], Peers]
 
 
 def _rows(text: str) -> Iterator[_Row]:
-    """Yield each row's line number, kind, pipelines, stage and peers; rows are in the order of the ranks."""
+    """Yield each row's line number, kind, pipelines, stage and peers; rows are in rank order."""
     expected = 0
     for line, raw in enumerate(text.splitlines(), start=1):
         cells = raw.partition("#")[0].split()
@@ -182,7 +182,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _letters(number: int) -> str:
-    """Return A to Z, then AA, AB, ..., as spreadsheets name columns."""
+    """Return A to Z, then AA, AB, ..., like columns of a spreadsheet."""
     letters = ""
     number += 1
     while number:
@@ -192,7 +192,7 @@ def _letters(number: int) -> str:
 
 
 def _number(letters: str) -> int:
-    """Return what `_letters` was given."""
+    """Return the inverse of `_letters`."""
     number = 0
     for letter in letters:
         number = 26 * number + ord(letter) - ord("A") + 1

@@ -1,19 +1,19 @@
-"""The values that a rank's instructions read and write.
+"""Values that a rank's instructions read and write.
 
-A value is its text, and knows what the text says:
+A value is a string, with the information in its text as attributes:
 
-    text         kind                  the rest
-    h{k}.{m}     ACTIVATION            output of the block at position k, of micro-batch m
+    text         kind                  meaning
+    h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
-    s.{block}.{m}  SAVED               what a block's forward keeps for its backward
+    s.{block}.{m}  SAVED               saved by a block's forward for its backward
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
-    {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, over once it has left
+    {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
 
 So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` is `h2.0` with peer 3.
-Values are made here and nowhere else, and nobody takes their text apart.
+Values are made only in this module, and no other code parses their text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE = -1  # a number that a value of its kind does not have
 
 
 class ValueKind(Enum):
-    """What a value is."""
+    """Kind of a value."""
 
     ACTIVATION = "h"
     ACTIVATION_GRADIENT = "d"
@@ -40,18 +40,18 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A value: equal to its text, with what the text says as attributes.
+    """Value: equal to its text, with the information in the text as attributes.
 
-    It is a string so that programs print, compare, sort and hash as fast as their texts do: an iteration of a large
-    cluster names millions. The functions below make it.
+    It is a string so that programs print, compare, sort and hash as fast as their texts: an iteration of a large
+    cluster names millions of values. The functions below make it.
 
     Attributes:
-        kind: what it is.
+        kind: kind of the value.
         position: k of an activation and its gradient; else -1.
-        block: of a saved value; else "".
-        bucket: of weights and gradients; else "".
-        micro_batch: counted within the pipeline, or through all that share stages (`ir.rank_program.Role`); -1 for
-            weights and gradients, which belong to all.
+        block: block of a saved value; else "".
+        bucket: bucket of weights and gradients; else "".
+        micro_batch: counted within the pipeline, or across all pipelines that share stages (`ir.rank_program.Role`); -1
+            for weights and gradients, which belong to all.
         peer: the rank that a message goes to; else -1.
     """
 
@@ -86,7 +86,7 @@ class Value(str):
         return parse_value, (str(self),)
 
 
-# A program names each value several times, and equal stages name the same ones: they are made once.
+# A program names each value several times, and equal stages name the same values, so each is made once.
 _once = lru_cache(maxsize=1 << 16)
 
 
@@ -136,13 +136,13 @@ def gradients(bucket: str) -> Value:
 
 @_once
 def message(sent: Value, peer: int) -> Value:
-    """Return {sent}>{peer}: an activation or its gradient on its way to a rank."""
+    """Return {sent}>{peer}: an activation or its gradient, on its way to a rank."""
     return Value(f"{sent}>{peer}", ValueKind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
 
 
 @_once
 def readdressed(sent: Value, peer: int) -> Value:
-    """Return a message as it is called when it goes to another rank."""
+    """Return a message with another destination rank."""
     return message(parse_value(sent.partition(">")[0]), peer)
 
 
@@ -161,10 +161,10 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
 
 
 def parse_value(text: str) -> Value:
-    """Read a value's text.
+    """Parse a value's text.
 
     Raises:
-        ValueError: it is none; with the forms that there are.
+        ValueError: it is not a value; the message lists the valid forms.
     """
     for pattern, make in _READERS:
         match = pattern.fullmatch(text)

@@ -1,8 +1,8 @@
-"""Proof, before running, that the ranks' programs of one iteration are complete, agree, and cannot deadlock.
+"""Static proof that the ranks' programs of one iteration are complete, agree, and cannot deadlock.
 
-The rules are checked in this order: the ranks' places fit together; each rank computes exactly its part; its values
-live from their making to their last use; all ranks enter the exchanges of weights and gradients alike; sends match
-receives; and all programs, run together, come to their end.
+The rules are checked in this order: the ranks' places are consistent; each rank computes exactly its part; values live
+from their creation to their last use; all ranks enter the exchanges of weights and gradients in the same order; sends
+match receives; and all programs, run together, end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """A rank program breaks a rule.
+    """Raised for a rank program that breaks a rule.
 
     Args:
         what: the rule and how it is broken.
         rank: the rank whose program breaks it.
-        index: the instruction's index; None where the whole program is meant.
+        index: the instruction's index; None for the whole program.
         instruction: its text, or "".
     """
 
@@ -53,10 +53,10 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Where a rank works, from its and its neighbours' headers; `blocks` is empty on a rank without work.
+    """Work of a rank, from its and its neighbours' headers; `blocks` is empty on a rank without work.
 
     Attributes:
-        neighbours: of each micro-batch, the ranks of the stages before and behind, in the pipeline that runs it.
+        neighbours: for each micro-batch, the ranks of the previous and the next stage in the pipeline that runs it.
     """
 
     blocks: range
@@ -68,17 +68,17 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     """Check the programs of all ranks of one iteration.
 
     Args:
-        programs: one per rank, in the order of the ranks.
-        outline: the model they are to compute.
-        mode: what they are to do with it.
+        programs: one per rank, in rank order.
+        outline: the model they must compute.
+        mode: mode of the iteration.
 
     Raises:
-        VerificationError: naming the rank, the instruction and the broken rule.
+        VerificationError: names the rank, the instruction and the broken rule.
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # What a rank does by itself, and which exchanges it enters, is proven of one rank of each kind: the others differ
-    # in whom they talk to only (`ir.shared`), which `_check_messages` and what follows look at on every rank.
+    # A rank's own work and the exchanges it enters are checked for one rank of each kind: the others differ only in
+    # their peers (`ir.shared_programs`), which `_check_messages` and later checks examine on every rank.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -91,7 +91,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
 
 
 def _alike(shared: SharedPrograms, rank: int) -> Hashable:
-    """Return what the checks of a single rank look at, apart from whom it talks to."""
+    """Return everything that the checks of a single rank examine, except its peers."""
     return shared.kinds[rank], shared.headers[rank].layers, shared.headers[rank].micro_batches
 
 
@@ -104,7 +104,7 @@ def _line(instruction: Instruction) -> str:
 
 
 def _peer(instruction: Instruction) -> int:
-    assert instruction.peer is not None  # `_checked_value` has refused a send or receive without
+    assert instruction.peer is not None  # `_checked_value` has rejected a send or receive without one
     return instruction.peer
 
 
@@ -112,7 +112,7 @@ def _peer(instruction: Instruction) -> int:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that the headers describe whole pipelines, which share stages or no rank; return each rank's site."""
+    """Check that the headers describe whole pipelines, which share stages or no ranks; return each rank's site."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         if (program.rank, program.ranks) != (rank, len(programs)):
@@ -140,8 +140,8 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 def _check_pipeline(
     pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
 ) -> None:
-    """Check that the stages exist on all their ranks and chain the layers from 0 to the last."""
-    layer = 0  # where the next stage must start
+    """Check that the stages exist on all their ranks and cover the layers from 0 to the last."""
+    layer = 0  # start of the next stage
     runs = _role(next(iter(stages.values())), pipeline).micro_batches
     for i, (stage, program) in enumerate(sorted(stages.items())):
         if stage != i or program.layers[0] != layer:
@@ -183,7 +183,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
-    """Check that every block's forward and backward is there once per micro-batch, with the values it should name."""
+    """Check that every block's forward and backward appears once per micro-batch, with the correct values."""
     missing = {key: values for m in program.micro_batches for key, values in _work(site.blocks, m, outline, mode)}
     for index, instruction in enumerate(program.instructions):
         rule = RULES[instruction.op]
@@ -195,7 +195,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
             )
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
-        # What is found is struck off, so a second one is a stranger too, and what is left at the end is missing.
+        # Instructions found are removed, so a repeated one is also rejected, and the remaining ones are missing.
         values = missing.pop((instruction.op, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
@@ -211,7 +211,7 @@ _Values = tuple[frozenset[Value], frozenset[Value]]
 
 
 def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple[_Key, _Values]]:
-    """Yield a stage's computations on micro-batch m, each with what it reads and writes."""
+    """Yield a stage's computations on micro-batch m, each with the values that it reads and writes."""
     if blocks:
         yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
@@ -225,8 +225,8 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
         output = {activation(k, m) if k < final else loss(m)}
         yield (Op.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
-            # The last block's backward starts from the loss itself; the lowest block with anything to learn passes
-            # nothing on, since nobody below would use it.
+            # The last block's backward starts from the loss itself; the lowest trainable block passes no gradient on,
+            # since no block below uses it.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
             yield (Op.BACKWARD, block, m), (frozenset(kept | gradient | pulled), frozenset(passed | summed))
@@ -236,7 +236,7 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are made before use, freed once and after their last use, and waited for across streams."""
+    """Check that values are made before use, freed once after their last use, and waited for across streams."""
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
@@ -251,7 +251,7 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
-        # What else a pull or a push waits for, `_check_window` checks.
+        # Other waits of pulls and pushes are checked by `_check_window`.
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
@@ -260,7 +260,7 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
-        # A name is made once in a program, even after it was freed; gradients alone are added to.
+        # A name is made once in a program, even after it was freed; only gradients are accumulated.
         for value in instruction.writes:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
@@ -276,7 +276,9 @@ def _check_values(program: RankProgram) -> None:
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update on one rank of each kind, and that all order pulls and pushes alike."""
+    """Check pulls, pushes, commit and update on one rank of each kind, and that all have the same order of pulls and
+    pushes.
+    """
     used = frozenset(bucket for _, site in ones for bucket in site.buckets)
     for program, site in ones:
         _check_exchange(program, site, Op.PULL, used)
@@ -285,7 +287,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
         _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
         _check_pushed_values(program)
         _check_end(program, mode)
-    # Exchanges of one kind share a communicator, which pairs them by their order alone.
+    # Exchanges of one kind share a communicator, which matches them only by order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for instruction in ones[0][0].instructions if instruction.op is op]
         for program, _ in ones[1:]:
@@ -316,7 +318,7 @@ def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozense
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that every pull or push waits for the oldest ones under way until it fits the window, and for no others."""
+    """Check that every pull or push waits exactly for the oldest pending ones until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     for index, instruction in enumerate(program.instructions):
@@ -333,7 +335,7 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
 
 
 def _check_pushed_values(program: RankProgram) -> None:
-    """Check that nothing adds to a gradient once its push is issued."""
+    """Check that no instruction adds to a gradient after its push was issued."""
     pushed: dict[Value, int] = {}
     for index, instruction in enumerate(program.instructions):
         if instruction.op is Op.PUSH:
@@ -344,9 +346,9 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit, which takes all losses and gradients, ends communication and precedes the update.
+    """Check that one commit, which reads all losses and gradients, ends communication and precedes the update.
 
-    No message is on its way any more when it comes.
+    No message may be in flight when the commit runs.
     """
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
@@ -391,7 +393,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
                 sends[program.rank, _peer(instruction)].append((index, value))
             else:
                 receives[_peer(instruction), program.rank].append((index, value))
-    # Messages of a pair of ranks arrive in order: the n-th send meets the n-th receive.
+    # Messages of a pair of ranks arrive in order: the n-th send matches the n-th receive.
     for source, target in sorted({*sends, *receives}):
         for sent, received in zip_longest(sends[source, target], receives[source, target]):
             if received is None:
@@ -404,16 +406,18 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
-    """Return the value a send or receive moves, having checked that it is its stage's and goes to a neighbour."""
+    """Return the value that a send or receive moves, after checking that it belongs to the stage and goes to a
+    neighbour.
+    """
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} moves one value")
     (value,) = values
-    before = site.blocks.start - 1  # the position whose output enters the stage
-    last = site.blocks.stop - 1  # the position whose output leaves it
+    before = site.blocks.start - 1  # position whose output enters the stage
+    last = site.blocks.stop - 1  # position whose output leaves the stage
     previous, following = site.neighbours.get(value.micro_batch, ((), ()))
-    # Activations enter behind position `before` and leave behind `last`; their gradients come back the other way.
+    # Activations enter after position `before` and leave after `last`; their gradients flow in the opposite direction.
     routes = {
         (Op.RECEIVE, ValueKind.ACTIVATION, before): previous,
         (Op.SEND, ValueKind.ACTIVATION, last): following,
@@ -435,7 +439,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
 
 
 def _check_end_of_all(programs: Sequence[RankProgram]) -> None:
-    """Check that no ranks wait for one another; name every rank that is stuck, and one cycle of them."""
+    """Check that the programs do not deadlock; otherwise report every stuck rank, and one cycle."""
     deadlock = find_deadlock(programs)
     if deadlock is None:
         return

@@ -1,5 +1,5 @@
-"""One kernel a file, each with a reference in plain PyTorch; the choice of attention backend; Triton's and numba's
-compilers.
+"""Kernels, one per file, each with a reference in plain PyTorch; the choice of attention backend; and the Triton and
+numba compilers.
 
-Nothing here knows about graphs, programs or ranks.
+This package is independent of graphs, programs and ranks.
 """

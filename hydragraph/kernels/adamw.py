@@ -1,7 +1,7 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-The parameters of a rank are neighbouring views into a few flat buffers. Neighbours whose weights, gradients and states
-all follow one another in memory are updated by one launch, as one vector.
+The parameters of a rank are adjacent views of a few flat buffers. Adjacent parameters whose weights, gradients and
+states are all adjacent in memory are updated by one launch, as one vector.
 
 Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
@@ -25,7 +25,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # elements: Triton makes accesses wide where it knows that a length is a multiple of it, as 16 floats are
+UNIT = 16  # elements: Triton uses wide accesses if it knows that a length is a multiple of this, i.e. of 16 floats
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -56,7 +56,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     if MAXIMIZE:
         gradient = -gradient
     moment = tl.load(moments + index, mask=inside, other=0.0)
-    # The two forms of torch.lerp: each is exact at its end.
+    # The two forms of torch.lerp: each is exact at one end.
     near = moment + first_rate * (gradient - moment)
     far = gradient - (gradient - moment) * (1.0 - first_rate)
     moment = tl.where(first_rate < 0.5, near, far)
@@ -72,7 +72,7 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The hyperparameters of one group, as in `torch.optim.AdamW`."""
+    """Hyperparameters of one group, as in `torch.optim.AdamW`."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -81,7 +81,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's numbers for one step, from 1, computed in double precision."""
+        """Return the kernel's scalars for one step, counted from 1, computed in double precision."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -90,12 +90,12 @@ class AdamWSettings:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One flat parameter and what AdamW keeps of it: 1-D contiguous fp32 tensors of one length.
+    """One flat parameter with its AdamW state: 1-D contiguous fp32 tensors of one length.
 
     Attributes:
         weight, gradient, moment, square: the parameter, its gradient, and the running means of g and of g^2.
-        copy: where the new weight also goes, in 16 bits, or None.
-        step: how many updates it will have had after this one.
+        copy: destination of the new weight in 16 bits, or None.
+        step: number of updates including this one.
     """
 
     weight: Tensor
@@ -106,12 +106,12 @@ class Shard:
     step: int
 
     def tensors(self) -> list[Tensor]:
-        """Return those it has."""
+        """Return its tensors."""
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
     def part(self, low: int, high: int) -> Shard:
-        """Return elements from `low` to `high`, as views."""
+        """Return elements `low` to `high`, as views."""
         weight, gradient, moment, square, *copy = (x[low:high] for x in self.tensors())
         return Shard(weight, gradient, moment, square, copy[0] if copy else None, self.step)
 
@@ -126,7 +126,7 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def _checked_runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
-    """Return runs of shards that are not empty, and for each the place of its first shard among all."""
+    """Return runs of non-empty shards, each with the index of its first shard."""
     filled = [(i, shard) for i, shard in enumerate(shards) if shard.weight.numel()]
     for _, shard in filled:
         _check(shard)
@@ -150,13 +150,13 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's own fused operator on checked shards on a CPU, so that a weight's bits depend on its values alone.
+    """Run PyTorch's own fused operator on checked shards on a CPU, such that a weight's bits depend only on its values.
 
-    The operator rounds the last elements of a vector, fewer than one of the processor's registers holds, otherwise than
-    those before: where a shard ends would show in its bits, and two owners of one weight would come to different ones.
-    So the last elements of all shards are updated as parts of one longer vector.
+    The operator rounds the last elements of a vector, fewer than one register holds, differently from those before: the
+    end of a shard would be visible in its bits, and two owners of one weight would compute different ones. So the last
+    elements of all shards are updated as parts of one longer vector.
     """
-    # Of small shards most of the time is Python's: no views are made of those that end evenly.
+    # For small shards most of the time is spent in Python, so no views are made of shards without a remainder.
     uneven = [shard for shard in shards if shard.weight.numel() % UNIT]
     bodies = [
         shard.part(0, shard.weight.numel() // UNIT * UNIT) if shard.weight.numel() % UNIT else shard for shard in shards
@@ -181,7 +181,7 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     if not shards:
         return
-    steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}  # which are only read
+    steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}  # read-only
     torch.ops.aten._fused_adamw_(
         [shard.weight for shard in shards],
         [shard.gradient for shard in shards],
@@ -200,7 +200,7 @@ def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Say in plain PyTorch what the operator does."""
+    """Reference implementation in plain PyTorch."""
     torch_adamw(
         [shard.weight for shard in shards],
         [shard.gradient for shard in shards],
@@ -223,7 +223,7 @@ def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Join neighbours: shards of equal steps whose tensors all follow one another in the same storages."""
+    """Join adjacent shards: those of equal steps whose tensors are all adjacent in the same storages."""
     run: list[Shard] = []
     for shard in shards:
         if run and not _follows(run[-1], shard):
@@ -235,7 +235,7 @@ def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def launch(shard: Shard, settings: AdamWSettings) -> None:
-    """Run the kernel on one checked shard: all of it but a last piece of fewer than 16 elements, and that."""
+    """Run the kernel on one checked shard: first its multiple of 16 elements, then the remainder."""
     size = shard.weight.numel()
     body = size // UNIT * UNIT
     for low, high in ((0, body), (body, size)):
@@ -243,7 +243,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
             parts = [x[low:high] for x in shard.tensors()]
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
-                parts[-1],  # without a copy some tensor, never written through this argument
+                parts[-1],  # without a copy this is some tensor, never written through this argument
                 high - low,
                 *settings.numbers(shard.step),
                 MAXIMIZE=settings.maximize,
@@ -254,7 +254,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """What training launches on shards of many elements."""
+    """Yield the variants launched in training, on shards of many elements."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
@@ -265,12 +265,12 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """A group's parameters as they were at its last step, joined: a step that finds them again makes no views.
+    """A group's joined parameters at its last step: a later step with the same ones makes no views.
 
     Attributes:
-        marks: where each parameter, its gradient and its state lie (`_mark`, `_place`).
-        next: what their counters of steps will say after the next step, if nobody else writes to them.
-        runs: and of each the place of its first parameter. They keep the memory at `marks` from being given to others.
+        marks: addresses of each parameter, its gradient and its state (`_mark`, `_place`).
+        next: expected values of the step counters after the next step, if no other code writes to them.
+        runs: the runs, each with the index of its first parameter. They keep the memory at `marks` from being reused.
     """
 
     marks: list[tuple[Any, ...]]
@@ -279,12 +279,12 @@ class _Prepared:
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` for the flat shards that hydragraph trains, in one pass over memory.
+    """`torch.optim.AdamW` for flat shards trained by hydragraph, in one pass over memory.
 
     For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`. Its state dict is that of torch.optim.AdamW.
 
     Args:
-        params: tensors, (name, tensor) pairs or groups, as any torch.optim class takes them.
+        params: tensors, (name, tensor) pairs or groups, as in any torch.optim class.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     """
 
@@ -303,27 +303,27 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, also in a copy of this optimizer: `copy_to` is called again there."""
+        """Restore a state, including in a copy of this optimizer, where `copy_to` must be called again."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Have every later step also write the new weights, rounded, to 16-bit tensors.
+        """Make every later step also write the new weights, rounded, to 16-bit tensors.
 
         Args:
-            copies: parameter -> 1-D bf16 or fp16 tensor of its length; replaces what an earlier call gave.
+            copies: parameter -> 1-D bf16 or fp16 tensor of its length; replaces those of an earlier call.
         """
         self._copies = dict(copies)
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
-        """What `copy_to` was given."""
+        """The copies passed to `copy_to`."""
         return self._copies
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; return what the closure returned, if there is one."""
+        """Update every parameter that has a gradient; return the result of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -343,7 +343,7 @@ class AdamW(torch.optim.AdamW):
         if self._copies:
             marks += [_place(self._copies.get(p)) for p in learning]
         steps = [state["step"] for state in states]
-        # As PyTorch's own optimizers count: by a tensor that is on the counters' device, a fourth of the time.
+        # Like PyTorch's own optimizers: adding a tensor on the counters' device takes a fourth of the time.
         if all(step.is_cpu for step in steps):
             torch.ops.aten._foreach_add_.Tensor(steps, torch.ones(()), alpha=1.0)
         else:
@@ -357,7 +357,7 @@ class AdamW(torch.optim.AdamW):
         return [replace(run, step=int(values[first])) for first, run in known.runs]
 
     def _allocate(self, new: Sequence[Tensor]) -> None:
-        """Give parameters their states side by side, so that neighbouring parameters have neighbouring states."""
+        """Allocate parameters' states contiguously, so that adjacent parameters have adjacent states."""
         for device in {p.device for p in new}:
             here = [p for p in new if p.device == device]
             sizes = [p.numel() for p in here]
@@ -375,7 +375,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _mark(p: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """Say where a parameter, its gradient and its state lie, and what they are like."""
+    """Return the addresses and forms of a parameter, its gradient and its state."""
     gradient: Any = p.grad
     moment, square = state["exp_avg"], state["exp_avg_sq"]
     return (

@@ -1,7 +1,8 @@
-"""What computes `varlen_attention`: one of four backends, chosen by the tensors or forced by name.
+"""Backends of `varlen_attention`: one of four, chosen by the tensors or forced by name.
 
-On CUDA the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU a loop
-of PyTorch's CPU kernel over sequences. All keep the same log-sum-exp: any can differentiate what another computed.
+On CUDA it is the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU it
+is a loop over sequences with PyTorch's CPU kernel. All of them save the same log-sum-exp, so any backend can
+differentiate the output of another.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -29,16 +30,16 @@ _forced: ContextVar[str | None] = ContextVar("attention_backend", default=None)
 
 
 class Backend(Protocol):
-    """One way to compute attention.
+    """Interface of an attention implementation.
 
-    `starts` is [N + 1], where each sequence begins, then T; `longest` a 0-d int64 on the CPU, the longest sequence or
-    0 where the caller did not say.
+    `starts` is [N + 1], the start of each sequence, then T; `longest` is a 0-d int64 on the CPU, the longest sequence
+    or 0 if the caller did not pass it.
     """
 
     name: str
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Say why it cannot serve such tensors, or return None."""
+        """Return why it does not support these tensors, or None."""
         ...
 
     def forward(
@@ -62,13 +63,13 @@ class Backend(Protocol):
 
 @contextmanager
 def attention_backend(name: str | None) -> Iterator[None]:
-    """Force the backend of every `varlen_attention` that runs inside, and of their backward passes.
+    """Force the backend of every `varlen_attention` in this context, including its backward pass.
 
     Args:
-        name: "flash_attn", "torch", "triton" or "loop"; None chooses by the tensors again.
+        name: "flash_attn", "torch", "triton" or "loop"; None restores the choice by the tensors.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     if name is not None and name not in _BACKENDS:
         raise ValueError(f"attention_backend: no backend {name!r}: use one of {', '.join(_BACKENDS)}")
@@ -80,15 +81,15 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """Return the name that the innermost `attention_backend` gave, if any."""
+    """Return the name passed to the innermost `attention_backend`, if any."""
     return _forced.get()
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor) -> Backend:
-    """Return the forced backend, or the first that accepts the tensors; log a choice the first time it is made.
+    """Return the forced backend, or the first that accepts the tensors; log each choice once.
 
     Raises:
-        Unsupported: the forced one refuses, or all do.
+        Unsupported: the forced backend does not support the tensors, or none does.
     """
     name = _forced.get()
     names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
@@ -114,7 +115,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _FlashAttn:
-    """The flash-attn package, 2.7 or newer."""
+    """Backend with the flash-attn package, 2.7 or newer."""
 
     name = "flash_attn"
 
@@ -159,7 +160,7 @@ class _FlashAttn:
 
 
 class _TorchFlash:
-    """The flash kernels inside PyTorch; deterministic under `torch.use_deterministic_algorithms(True)`."""
+    """Backend with PyTorch's flash kernels; deterministic under `torch.use_deterministic_algorithms(True)`."""
 
     name = "torch"
 
@@ -191,7 +192,7 @@ class _TorchFlash:
         q, k, v, out, lse = saved
         bounds = starts.to(torch.int32)
         most = _longest(starts, longest)
-        # Without dropout the kernel reads neither the random state nor the tensor after it.
+        # Without dropout the kernel reads neither the random state nor the following tensor.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -203,7 +204,7 @@ class _TorchFlash:
 
 
 class _Triton:
-    """The kernels of `triton_attention`: the same result in every run."""
+    """Backend with the kernels of `triton_attention`: deterministic."""
 
     name = "triton"
 
@@ -234,7 +235,7 @@ class _Triton:
 
 
 class _Loop:
-    """PyTorch's CPU flash kernel, one run of equally long sequences after the other."""
+    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences."""
 
     name = "loop"
 
@@ -292,12 +293,12 @@ _BACKENDS: dict[str, Backend] = {b.name: b for b in (_FlashAttn(), _TorchFlash()
 
 
 def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
-    """Return [begin, end) of every sequence that is not empty."""
+    """Return [begin, end) of every non-empty sequence."""
     return ((a, b) for a, b in pairwise(starts.tolist()) if b > a)
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Return [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
+    """Yield [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
     begin = 0
     count = 0
     length = 0
@@ -316,7 +317,7 @@ def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
 
 @cache
 def _flash_attn() -> Any:
-    """Return the package's module of functions, or why it cannot be had."""
+    """Return the package's module of functions, or the reason why it cannot be imported."""
     try:
         return import_module("flash_attn.flash_attn_interface")
     except ImportError as error:  # not installed, or built for another PyTorch
@@ -336,7 +337,7 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _longest(starts: Tensor, longest: Tensor) -> int:
-    """Return the longest length; where the caller did not say it, the device must be waited for."""
+    """Return the maximum length; if the caller did not pass it, this waits for the device."""
     return int(longest) or int(starts.diff().max())
 
 
@@ -345,12 +346,12 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
-    """[N * L, H, D] -> [N, H * group, L, D], as PyTorch's attention kernels want it."""
+    """Reshape [N * L, H, D] to [N, H * group, L, D], the layout of PyTorch's attention kernels."""
     x = x.unflatten(0, (sequences, -1)).transpose(1, 2)
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """[N, H * group, L, D] -> [N * L, H, D], adding up the heads that share one key/value head."""
+    """Reshape [N, H * group, L, D] to [N * L, H, D], summing the heads that share a key/value head."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

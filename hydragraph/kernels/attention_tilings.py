@@ -1,4 +1,4 @@
-"""How the Triton attention kernels are cut into tiles, by head size, element type and GPU."""
+"""Tile sizes of the Triton attention kernels, by head size, element type and GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LARGEST = 256  # head size
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is cut: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
+    """Tiling of a kernel: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
 
     Attributes:
-        rows: of queries in a tile.
-        columns: of keys in a tile.
-        warps: that compute a tile together.
-        stages: tiles of keys and values that are loaded ahead of their use.
-        registers: of a thread at most; None: as many as the assembler finds best, which may spill a few.
-        exact: of fp32, whether products are fp32's own and not three of tf32, which are faster and take more registers.
+        rows: number of queries in a tile.
+        columns: number of keys in a tile.
+        warps: number of warps that compute a tile together.
+        stages: number of tiles of keys and values that are loaded ahead of use.
+        registers: maximum number of registers per thread; None: chosen by the assembler, which may spill a few.
+        exact: for fp32: use true fp32 products instead of three tf32 ones, which are faster but take more registers.
     """
 
     rows: int
@@ -38,15 +38,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tilings:
-    """The tilings of the three kernels for one head size."""
+    """Tilings of the three kernels for one head size."""
 
     forward: Tiling
     queries: Tiling
     keys: Tiling
 
 
-# Padded head size -> tilings that neither spill registers nor exceed the shared memory of a multiprocessor: 227 KB on
-# Hopper and Blackwell data centre GPUs; 99 KB is what every GPU from Ampere on has. Each was compiled to find out.
+# Padded head size -> tilings that neither spill registers nor exceed a multiprocessor's shared memory: 227 KB on Hopper
+# and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on. Each was checked by compiling it.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -61,7 +61,7 @@ _ANY_FP32 = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
     256: Tilings(*3 * (Tiling(16, 16, 8, 1, registers=255, exact=True),)),
 }
-INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))  # small: tests are
+INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))  # small, as tests are
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int]) -> Mapping[int, Tilings]:
@@ -72,5 +72,5 @@ def tilings(dtype: torch.dtype, capability: tuple[int, int]) -> Mapping[int, Til
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """Return the head size that a tile has: the next for which there is a tiling, a power of two."""
+    """Return the head size of a tile: the next one with a tiling, a power of two."""
     return max(128 if dtype == torch.float32 else 64, 1 << (size - 1).bit_length())

@@ -1,11 +1,11 @@
-"""Sums that no order changes: every number is rounded to multiples of fixed powers of two, and those add up exactly.
+"""Order-independent sums: every number is rounded to multiples of fixed powers of two, which are summed exactly.
 
     x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both by rounding to nearest; rest: dropped
 
-A float64 holds 53 bits. As long as a sum of multiples of 2^-24 stays below 2^29 nothing of it is rounded, so it is the
-same whoever adds in whatever groups, and so is the sum of the low parts. Of a float32 above 2^-38 (4e-12) nothing is
-dropped, of a smaller one less than 2^-62 (2e-19). This is the binned sum of Demmel and Nguyen ("Fast reproducible
-floating-point summation", 2013), with bins that do not depend on the data.
+A float64 has 53 bits. As long as a sum of multiples of 2^-24 stays below 2^29 it is not rounded, so it does not depend
+on the grouping of the summands, and neither does the sum of the low parts. A float32 above 2^-38 (4e-12) loses nothing,
+a smaller one less than 2^-62 (2e-19). This is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point
+summation", 2013), with bins that do not depend on the data.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**13  # of what is added
-MOST = 2**16  # how many are added: 2^13 x 2^16 is what 53 bits of multiples of 2^-24 hold
+LARGEST = 2.0**13  # of the summands
+MOST = 2**16  # number of summands: 2^13 x 2^16 is what 53 bits of multiples of 2^-24 hold
 GRIDS = (2.0**-24, 2.0**-62)
-LOSS_GRIDS = (2.0**-16, 2.0**-54)  # of losses, which are sums over tokens: up to 2^37 in all
-SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # of numbers up to 1, and up to 2^34 of them
+LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for losses, which are sums over tokens: up to 2^37 in total
+SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # for numbers up to 1, and up to 2^34 of them
 
-_RUN = 2**15  # elements at a time: so many stay in a core's cache
+_RUN = 2**15  # elements at a time, to fit in a core's cache
 _RUN_DEVICE = 2**24
 
 
 def _shift(grid: float) -> float:
-    """Return what rounds to multiples of a power of two where it is added and subtracted again."""
+    """Return the number that rounds to multiples of a power of two when added and subtracted again."""
     return 1.5 * 2.0**52 * grid
 
 
@@ -36,10 +36,10 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
     Args:
         parts: 1-D float64 of the same length: the sums of the multiples of each of `GRIDS`.
-        values: 1-D float32. Their count per element is at most MOST, counting all ranks.
+        values: 1-D float32. At most MOST values per element, counting all ranks.
 
     Returns:
-        0-d, which no value exceeds (a norm is cheaper than the largest): up to LARGEST, sums are exact.
+        0-d, an upper bound of the absolute values (a norm is cheaper than the maximum): up to LARGEST, sums are exact.
     """
     high, low = parts
     first, second = map(_shift, GRIDS)
@@ -58,13 +58,13 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Write what exact sums come to into a tensor of another dtype, and return it; `parts` are used up."""
+    """Write the values of exact sums to a tensor of another dtype, and return it; `parts` is overwritten."""
     high, low = parts
     return into.copy_(high.add_(low))
 
 
 def split(value: Tensor, grids: Sequence[float]) -> Tensor:
-    """Return [len(grids)] float64: the parts of one number (0-d) on some grids, to be added up exactly."""
+    """Return [len(grids)] float64: the parts of one number (0-d) on some grids, for exact summation."""
     rest, parts = value.double(), []
     for grid in grids:
         parts.append((rest + _shift(grid)) - _shift(grid))
@@ -73,20 +73,20 @@ def split(value: Tensor, grids: Sequence[float]) -> Tensor:
 
 
 def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest absolute element of some 1-D tensors, 0-d float64; 0 of none."""
+    """Return the largest absolute element of some 1-D tensors, 0-d float64; 0 if there are none."""
     found = [torch.stack(torch.aminmax(vector)).abs().amax().double() for vector in vectors if len(vector)]
     return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def scale_of(largest: float) -> float:
-    """Return the power of two that brings numbers of which this is the largest below 1; 1 if it is not finite."""
+    """Return the power of two that scales numbers with this maximum below 1; 1 if it is not finite."""
     return 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
 
 
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Return [3] float64: the sum of (scale x)^2 on each of SQUARE_GRIDS, of all elements of some 1-D tensors.
+    """Return [3] float64: the sum of (scale x)^2 on each of SQUARE_GRIDS, over all elements of some 1-D tensors.
 
-    Where `scale` brings the elements below 1, the sums of any parts of them add up to the sums of all, exactly.
+    If `scale` brings the elements below 1, the sums of any partition add up to the total exactly.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

@@ -1,13 +1,13 @@
-"""The head's product and the loss of its logits, by chunks of tokens: the [T, V] logits never exist.
+"""Fused product and loss of the head, by chunks of tokens: the [T, V] logits are never materialised.
 
 One chunk at a time, logits are computed, reduced to a loss, turned into their own gradient in place, and multiplied
 into the gradients of the hidden states and of the head: three matrix products, as many as the unfused computation has,
 with one chunk of logits in memory. The idea is that of Liger-Kernel (Hsu et al., 2024) and of Cut Cross-Entropy
 (Wijmans et al., 2024). The gradients are those of a sum over tokens: backward only scales them.
 
-With the vocabulary cut over tensor-parallel ranks, each rank has the rows [first, first + V) of the head. Per token it
-finds the largest logit, the sum of exp(logit - largest), and the logit of the label if it is here; `exchange` combines
-those of all ranks (`combine` says how), chunk by chunk in the same order on all ranks.
+If the vocabulary is sharded over tensor-parallel ranks, each rank has the rows [first, first + V) of the head. Per
+token it computes the largest logit, the sum of exp(logit - largest), and the label's logit if the rank has it;
+`exchange` combines those of all ranks (see `combine`), chunk by chunk in the same order on all ranks.
 
 Shapes: T tokens, E the hidden size, V rows of the head on this rank, C tokens of a chunk.
 """
@@ -54,7 +54,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     for n in range(0, size, BLOCK):
         value = tl.load(row + n + inner, mask=n + inner < size, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(value, 0))
-        # Where all are -inf so far: exp(-inf - -inf) would be NaN.
+        # If all values so far are -inf, exp(-inf - -inf) would be NaN.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - shift) + tl.exp(value - shift)
         largest = larger
@@ -103,20 +103,20 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` against labels, a scalar in fp32 (fp64 for fp64).
 
-    Differentiable once, in hidden and weight. Where the vocabulary is cut, the gradient of hidden is this rank's part:
+    Differentiable once, in hidden and weight. If the vocabulary is sharded, the gradient of hidden is this rank's part:
     the sum over ranks is the gradient.
 
     Args:
         hidden: [T, E]. weight: [V, E], of the same dtype: bf16, fp16, fp32 or fp64.
         labels: [T] int64 over the whole vocabulary.
-        ignored: tokens with this label count neither in the loss nor in gradients.
-        first: the first row of the head that is here.
-        exchange: combines the statistics of all ranks; None where the whole vocabulary is here.
-        chunk: C; default as many tokens as make the logits about as large as the hidden states. With `exchange` it
-            must be given, the same on all ranks: their rows may differ in number, their chunks must not.
+        ignored: tokens with this label contribute neither to the loss nor to gradients.
+        first: index of this rank's first row of the head.
+        exchange: combines the statistics of all ranks; None if this rank has the whole vocabulary.
+        chunk: C; by default the number of tokens whose logits are about as large as the hidden states. Required with
+            `exchange`, and equal on all ranks: their numbers of rows may differ, but not their chunks.
 
     Raises:
-        Unsupported: other shapes, dtypes or devices; an exchange without a chunk.
+        Unsupported: other shapes, dtypes or devices, or an exchange without a chunk.
     """
     if exchange is not None and chunk is None:
         raise Unsupported(
@@ -133,10 +133,10 @@ def linear_cross_entropy(
 
 @torch.library.custom_op("hydragraph::head_loss", mutates_args=())
 def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same and its gradients of hidden and weight: an operator of graphs whose ranks have the vocabulary.
+    """Return the loss and its gradients of hidden and weight: an operator for ranks with the whole vocabulary.
 
-    All three come from one pass over the logits, which are never there as a whole; differentiating the loss scales the
-    gradients that are there already.
+    All three come from one pass over the logits, which are never materialised; differentiating the loss only scales
+    these gradients.
     """
     return loss_and_gradients(hidden, weight, labels, ignored, weight.shape[0])
 
@@ -150,11 +150,11 @@ def loss_and_gradients(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and its gradients of hidden and weight; arguments as `linear_cross_entropy`'s.
+    """Return the summed loss and its gradients of hidden and weight; arguments as for `linear_cross_entropy`.
 
     Args:
-        rows: of the head on a rank, about, and the same number on all: they must exchange the same chunks, also where
-            the vocabulary is cut unevenly.
+        rows: approximate number of the head's rows per rank, equal on all ranks: they must exchange the same chunks,
+            even if the vocabulary is sharded unevenly.
     """
     size = chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     loss, d_hidden, d_weight = _forward(hidden, weight, labels, ignored, first, size, (True, True), exchange)
@@ -164,20 +164,20 @@ def loss_and_gradients(
 
 
 def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors in the place of a loss and its gradients."""
+    """Return empty tensors with the shapes of a loss and its gradients."""
     loss = hidden.new_empty((), dtype=_wide(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save for backward what came with the loss."""
+    """Save the gradients that were computed with the loss for backward."""
     ctx.save_for_backward(*output[1:])
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients that came with the loss times the loss's own, for an operator of hidden, weight and more."""
+    """Return the precomputed gradients times the loss's own, for an operator of hidden, weight and further inputs."""
     d_hidden, d_weight = ctx.saved_tensors
-    # In the gradients' own dtype, or a scale in fp32 would make them fp32 as well.
+    # In the gradients' own dtype: an fp32 scale would make them fp32 as well.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
     return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
 
@@ -187,7 +187,7 @@ head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
-    """Say in plain PyTorch what the operator computes where the whole vocabulary is here."""
+    """Reference in plain PyTorch, for a rank with the whole vocabulary."""
     logits = (hidden @ weight.T).to(_wide(hidden.dtype))
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="sum")
 
@@ -201,16 +201,16 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the bytes that loss and gradients take beside their results: a chunk, and the head's gradient in fp32."""
+    """Return the bytes taken in addition to the results: those of a chunk, and of the head's fp32 gradient."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == _wide(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * _wide(dtype).itemsize
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return how many tokens make a chunk: logits of about the size of the hidden states, in a multiple of 128.
+    """Return the number of tokens in a chunk: logits of about the size of the hidden states, in a multiple of 128.
 
-    Fewer would cost matrix products too small to be fast, and more passes over the gradient of the head.
+    Smaller chunks would make matrix products too small to be fast, and need more passes over the gradient of the head.
     """
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
@@ -248,7 +248,7 @@ def _forward(
     needs: tuple[bool, bool],
     exchange: Exchange | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and the gradients of its sum that are needed."""
+    """Return the loss, and those of its gradients that are needed."""
     wide = _wide(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
@@ -282,7 +282,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
 
 def reference_statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Return in plain PyTorch what a rank finds of one chunk: [3, C] as `Exchange` says, from logits [C, V]."""
+    """Return a rank's statistics of one chunk in plain PyTorch: [3, C] as for `Exchange`, from logits [C, V]."""
     wide = logits.to(_wide(logits.dtype))
     largest = wide.amax(1)
     mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
@@ -292,7 +292,7 @@ def reference_statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
 
 def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return which labels are among the rows here, and their rows; 0 for the others."""
+    """Return which labels are among this rank's rows, and their local rows; 0 for the others."""
     local = labels - first
     here = (local >= 0) & (local < rows)
     return here, torch.where(here, local, 0)
@@ -307,7 +307,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignore
 
 
 def reference_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> Tensor:
-    """Return in plain PyTorch softmax(logits) - one_hot(label) of one chunk, 0 for ignored tokens, in fp32 or fp64."""
+    """Return softmax(logits) - one_hot(label) of one chunk in plain PyTorch, 0 for ignored tokens, in fp32 or fp64."""
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])
     p.scatter_add_(1, local[:, None], -here.to(p.dtype)[:, None])
@@ -315,7 +315,7 @@ def reference_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, 
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Add logits.T @ hidden to the head's gradient, which is fp32 (fp64): 16-bit sums would lose the later chunks."""
+    """Add logits.T @ hidden to the head's gradient, which is fp32 (fp64): 16-bit sums would lose later chunks."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)
     elif logits.device.type == "cuda":
@@ -325,7 +325,7 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """What training launches; fp16 is as bf16."""
+    """Yield the variants launched in training; fp16 is like bf16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         block = {"BLOCK": _BLOCK}

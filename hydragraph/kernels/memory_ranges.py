@@ -1,7 +1,7 @@
-"""Thousands of ranges moved on a CPU by one call: a loop of memcpy, which numba compiles once per installation.
+"""Copy of thousands of ranges on a CPU in one call: a loop of memcpy, which numba compiles once per installation.
 
-Python takes half a microsecond to move a range, which for ranges of a kilobyte is nearly all of the time. numba takes a
-quarter of a second to import, so that this module is imported where there are thousands of them to move.
+Python takes half a microsecond per range, which for ranges of a kilobyte is nearly all of the time. numba takes a
+quarter of a second to import, so this module is imported only if there are thousands of ranges.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[NDArray[np.int64], ...]) -> None:
-    """Copy ranges of one buffer on a CPU to ranges of another of the same element's size, which it does not overlap.
+    """Copy ranges of one CPU buffer to ranges of another of the same element size that does not overlap it.
 
     Args:
-        source, target: 1-D and contiguous; nothing is checked.
-        offsets: where each range begins in the source and in the target, and its length; [R] each, in elements.
+        source, target: 1-D and contiguous; not checked.
+        offsets: start of each range in the source and in the target, and its length; [R] each, in elements.
     """
     _copy(source.data_ptr(), target.data_ptr(), source.dtype.itemsize, *offsets)
 

@@ -1,7 +1,7 @@
-"""numba's compiler, and its cache on disk, which may be damaged or refuse to be written without anything going wrong.
+"""numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
-numba by itself fails to import a module where nothing can be cached, raises pickle's errors for a truncated file, and
-runs machine code of which a bit has changed.
+On its own, numba fails to import a module if nothing can be cached, raises pickle errors for a truncated file, and runs
+machine code with a flipped bit.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 
-# What this process has warned of, and whether it has said that it compiles.
+# Warnings of this process, and whether it has announced a compilation.
 _said: list[str] = []
 _announced: list[str] = []
 
 
 def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
-    """Have numba compile a function when it is first called, once per installation; a decorator.
+    """Decorator: compile a function with numba on its first call, once per installation.
 
     Args:
-        quick: it takes a second at most: nothing is said before.
+        quick: compilation takes a second at most, so it is not announced.
     """
-    # numpy's error model: a division by zero is infinite, as in the formulas, and no check is compiled into the loops.
+    # numpy's error model: a division by zero is infinite, as in the formulas, and the loops contain no checks.
     dispatcher: Any = njit(error_model="numpy")(function)
     try:
-        dispatcher._cache = _Cache(function, quick)  # what njit(cache=True) sets, with a class of ours
+        dispatcher._cache = _Cache(function, quick)  # set by njit(cache=True), here with our class
     except (RuntimeError, OSError):
         _say("numba finds no place to keep what it compiles: every process compiles again (set NUMBA_CACHE_DIR)")
     return dispatcher
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
-    """What was written is followed by its hash, which pickle does not read."""
+    """Cache files with a hash appended, which pickle does not read."""
 
     def _dump(self, value: Any) -> bytes:
-        # pickle stops at the end of its own data, so a file with a hash behind it stays readable by numba itself.
+        # pickle stops at the end of its data, so a file with an appended hash can still be read by numba itself.
         data: bytes = super()._dump(value)
         return data + hashlib.sha256(data).digest()
 
@@ -55,7 +55,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Forgets what it cannot read, and does without what it cannot write."""
+    """Cache that drops entries it cannot read, and tolerates failed writes."""
 
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
@@ -63,7 +63,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Return what was compiled for a signature; None where it has to be compiled."""
+        """Return the code compiled for a signature, or None if it has to be compiled."""
         try:
             found = super().load_overload(*arguments)
             if found is None and not self._quick:
@@ -71,13 +71,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             return found
         except Exception as error:  # a damaged pickle may raise anything
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
-            # Without its index, what is damaged is not looked at again by the next process.
+            # Without its index, the damaged entry is not read again by the next process.
             with suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, *arguments: Any) -> None:
-        """Keep what was compiled, if that is possible."""
+        """Store compiled code if possible."""
         try:
             super().save_overload(*arguments)
         except Exception as error:
@@ -85,14 +85,14 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _say(sentence: str) -> None:
-    """Write the first sentence of a process; what else goes wrong follows from the same."""
+    """Log the first warning of a process; later ones have the same cause."""
     if not _said:
         _LOG.warning("%s", sentence)
     _said.append(sentence)
 
 
 def _announce(folder: str) -> None:
-    """Say before a process first waits for numba what it waits for; all there is to compile takes up to a minute."""
+    """Announce the first compilation before a process waits for it; compiling everything takes up to a minute."""
     if not _announced:
         _LOG.warning("compiling the planner's search, once: up to a minute of one core; it is kept in %s", folder)
     _announced.append(folder)

@@ -1,11 +1,11 @@
-"""Move thousands of ranges between two flat buffers in one launch: the local part of a link, with cast and sum.
+"""Copy of thousands of ranges between two flat buffers in one launch: the local part of a link, with cast and sum.
 
-A `SliceTable` is made once per link on the host: it cuts ranges into tiles that no two programs share, and tells tiles
-whose accesses can be 16 bytes wide from those at odd offsets. Every target element is written once. Where several
-ranges meet in one, they are added up in the order of the table: bit for bit the same in every run.
+A `SliceTable` is made once per link on the host: it cuts ranges into tiles that no two programs share, and separates
+tiles that allow 16-byte accesses from those at odd offsets. Every target element is written once. Ranges with the same
+target are summed in the order of the table, so results are bitwise reproducible.
 
-On a CPU ranges are moved as memory: an operator of PyTorch's takes microseconds to begin, which for ranges of kilobytes
-is all of the time. A few are moved by Python, and many in a compiled loop.
+On a CPU ranges are moved as raw memory: a PyTorch operator takes microseconds to start, which dominates for ranges of
+kilobytes. A few are moved in Python, many in a compiled loop.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-UNIT = 8  # elements of one 16-byte access to a 16-bit buffer
+UNIT = 8  # elements in one 16-byte access to a 16-bit buffer
 WIDE = 4096  # elements of an aligned tile: 32 per thread keep enough bytes in flight to hide the latency of memory
 NARROW = 512  # elements of any other tile: scalar accesses cost registers, so fewer of them at once
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-RUN = 2**17  # elements that are put side by side before they are cast or added up: so many stay in a core's cache
-MANY = 256  # ranges: from so many on, Python would take longer than what it moves
-_MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # elements that are only moved, by their bytes
+RUN = 2**17  # elements that are gathered before they are cast or summed, to fit in a core's cache
+MANY = 256  # ranges: with this many or more, Python would take longer than the copy itself
+_MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # element types by size, for plain moves
 
 Offsets = NDArray[np.int64]
 Run = tuple[slice, tuple[tuple[slice, slice], ...]]
@@ -45,12 +45,12 @@ Run = tuple[slice, tuple[tuple[slice, slice], ...]]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Ranges whose targets lie one behind the other, with or without room between them.
+    """Ranges with ascending targets, with or without gaps between them.
 
     Attributes:
-        origins, places, lengths: [R] int64: source and target offset and length of each, in elements.
-        beside: [R] int64: where each lies if all of them are put side by side.
-        elements: of all of them.
+        origins, places, lengths: [R] int64: source offset, target offset and length of each, in elements.
+        beside: [R] int64: offset of each if all of them are packed without gaps.
+        elements: total number of elements.
     """
 
     origins: Offsets
@@ -61,7 +61,7 @@ class Batch:
 
     @property
     def whole(self) -> slice | None:
-        """The part of the target that they fill without room between them; None if there is some."""
+        """The part of the target that they fill without gaps; None if there are gaps."""
         first, end = int(self.places[0]), int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
 
@@ -80,7 +80,7 @@ def _slice_copy(  # type: ignore[no-untyped-def]
     NARROW: tl.constexpr,  # noqa: N803
 ):
     # One program per tile (target offset, length, first origin, number of origins); offsets of the first `aligned`
-    # tiles are in units of UNIT elements, which is how the compiler knows that it may use wide accesses.
+    # tiles are in units of UNIT elements, which tells the compiler that it may use wide accesses.
     tile = tl.program_id(0).to(tl.int64)
     at = tl.load(tiles + 4 * tile)
     length = tl.load(tiles + 4 * tile + 1)
@@ -119,15 +119,15 @@ def _slice_copy(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """Which ranges of one flat buffer go to which of another.
+    """Table of the ranges copied from one flat buffer to another.
 
     Attributes:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
-        origins: [O] int64: source offsets, those of one tile side by side in the order of the ranges.
-        aligned: of the tiles, how many (they come first) count in units of 8 elements.
-        source_end, target_end: how many elements each buffer must have at least.
-        elements: how many elements are written.
+        origins: [O] int64: source offsets, those of one tile adjacent and in the order of the ranges.
+        aligned: number of tiles (at the start) in units of 8 elements.
+        source_end, target_end: minimum number of elements of each buffer.
+        elements: number of elements written.
         sums: whether target ranges overlap.
     """
 
@@ -142,10 +142,10 @@ class SliceTable:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The ranges in an order that gives the same sums, those side by side in the target together."""
+        """The ranges in an order that gives the same sums, grouped if adjacent in the target."""
         rows = [row for row in self.ranges.T.tolist() if row[2]]
         if not self.sums:
-            rows.sort(key=lambda row: row[1])  # each element is written once, in whatever order
+            rows.sort(key=lambda row: row[1])  # each element is written once, in any order
         runs: list[Run] = []
         parts: list[tuple[slice, slice]] = []
         first = 0
@@ -161,20 +161,20 @@ class SliceTable:
 
     @cached_property
     def ordered(self) -> tuple[Offsets, Offsets, Offsets]:
-        """Source and target offsets and lengths of the ranges, in an order that gives the same sums."""
+        """Source offsets, target offsets and lengths of the ranges, in an order that gives the same sums."""
         rows: Offsets = self.ranges.numpy()
         rows = rows[:, rows[2] > 0]
         if not self.sums:
-            rows = rows[:, np.argsort(rows[1], kind="stable")]  # each element is written once, in whatever order
+            rows = rows[:, np.argsort(rows[1], kind="stable")]  # each element is written once, in any order
         origins, places, lengths = map(np.ascontiguousarray, rows)
         return origins, places, lengths
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The ordered ranges, so many together as stay in a core's cache."""
+        """The ordered ranges in batches that fit in a core's cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
-        # Within a batch no two may meet: it ends where the next range does not lie behind.
+        # Ranges within a batch may not overlap: it ends where the next range does not come after.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
         found: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):
@@ -197,10 +197,10 @@ class SliceTable:
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
             sums: whether target ranges may overlap, which only `slice_copy(..., accumulate=True)` accepts.
-            device: of the buffers; default CPU.
+            device: device of the buffers; default CPU.
 
         Raises:
-            Unsupported: not such tensors, negative numbers, or target ranges that overlap without `sums`.
+            Unsupported: other tensors, negative numbers, or overlapping target ranges without `sums`.
         """
         ranges = _checked(source, target, length)
         origins, targets, lengths, order = _disjoint(ranges[:, ranges[2] > 0])
@@ -227,12 +227,12 @@ class SliceTable:
 
 
 def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate: bool = False) -> None:
-    """Copy ranges of `source` to ranges of `target`, rounding to nearest even, or add them to what is there.
+    """Copy ranges of `source` to ranges of `target`, rounding to nearest even, or add them to the target.
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        table: of which ranges; made for this device.
-        accumulate: add to the target, range after range in the order of the table; the target is fp32 or fp64.
+        table: table of the ranges, made for this device.
+        accumulate: add to the target, in the order of the table; the target is fp32 or fp64.
 
     Raises:
         Unsupported: other tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
@@ -247,7 +247,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
 
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Say in plain PyTorch what the operator does: one range after the other."""
+    """Reference in plain PyTorch: process one range after the other."""
     for a, b, n in table.ranges.T.tolist():
         part = target[b : b + n]
         value = source[a : a + n].to(target.dtype)
@@ -258,7 +258,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Do on a CPU what the reference does, to the bit, with an operator for many ranges and not for each."""
+    """Compute on a CPU the same bits as the reference, with one operator for many ranges rather than per range."""
     source = source.detach()
     target = target.detach()
     if table.ranges.shape[1] >= MANY:
@@ -268,8 +268,8 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
 
 
 def _move_many(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Move ranges in compiled loops: put side by side, cast or added up at once, and put where they belong."""
-    from hydragraph.kernels.memory_ranges import copy_ranges  # it needs numba, which a few ranges are not worth
+    """Move ranges in compiled loops: gather, cast or sum all at once, and scatter."""
+    from hydragraph.kernels.memory_ranges import copy_ranges  # imports numba, which is not worth it for a few ranges
 
     if not accumulate and source.dtype == target.dtype:
         copy_ranges(source, target, table.ordered)
@@ -293,7 +293,7 @@ def _move_many(source: Tensor, target: Tensor, table: SliceTable, accumulate: bo
 
 
 def _move_few(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Move ranges by Python, which takes less time for a few than numba takes to be imported."""
+    """Move ranges in Python, which for a few takes less time than importing numba."""
     longest = max((to.stop - to.start for to, parts in table.runs if len(parts) > 1), default=0)
     room = source.new_empty(longest)
     moved = not accumulate and source.dtype == target.dtype
@@ -318,7 +318,7 @@ def _move_few(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def _memory(buffer: Tensor) -> Any:
-    """View a buffer as elements of its size, which Python moves in a fifth of a microsecond."""
+    """View a buffer as integers of its element size, which Python moves in a fifth of a microsecond."""
     array: Any = buffer.view(torch.uint8).numpy()
     return memoryview(array.view(_MEMORY[buffer.dtype.itemsize]))
 
@@ -339,7 +339,7 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
 
 
 def variants() -> Iterator[KernelVariant]:
-    """What training launches: the cast of a pull, moves between equal dtypes, and the sum of a push."""
+    """Yield the variants launched in training: the cast of a pull, moves between equal dtypes, the sum of a push."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:
@@ -353,7 +353,7 @@ def variants() -> Iterator[KernelVariant]:
 
 
 def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
-    """Return the three as [3, R]."""
+    """Return the three tensors as [3, R]."""
     for name, tensor in {"source": source, "target": target, "length": length}.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
             raise Unsupported(
@@ -380,11 +380,11 @@ def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
 
 
 def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
-    """Cut [3, R] ranges where any target range begins or ends.
+    """Cut [3, R] ranges at the start and end of every target range.
 
     Returns:
-        source offset of every piece, the pieces of one target interval side by side in the order of the ranges; and per
-        interval its target offset and length, and [I + 1] where its pieces begin.
+        source offset of every piece, with the pieces of one target interval adjacent and in the order of the ranges;
+        for each interval its target offset and length; and [I + 1] the start of its pieces.
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))
@@ -403,8 +403,8 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
     """Cut disjoint intervals into tiles, the aligned ones first and in units of UNIT.
 
-    An interval whose source and target offsets agree modulo UNIT has an aligned body between a head and a tail of
-    fewer than UNIT elements; any other has no body.
+    An interval whose source and target offsets agree modulo UNIT has an aligned body between a head and a tail of fewer
+    than UNIT elements; any other interval has no body.
 
     Returns:
         tiles [tiles, 4], their origins, the number of aligned tiles.

@@ -1,12 +1,13 @@
-"""Attention over packed sequences in Triton, forward and backward, with the same result in every run.
+"""Deterministic attention over packed sequences in Triton, forward and backward.
 
-FlashAttention-2 (Dao, 2023): scores exist one tile at a time. Forward keeps per query row the running maximum m and sum
-l of exp2(s - m), and rescales what it has accumulated; backward recomputes p = exp2(s - lse) and uses
+FlashAttention-2 (Dao, 2023): scores exist one tile at a time. The forward keeps the running maximum m and sum l of
+exp2(s - m) for each query row, and rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses
 ds = p (dp - delta), delta = rowsum(out * grad). dq has a kernel over query tiles; dk and dv share one over key tiles,
-which adds up the query heads of its key/value head: no two programs write one element, so nothing is atomic.
+which sums over the query heads of its key/value head: no two programs write the same element, so atomics are not used.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
-The grid depends on T and N only, never on the lengths: sequence n has the slots from starts[n] // tile + n on, at least
+The grid depends only on T and N, never on the lengths: sequence n has the slots from starts[n] // tile + n on, at least
+as many as its tiles; programs in unused slots exit immediately. So no length has to be copied back from the GPU.
 as many as its tiles; what is left over ends at once. So no length has to come back from the GPU.
 """
 
@@ -66,7 +67,7 @@ def _attend(  # type: ignore[no-untyped-def]
     first = tl.load(starts + sequence).to(tl.int64)
     end = tl.load(starts + sequence + 1).to(tl.int64)
     length = (end - first).to(tl.int32)
-    # The last rows of a causal sequence cost most: they begin first.
+    # The last rows of a causal sequence are the most expensive, so they start first.
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
         return
@@ -85,7 +86,7 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, PADDED], tl.float32)
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
-    for edge in tl.static_range(2):  # tiles of which every score counts, then those that need a mask
+    for edge in tl.static_range(2):  # tiles without a mask, then those that need one
         for n in tl.range(tl.where(edge == 1, whole, 0), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             if edge == 1:
@@ -103,7 +104,7 @@ def _attend(  # type: ignore[no-untyped-def]
             if edge == 1:
                 counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
                 scores = tl.where(counts, scores, float("-inf"))
-            # Every row sees column 0, in its first tile: the maximum is finite from then on.
+            # Every row sees column 0, in its first tile, so the maximum is finite from then on.
             larger = tl.maximum(largest, tl.max(scores, 1))
             p = tl.exp2(scores - larger[:, None])
             shrink = tl.exp2(largest - larger)
@@ -130,7 +131,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
-    # delta and the logarithm to base 2, both [Hq, T]: side by side for the tiles that read them.
+    # delta and the base-2 logarithm, both [Hq, T], so that tiles read them contiguously.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, PADDED)
@@ -264,7 +265,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     sequence = seen - 1
     first = tl.load(starts + sequence).to(tl.int64)
     length = (tl.load(starts + sequence + 1).to(tl.int64) - first).to(tl.int32)
-    # The first columns of a causal sequence cost most: they begin first.
+    # The first columns of a causal sequence are the most expensive, so they start first.
     column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
     if column >= length:
         return
@@ -286,7 +287,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
         grad_at = grad + head * grad_head
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
-        # One loop, masked throughout: a second one for tiles of which every score counts would cost registers.
+        # One loop, masked throughout: a separate loop for tiles without a mask would cost registers.
         for m in tl.range(begin, length, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
@@ -308,7 +309,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say why these kernels cannot serve such tensors, or return None."""
+    """Return why these kernels do not support such tensors, or None."""
     if reason := why_not(q.device):
         return reason
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -324,8 +325,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale
     """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
 
     Args:
-        q, k, v: what `refusal` accepts: [T, Hq, D], [T, Hk, D], [T, Hk, D].
-        starts: [N + 1] int32 or int64 on the same device, where each sequence starts, then T.
+        q, k, v: accepted by `refusal`: [T, Hq, D], [T, Hk, D], [T, Hk, D].
+        starts: [N + 1] int32 or int64 on the same device, the start of each sequence, then T.
         causal, scale: as in `varlen_attention`.
     """
     q, k, v = (_dense(x) for x in (q, k, v))
@@ -354,7 +355,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each contiguous; arguments as `forward` took and returned them."""
+    """Return the gradients of q, k and v, each contiguous; the arguments are those and the results of `forward`."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -386,7 +387,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Every configuration that a GPU of one compute capability, such as (9, 0), launches; fp16 is as bf16."""
+    """Yield every configuration launched on GPUs of one compute capability, such as (9, 0); fp16 is like bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for size, tiling in tilings(dtype, capability).items():
@@ -424,7 +425,7 @@ def _tilings(q: Tensor) -> Tilings:
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype) -> dict[str, object]:
-    """fp32 products are three tf32 ones, about as exact, where these fit; 16-bit ones have no choice."""
+    """Return the compile-time constants; fp32 products are three tf32 ones, about as exact, if these fit."""
     precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
     return {**tile, "PRECISION": precision}
@@ -439,5 +440,5 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x with neighbouring elements along D, tokens not too far apart."""
+    """Return x with stride 1 along D, and a token stride within the limit."""
     return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MAX_STRIDE else x.contiguous()

@@ -1,4 +1,4 @@
-"""Triton kernels that cost nothing until they run, so that hydragraph imports where Triton does not exist."""
+"""Lazily compiled Triton kernels, so that hydragraph can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hydragraph.errors import Unsupported
 
 
 class Kernel:
-    """A function in Triton's language, handed to Triton when it is first launched.
+    """Function in Triton's language, passed to Triton on its first launch.
 
-    The function's module imports `triton.language` as `tl` only for type checkers; it is put there before Triton looks.
-    A kernel cannot call another one.
+    The function's module imports `triton.language` as `tl` only for type checkers; it is added to the module before
+    Triton compiles. A kernel cannot call another one.
 
     Attributes:
         function: the plain Python function.
-        unspecialized: run-time integers whose value must not lead to another compilation (Triton makes one where an
-            argument is 1, and one where it is a multiple of 16).
+        unspecialized: run-time integers whose value must not trigger another compilation (Triton specialises on
+            arguments that are 1 or multiples of 16).
     """
 
     def __init__(self, function: Callable[..., None], unspecialized: tuple[str, ...]) -> None:
@@ -33,32 +33,32 @@ class Kernel:
 
     @cached_property
     def compiled(self) -> Any:
-        """Triton's handle of the kernel: a JITFunction, or the interpreter's where TRITON_INTERPRET is set."""
+        """Triton's kernel object: a JITFunction, or the interpreter's if TRITON_INTERPRET is set."""
         import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         self.function.__globals__["tl"] = triton.language
         return triton.jit(self.function, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """Return the launcher over a grid of 1 to 3 dimensions: `kernel[grid](*args)`."""
+        """Return the launcher for a grid of 1 to 3 dimensions: `kernel[grid](*args)`."""
         return self.compiled[grid]  # type: ignore[no-any-return]
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a `Kernel` of a function: a decorator."""
+    """Decorator: make a `Kernel` from a function."""
     return lambda function: Kernel(function, unspecialized)
 
 
 @dataclass(frozen=True, eq=False)
 class KernelVariant:
-    """One way in which a kernel is shipped: what can be compiled for a GPU without having one.
+    """One configuration of a kernel, which can be compiled for a GPU without having one.
 
     Attributes:
-        name: of the configuration.
-        kernel: what is compiled.
+        name: name of the configuration.
+        kernel: the kernel.
         signature: run-time argument -> Triton's name of its type, such as "*bf16" or "i64".
         constants: compile-time argument -> value.
-        options: of the launch, such as `num_warps`.
+        options: launch options, such as `num_warps`.
         aligned: run-time integers that are multiples of 16 (all pointers are).
     """
 
@@ -71,7 +71,7 @@ class KernelVariant:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Say why Triton kernels cannot run on a device, or return None where they can."""
+    """Return why Triton kernels cannot run on a device, or None if they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and _interpreted()):
@@ -80,13 +80,13 @@ def why_not(device: torch.device) -> str | None:
 
 
 def use_kernel(device: torch.device, where: str) -> bool:
-    """Whether an operator launches its Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
+    """Return whether an operator launches its Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
 
     Raises:
         Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
-        return False  # first: to look for Triton's files takes 0.4 ms, as long as it takes to move a bucket
+        return False  # first, because looking for Triton's files takes 0.4 ms, as long as moving a bucket
     if device.type == "cuda" and (reason := why_not(device)):
         raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
     return device.type == "cuda" or why_not(device) is None
@@ -101,10 +101,10 @@ def _interpreted() -> bool:
 
 
 def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse arguments that are not on one device.
+    """Check that all tensors are on one device.
 
     Raises:
-        Unsupported: naming them.
+        Unsupported: they are not; the message names them.
     """
     if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())

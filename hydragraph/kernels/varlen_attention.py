@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the one operator that mixes tokens, so that packing can never leak between them.
+"""Attention over packed sequences: the only operator that mixes tokens, so that packing cannot leak between sequences.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -28,17 +28,17 @@ def varlen_attention(
     max_length: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend within each packed sequence; what an own `nn.Module` calls to be trained by hydragraph.
+    """Compute attention within each packed sequence; custom modules call this to be trainable by hydragraph.
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
             All three of one dtype.
-        cu_seqlens: [N + 1] int32 or int64, where each sequence starts, then T.
-        causal: a token sees itself and what came before it; otherwise its whole sequence.
-        scale: of the scores; default 1 / sqrt(D).
+        cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
+        causal: a token attends to itself and to earlier ones; otherwise to its whole sequence.
+        scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence (a run-time value; only GPU kernels read it).
-        backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like
-            `with attention_backend(...)`, it holds where the operator runs: a captured graph does not remember it.
+        backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like `with
+            attention_backend(...)`, it applies where the operator runs: a captured graph does not record it.
 
     Returns:
         [T, Hq, D].
@@ -64,7 +64,7 @@ def varlen_attention(
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
-    """Say in plain PyTorch what the operator computes, [T, Hq, D] in the dtype of q: one softmax per sequence."""
+    """Reference in plain PyTorch, [T, Hq, D] in the dtype of q: one softmax per sequence."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
@@ -77,7 +77,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool,
 
 
 def _wide(q: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exp: fp32, or fp64 where q is."""
+    """Return the dtype of log-sum-exp: fp32, or fp64 if q is fp64."""
     return torch.promote_types(q.dtype, torch.float32)
 
 

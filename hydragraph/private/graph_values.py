@@ -39,9 +39,9 @@ def version_of(value: Tensor) -> int:
 
 @dataclass
 class Encoder:
-    """Turns values of one trace into data; symbols and storages are numbered in order of appearance."""
+    """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
 
-    hints: list[int] = field(default_factory=list)  # by number, the size that a symbol had in the trace
+    hints: list[int] = field(default_factory=list)  # sizes that the symbols had in the trace, by number
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 

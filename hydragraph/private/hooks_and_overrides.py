@@ -23,7 +23,7 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
-# Hooks that transformers leaves on a model that was run: they record outputs on request, and compute nothing.
+# Hooks that transformers leaves on a model that was run: they only record outputs on request.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
@@ -57,10 +57,10 @@ def is_wrapper(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Raise, while a model is traced, where it does what no trace records.
+    """Raise if a model, while traced, uses a feature that no trace records.
 
     Args:
-        refuse: makes the error of what was refused and a remedy.
+        refuse: makes the error from a description and a remedy.
     """
     apply = inspect.getattr_static(Function, "apply")  # a classmethod, in Python or in C (since PyTorch 2.14)
 

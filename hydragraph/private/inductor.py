@@ -95,7 +95,7 @@ def _sizes(value: object) -> list[torch.SymInt]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """A trace that assumes nothing yet of sizes, and where each symbol of an earlier trace has its own."""
+    """New trace without assumptions on sizes, with its own symbol for each symbol of an earlier trace."""
 
     mode: FakeTensorMode
     symbols: Mapping[sympy.Symbol, torch.SymInt]

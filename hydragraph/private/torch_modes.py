@@ -12,13 +12,13 @@ from hydragraph.errors import Unsupported
 
 @contextmanager
 def own_modes(where: str) -> Iterator[None]:
-    """Work as if no mode were on: gradients are traced and state stays usable under `no_grad` and `inference_mode`.
+    """Run as if no mode were active: gradients are traced and state stays usable under `no_grad` and `inference_mode`.
 
     Args:
-        where: the call, for the error.
+        where: name of the call, for the error.
 
     Raises:
-        Unsupported: under autocast, or with another default dtype than float32: numbers would be others than asked for.
+        Unsupported: under autocast, or with a default dtype other than float32, which would change results.
     """
     device = torch.get_default_device()
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):

@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order a stage runs its forwards and backwards.
+"""Pipeline schedules: the order in which a stage runs its forwards and backwards.
 
-What an order costs is in `cost/`, and the instructions made from it are in `passes/order.py`.
+The cost of an order is computed in `cost/`, and its instructions are made in `passes/order.py`.
 """

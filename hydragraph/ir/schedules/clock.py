@@ -1,24 +1,25 @@
-"""Clock: when each stage would run each micro-batch if every stage were busy all the time; it orders what a rank runs.
+"""Clock: when each stage would run each micro-batch if every stage were always busy; it orders a rank's tasks.
 
 An iteration takes one unit of time. A stage that runs n micro-batches in it takes 1 / n for each, half of it for the
-forward and half for the backward. A micro-batch goes on to the next stage half a period after it came to this one, the
-period of the slower of both, turns round half a period after its forward on the last stage, and comes back likewise.
-The j-th of the c micro-batches of a pipeline comes in at j / c. Of P pipelines that share stages the i-th begins later
-by i / P of that, so that a shared stage gets their micro-batches in turns, each as often as its pipeline has them.
+forward and half for the backward. A micro-batch moves to the next stage half a period after it reached this one, using
+the period of the slower of both, turns around half a period after its forward on the last stage, and returns in the
+same way. The j-th of a pipeline's c micro-batches enters at j / c. Of P pipelines that share stages, the i-th starts
+later by i / P of that interval, so that a shared stage gets their micro-batches in turns, each as often as its pipeline
+has them.
 
-One pipeline of 3 stages, in halves of a period, F and B with the micro-batch (this is 1F1B):
+One pipeline of 3 stages, in units of half a period, F and B with the micro-batch (this is 1F1B):
 
     tick     0   1   2   3   4   5   6   7   8   9
     stage 0  F0      F1      F2  B0  F3  B1      B2
     stage 1      F0      F1  B0  F2  B1  F3  B2
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
-Ranks that run their tasks in the order of the clock cannot wait for one another in a circle: what a task needs is
-earlier by the clock, and so is whatever its rank runs before it. (The last stage runs each backward right behind its
-forward, which is as if the clock put it there: not later than it does, and before what the stage runs next.) Between
-two stages the clock adds the same time to all micro-batches, of whichever pipeline, so they leave the one in the order
-in which they come to the other. And as no stage of a pipeline has fewer micro-batches than the pipeline, no step takes
-longer than half a period of the pipeline: of each pipeline at most S - s are alive on stage s of S.
+Ranks that run their tasks in clock order cannot deadlock: the inputs of a task are earlier by the clock, and so are the
+tasks that its rank runs before it. (The last stage runs each backward directly after its forward, as if the clock
+placed it there: not later than it does, and before the stage's next task.) Between two stages the clock adds the same
+time to all micro-batches of all pipelines, so they leave one stage in the order in which they reach the other. And as
+no stage of a pipeline has fewer micro-batches than the pipeline, no step takes longer than half a period of the
+pipeline: at most S - s micro-batches of each pipeline are alive on stage s of S.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from fractions import Fraction
 from itertools import pairwise
 from math import lcm
 
-Ticks = int  # of a clock of its own for pipelines that share stages, so fine that all times are whole
+Ticks = int  # of a separate clock per group of pipelines that share stages, fine enough that all times are integers
 
 
 @dataclass(frozen=True)
 class Beat:
-    """When one stage runs the micro-batches of one pipeline.
+    """Times at which one stage runs the micro-batches of one pipeline.
 
     Attributes:
-        first: the number of the first micro-batch.
-        arrives: when the stage before runs that one's forward; the first stage: when its own begins.
-        forward, backward: when this stage runs its forward, and its backward.
-        every: how much later the next one comes.
+        first: number of the first micro-batch.
+        arrives: when the previous stage runs its forward; on the first stage: when this stage does.
+        forward, backward: when this stage runs its forward and its backward.
+        every: time between consecutive micro-batches.
     """
 
     first: int
@@ -50,7 +51,7 @@ class Beat:
     every: Ticks
 
     def arrives_at(self, micro_batch: int) -> Ticks:
-        """Return when the stage before runs a micro-batch's forward."""
+        """Return when the previous stage runs a micro-batch's forward."""
         return self.arrives + (micro_batch - self.first) * self.every
 
     def forward_at(self, micro_batch: int) -> Ticks:
@@ -62,17 +63,17 @@ class Beat:
         return self.backward + (micro_batch - self.first) * self.every
 
     def returns_at(self, micro_batch: int) -> Ticks:
-        """Return when the stage before runs a micro-batch's backward: the way back takes as long as the way here."""
+        """Return when the previous stage runs a micro-batch's backward: both directions take equally long."""
         return self.backward_at(micro_batch) + self.forward - self.arrives
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What one pipeline runs.
+    """Micro-batches of one pipeline.
 
     Attributes:
         micro_batches: their numbers.
-        stages: how many micro-batches each of its stages runs in all, for other pipelines too.
+        stages: total number of micro-batches of each of its stages, including those of other pipelines.
     """
 
     micro_batches: range
@@ -80,13 +81,13 @@ class Runs:
 
 
 def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
-    """Return the beat of every stage of pipelines that share stages; a pipeline that shares none comes alone."""
+    """Return the beat of every stage of pipelines that share stages; a pipeline that shares none is passed alone."""
     times: list[list[list[Fraction]]] = []
     for i, runs in enumerate(pipelines):
         count = len(runs.micro_batches)
         entry = Fraction(i, len(pipelines) * count)
         times.append([[*row, Fraction(1, count)] for row in _times(runs.stages, entry)])
-    # Whole numbers are sorted much faster than fractions.
+    # Integers are sorted much faster than fractions.
     unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
     return [
         [Beat(runs.micro_batches.start, *(int(time * unit) for time in row)) for row in rows]
@@ -95,11 +96,11 @@ def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    """Yield arrival, forward and backward of a micro-batch on each stage of a pipeline.
+    """Yield the arrival, forward and backward of a micro-batch on each stage of a pipeline.
 
     Args:
-        runs: how many micro-batches each stage runs in all.
-        entry: when it comes in.
+        runs: total number of micro-batches of each stage.
+        entry: time at which the micro-batch enters.
     """
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
