@@ -66,7 +66,7 @@ def capture(
             `hydragraph.varlen_attention`.
         dtype: compute dtype.
         example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1]
-            int32 and max_length, 0-d int64, all of which may be omitted; any additional entry, [1, T, ...], is a custom
+            int32 and max_length, 0-d int64, and all of these may be omitted; any additional entry, [1, T, ...], is a custom
             field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
             over positions whose label is not -100. A step divides it by the number of targets in the global mini-batch.
@@ -267,7 +267,7 @@ def _capture_layers(
                 # Equal graphs are one template, even if their blocks were distinguished before.
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
             templates[site.name] = template_of[does]
-            # Checked at the second block of a structure: with only one there is nothing to save.
+            # Checked at the second block of a structure: a single block does not profit.
             seen[built] += 1
             if seen[built] == 2 and is_without_index(site, hints):
                 template_of[built] = template_of[does]

@@ -150,9 +150,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls a model on a packed batch: ids and positions [1, T], sequence bounds for its
-    attention.
-    """
+    """Return a function that calls a model on a packed batch: ids, positions [1, T] and sequence bounds."""
     padding = unplaced_id(model)
     first = 0 if padding is None else padding + 1
 
@@ -202,9 +200,7 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token (labels are then shifted here); otherwise labels are already
-    aligned.
-    """
+    """Return whether a model predicts the next token, so that labels are shifted here; otherwise they are aligned."""
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
@@ -241,9 +237,7 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise Unsupported for features that would be captured incorrectly: dropout in training, router loss,
-    checkpointing.
-    """
+    """Raise Unsupported for features that would be captured incorrectly: dropout, router loss, checkpointing."""
     for name, module in model.named_modules():
         if module.training and isinstance(module, nn.Dropout) and module.p > 0:
             raise Unsupported(

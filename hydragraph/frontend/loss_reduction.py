@@ -1,5 +1,4 @@
-"""Reject a loss that is a mean: a step divides by the targets of the whole mini-batch, so a loss must be a sum over
-tokens.
+"""Reject a loss that is not a sum over tokens: a step divides by the number of targets of the whole mini-batch.
 
 Across micro-batches, summed losses add up and means do not. Traced backwards from the result, through values of one
 element:
@@ -139,9 +138,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 def refuse_mean(template: Template, where: str) -> None:
-    """Raise Unsupported if a template returns a mean over tokens or a value divided by something that depends on the
-    batch.
-    """
+    """Raise Unsupported if a template returns a mean over tokens, or a value divided by a batch-dependent one."""
     nodes = list(template.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])

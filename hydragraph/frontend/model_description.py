@@ -1,5 +1,6 @@
-"""Description of a model without its weights, as texts that are the same in every process; `structure` is for one
-process only.
+"""Description of a model without its weights, as texts that are the same in every process.
+
+`structure` (`module_digest`) is valid in one process only.
 
 A library class is described by its name, as the library's version determines the rest; any other class by the source of
 its file. If something cannot be described (code without source, hooks, closures), nothing is.
@@ -30,8 +31,7 @@ class Unknown(Exception):  # noqa: N818
 
 
 def described(model: nn.Module) -> Iterator[str]:
-    """Yield the description of each module: its class, the source of classes not covered by a version, and its
-    attributes.
+    """Yield the description of each module: its class, its attributes, and sources not covered by a version.
 
     Raises:
         Unknown: it cannot be described.

@@ -44,9 +44,7 @@ def structure(value: object, index: bool = True) -> str:
 
 
 def outline(module: nn.Module) -> str:
-    """Return a text shared by most blocks with outputs of the same form: submodule classes and the block's own plain
-    settings.
-    """
+    """Return a text that most blocks with outputs of one form share: submodule classes and plain settings."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))

@@ -300,9 +300,7 @@ class _Run:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's hidden state: the node's for the last block, otherwise a value that only the next block may
-        use.
-        """
+        """Return a block's hidden state: the node's for the last block, else a value only for the next block."""
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result

@@ -72,7 +72,7 @@ def _waits_queued(programs: Sequence[RankProgram], transport: Transport) -> _Wai
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
-    """Remove instructions at which no rank can wait forever; return None if that is not obvious.
+    """Remove instructions where no rank can wait forever; return None if that is not obvious.
 
     - All ranks enter the pulls, and the pushes, in one order, and wait at the same places for earlier ones to complete.
     - Up to its last pull a rank neither receives nor waits for a receiver: it can only wait for pulls and for its
@@ -134,9 +134,7 @@ def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
 
 
 def _can_wait(instruction: Instruction) -> bool:
-    """Return whether a rank may have to wait at an instruction on its own; computations wait for the stage's other
-    ranks.
-    """
+    """Return whether a rank may have to wait at an instruction alone; computations wait for the stage's ranks."""
     if instruction.op is Op.FREE:
         return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
     return instruction.op in (Op.RECEIVE, Op.COMMIT)

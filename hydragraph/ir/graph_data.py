@@ -6,7 +6,7 @@
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
 Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list: operators registered with
-PyTorch, sums and quotients of sizes, and methods that a pass calls. Nothing is evaluated or imported by name. Data from
+PyTorch, sums and quotients of sizes, and methods that a pass calls. Names are never evaluated or imported. Data from
 this process may be decoded as it is; data from a file is validated first
 (`hydragraph.frontend.compiled_folder.record_schema`).
 """

@@ -24,7 +24,7 @@ class Op(Enum):
     RECEIVE = "receive"  # one value from one rank
     PUSH = "push"  # link G.bucket -> home: summed at first owners, which replicate the sum to second ones
     FREE = "free"  # drop values; for a message, once it has left
-    COMMIT = "commit"  # agree with all ranks that the gradients are finite; nothing communicates after it
+    COMMIT = "commit"  # agree with all ranks that the gradients are finite; the last communication
     UPDATE = "update"  # optimizer step on the home shard
 
     # Each operation is a single object: hashing its identity is ten times as fast as hashing its name, which the

@@ -2,8 +2,8 @@
 
 Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
 The source layout's interval ends cut a line into *cells*; the ranks that hold part of a cell hold all of it, and each
-target interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64 and there are no per-slice
-objects.
+target interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64; slices are not
+separate objects.
 
 Symbols; [n] is the length of an array:
 

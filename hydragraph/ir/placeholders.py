@@ -23,8 +23,11 @@ def push(bucket: str, *uses: Any) -> Any:
 
 
 def communicate(value: Any, where: str) -> Any:
-    """Communicate-Activation. `where` is "stage" between blocks (a possible pipeline cut), "enter" before a product
-    that tensor parallelism may cut, "exit" after one that adds the ranks' parts up.
+    """Communicate-Activation: a point where a strategy may communicate an activation.
+
+    Args:
+        where: "stage" between blocks (a possible pipeline cut), "enter" before a product that tensor parallelism may
+            shard, "exit" after one that sums the ranks' parts.
     """
     _unfilled("communicate")
 

@@ -103,7 +103,7 @@ class Program:
         templates: by name.
         parameters: by canonical name, in model order, with their shard rules.
         buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
-        heads: query head counts, each of which must be divisible by the tensor-parallel degree.
+        heads: query head counts; each must be divisible by the tensor-parallel degree.
         unplaced: a token id that has no position and is skipped when positions are counted: RoBERTa's padding id. Its
             position is -1.
         positions: maximum number of tokens in a sequence, by the model's config, and the name of the setting.

@@ -88,7 +88,7 @@ class Outline:
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets ordered by the first block that uses them, those of one block as listed; pushes run in reverse."""
+        """The buckets ordered by the first block that uses them, and within a block as listed; pushes run in reverse."""
         # Order of first use in a forward: buckets needed first are pulled first. Sorting is stable.
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
@@ -106,9 +106,7 @@ class Outline:
 
     @cached_property
     def lowest(self) -> int:
-        """Position of the first block with trainable parameters, where the backward ends; past the end if there is
-        none.
-        """
+        """Position of the first block with trainable parameters, where the backward ends; past the end if none."""
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True)
 class Stuck:
-    """Position at which a rank is stuck.
+    """Position of a stuck rank.
 
     Attributes:
         at: index of the instruction.

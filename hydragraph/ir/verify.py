@@ -276,9 +276,7 @@ def _check_values(program: RankProgram) -> None:
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update on one rank of each kind, and that all have the same order of pulls and
-    pushes.
-    """
+    """Check pulls, pushes, commit and update on one rank of each kind, and that all order pulls and pushes alike."""
     used = frozenset(bucket for _, site in ones for bucket in site.buckets)
     for program, site in ones:
         _check_exchange(program, site, Op.PULL, used)
@@ -406,9 +404,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
-    """Return the value that a send or receive moves, after checking that it belongs to the stage and goes to a
-    neighbour.
-    """
+    """Return the value that a send or receive moves, after checking that it is the stage's and the peer a neighbour."""
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):

@@ -1,5 +1,5 @@
-"""Pure functions from one form to the next: of graphs (annotate, shard, differentiate) and of instructions (place,
-order, overlap, retain), and the compiled variants that they make.
+"""Passes: pure functions on graphs (annotate, shard, differentiate) and on instructions (order, overlap, retain).
 
-This package does not trace users' models (`frontend/`), hold state or run instructions (`runtime/`).
+The package also has `place` and the compiled variants. It does not trace users' models (`frontend/`), hold state or run
+instructions (`runtime/`).
 """

@@ -42,7 +42,7 @@ def accumulate(variant: Variant) -> Variant:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The hidden state's gradient goes to the previous stage once per micro-batch, so there is no sum.
+    # The hidden state's gradient goes to the previous stage once per micro-batch, so it is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
     # With the output in the graph, a gradient that only it returns has exactly one user.
     graph.output(results)

@@ -29,7 +29,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
     Raises:
         ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
-        Unsupported: a stage's degree cannot shard a parameter, or shards nothing.
+        Unsupported: a stage's degree cannot shard a parameter, or does not shard any.
     """
     # `intervals` rejects a degree that a parameter cannot be sharded for, regardless of the index in the stage.
     strategy.check(program.layers, ranks, program.heads)

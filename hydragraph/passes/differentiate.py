@@ -133,7 +133,7 @@ def differentiate(
     names += [start_of(table) for table in sharded.vocabulary]
     learns = {*template.parameters, "hidden"} if learning is None else learning
     joint, values, outputs = joint_of(template, sharded, parameters, part, dtype, learns, fused_head, where)
-    # Without trainable parameters there is no backward to save for, and the partitioner would have nowhere to cut.
+    # Without trainable parameters there is no backward to save for, and the partitioner cannot find a cut.
     if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     else:

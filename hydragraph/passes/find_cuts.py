@@ -170,9 +170,7 @@ class _Walk:
         return cut
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        """If a cut value meets a value for which narrower products were cut, drop those products: adapters next to a
-        layer.
-        """
+        """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""
         # LoRA: a layer's result [T, 4096] is cut, and its adapter's is whole, from a row product over 8 columns. The
         # wider cut is worth more: once the adapter's first product is not a candidate, its second is.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
@@ -237,9 +235,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return the cuts that the readers of each parameter need, for parameters that at least one reader cuts; None:
-    whole.
-    """
+    """Return the cuts needed by the readers of each parameter that at least one reader cuts; None: whole."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
     # A column product cuts its weight's output dimension and its bias in the same way; a fused one has several
     # segments.

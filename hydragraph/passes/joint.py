@@ -10,7 +10,7 @@ is that trace with P replaced by 1 / degree:
     elements of a token's queries          4096       4096 P           2048        1024
 
 A number of the model itself is less than P, and a share is a multiple of P: the number alone tells which it is
-(Kronecker's substitution), through all sums and products in the trace. Nothing is guessed. The degree gets its own
+(Kronecker's substitution), through all sums and products in the trace. There is no guessing. The degree gets its own
 trace if a number is not provably one or the other, if the degree does not divide a share, or if a share becomes 1,
 which PyTorch specialises on. So does sequence parallelism, whose graphs contain the degree. At each degree the trace's
 forward must equal that degree's own forward, and the derived graph is proven for other numbers of tokens
@@ -259,8 +259,7 @@ def _specs(
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return the spec of one value; under sequence parallelism over `ranks`, each rank has a part of some values'
-    tokens.
+    """Return the spec of one value; under sequence parallelism each of `ranks` has a part of some values' tokens.
 
     A size's hint is then `ranks` times the traced one, so that it is divisible.
     """

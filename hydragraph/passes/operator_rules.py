@@ -1,4 +1,4 @@
-"""Rules by which operators propagate cuts from operands to results; None: the operator needs whole operands.
+"""Propagation rules of operators, from the cuts of operands to that of the result; None: whole operands are needed.
 
 A rule takes the running analysis (to read operands' cuts, and to record units and segments) and a node. For example, if
 x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its

@@ -71,9 +71,7 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
 
 
 def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
-    """Return the index of an instruction: a forward's receive goes before the immediately preceding backward, others
-    last.
-    """
+    """Return an instruction's index: a forward's receive goes before the backward just before it, others last."""
     if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
         return len(before)
     # Move before the sends that end the backward, then before its blocks.

@@ -24,6 +24,8 @@ def rank_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> tuple[RankProgram, ...]:
     """Build the programs of all ranks for one iteration, idle ranks included.
+
+    Args:
         outline: outline of the model.
         strategy: assigns computation to ranks.
         micro_batches: number of micro-batches of each pipeline, 0 or more.
@@ -63,8 +65,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
-    """Return everything that determines a rank's instructions except the identity of its neighbours, and these
-    neighbours.
+    """Return what determines a rank's instructions, except the identity of its neighbours; and these neighbours.
 
     Neighbours are numbered in the order of the rank's roles: a rank that sends twice to one peer runs a different body
     from one that sends once to each of two.

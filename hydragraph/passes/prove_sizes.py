@@ -1,7 +1,7 @@
 """Pass `prove_sizes`: prove that no constant of a traced graph is a number of tokens or of sequences.
 
-A trace sees one example, and its graph must hold for any. There are three proofs, each of which covers cases that the
-others miss:
+A trace sees one example, and its graph must hold for any. There are three proofs, and each covers cases that the others
+miss:
 
 1. The trace recorded each size that was turned into a number, and each decision based on one.
 2. The graph is run again, on shapes alone, at other sizes: each value must have the sizes of its expressions.
@@ -68,7 +68,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
 
     Args:
         where: description of what was traced, for the error.
-        exported: `torch.export` made the graph and has covered the first proof: it was told that the sizes are free.
+        exported: `torch.export` made the graph and has covered the first proof: the sizes were declared as free.
     """
     # Proof 1: assumptions recorded by the trace itself.
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -141,7 +141,7 @@ class _Elsewhere(fx.Interpreter):
 
     def check(self) -> None:
         """Raise Unsupported at the first value whose sizes differ from its expressions."""
-        # Nothing is computed on the meta device; each operator's own shape function determines the sizes.
+        # The meta device computes no values; each operator's own shape function determines the sizes.
         inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
             self.run(*inputs, enable_io_processing=False)

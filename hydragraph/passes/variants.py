@@ -1,6 +1,6 @@
 """Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and cached.
 
-The programs of one process share variants: a second executable of the same model compiles nothing.
+The programs of one process share variants: a second executable of the same model reuses them all.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def is_operator(target: object) -> bool:
 
 
 def full_name(target: object) -> str:
-    """Return the name by which `torch.ops` finds an operator: "aten::mm.default"."""
+    """Return the qualified name of an operator, for a lookup in `torch.ops`: "aten::mm.default"."""
     assert isinstance(target, torch._ops.OpOverload)
     return f"{target._schema.name}.{target._overloadname}"
 

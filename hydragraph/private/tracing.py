@@ -103,7 +103,7 @@ def is_counted(size: int | torch.SymInt) -> bool:
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return the factor by which a size is a multiple of a symbol, or None if it is something else."""
+    """Return n if a size is n times a symbol, or None if it is something else."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]

@@ -228,7 +228,7 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
 def _pass(
     subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
 ) -> tuple[Difference, Attempt] | str:
-    """Compare one group of blocks; return its worst difference, or why there is no verdict.
+    """Compare one group of blocks; return its worst difference, or why it is inconclusive.
 
     Raises:
         Unsupported: both sides differ in every attempt that could be made.

@@ -50,8 +50,7 @@ ANEW = "write the folder anew with hydragraph compile, and find out who changed 
 
 
 class StageCheck:
-    """Checker of one program under strategies; comparisons that passed, in this run or an earlier one, are not
-    repeated.
+    """Checker of one program under strategies; comparisons that passed, now or in an earlier run, are not repeated.
 
     Args:
         program: captured, and compared with its model.
@@ -125,9 +124,7 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield all but the plain unsharded block, whose graphs were compared with the model; with a library, yield
-        everything.
-        """
+        """Yield all but the plain unsharded block, which was compared with the model; with a library, yield all."""
         head = self._program.blocks[-1]
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind

@@ -35,7 +35,7 @@ Ticks = int  # of a separate clock per group of pipelines that share stages, fin
 
 @dataclass(frozen=True)
 class Beat:
-    """Times at which one stage runs the micro-batches of one pipeline.
+    """Schedule of one pipeline's micro-batches on one stage.
 
     Attributes:
         first: number of the first micro-batch.
@@ -81,7 +81,7 @@ class Runs:
 
 
 def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
-    """Return the beat of every stage of pipelines that share stages; a pipeline that shares none is passed alone."""
+    """Return the beat of every stage of pipelines that share stages; a pipeline without shared stages is passed alone."""
     times: list[list[list[Fraction]]] = []
     for i, runs in enumerate(pipelines):
         count = len(runs.micro_batches)
@@ -100,7 +100,7 @@ def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fra
 
     Args:
         runs: total number of micro-batches of each stage.
-        entry: time at which the micro-batch enters.
+        entry: time when the micro-batch enters.
     """
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
