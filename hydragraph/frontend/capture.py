@@ -66,8 +66,8 @@ def capture(
             `hydragraph.varlen_attention`.
         dtype: compute dtype.
         example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1]
-            int32 and max_length, 0-d int64, and all of these may be omitted; any additional entry, [1, T, ...], is a custom
-            field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
+            int32 and max_length, 0-d int64, and all of these may be omitted; any additional entry, [1, T, ...], is a
+            custom field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
             over positions whose label is not -100. A step divides it by the number of targets in the global mini-batch.
             Positions with label -100 must not contribute: padding is a separate sequence with such labels. Default:

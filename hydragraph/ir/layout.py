@@ -169,8 +169,9 @@ def home(
     Args:
         size: elements of the bucket.
         ranks: distinct ranks, in any order and with any gaps.
-        shares: relative weights, one per rank, not negative; 0: the rank owns no elements; None: equal. With two copies, a
-            node with more than half of all shares owns the whole bucket once, and the others share the other copy.
+        shares: relative weights, one per rank, not negative; 0: the rank owns no elements; None: equal. With two
+            copies, a node with more than half of all shares owns the whole bucket once, and the others share the other
+            copy.
         copies: 1, or 2: every element has a second owner, on another node.
         align: elements; 8 fp32 values are 32 bytes, a full vector register.
         nodes: node of each rank, in the order of `ranks`; None: each rank is on a separate node.

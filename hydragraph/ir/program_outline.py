@@ -88,7 +88,7 @@ class Outline:
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets ordered by the first block that uses them, and within a block as listed; pushes run in reverse."""
+        """The buckets by the first block that uses them, and within a block as listed; pushes run in reverse."""
         # Order of first use in a forward: buckets needed first are pulled first. Sorting is stable.
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))

@@ -272,7 +272,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
     """Return whether Inductor could fuse something in a run and supports its inputs and outputs."""
-    # A lone operator gains nothing from Inductor, and calling a piece costs more than calling PyTorch.
+    # Inductor does not speed up a lone operator, and calling a piece costs more than calling PyTorch.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)

@@ -10,10 +10,10 @@ is that trace with P replaced by 1 / degree:
     elements of a token's queries          4096       4096 P           2048        1024
 
 A number of the model itself is less than P, and a share is a multiple of P: the number alone tells which it is
-(Kronecker's substitution), through all sums and products in the trace. There is no guessing. The degree gets its own
-trace if a number is not provably one or the other, if the degree does not divide a share, or if a share becomes 1,
-which PyTorch specialises on. So does sequence parallelism, whose graphs contain the degree. At each degree the trace's
-forward must equal that degree's own forward, and the derived graph is proven for other numbers of tokens
+(Kronecker's substitution), through all sums and products in the trace. This is exact, not a heuristic. The degree gets
+its own trace if a number is not provably one or the other, if the degree does not divide a share, or if a share becomes
+1, which PyTorch specialises on. So does sequence parallelism, whose graphs contain the degree. At each degree the
+trace's forward must equal that degree's own forward, and the derived graph is proven for other numbers of tokens
 (`hydragraph.passes.prove_sizes`), like every trace.
 """
 

@@ -81,7 +81,7 @@ class Runs:
 
 
 def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
-    """Return the beat of every stage of pipelines that share stages; a pipeline without shared stages is passed alone."""
+    """Return the beat of every stage of pipelines that share stages; a pipeline without these is passed alone."""
     times: list[list[list[Fraction]]] = []
     for i, runs in enumerate(pipelines):
         count = len(runs.micro_batches)
