@@ -41,7 +41,7 @@ def kind_of(site: Site, hints: dict[str, int]) -> str | None:
 
 
 def is_without_index(site: Site, hints: dict[str, int]) -> bool:
-    """Return whether a block computes nothing with its index attributes (`LAYER_INDEX`).
+    """Return whether a block's computation is independent of its index attributes (`LAYER_INDEX`).
 
     Blocks that differ only in these then compute the same, without running each. The block is run with its index
     replaced by an object that may be passed on, but not used in computations, comparisons or lookups.

@@ -127,7 +127,7 @@ def _name(pattern: Pattern) -> str:
 
 
 def _described(pattern: Pattern, longest: int | None = None) -> tuple[str, str] | None:
-    """Return the kind of a pattern and the remedy, or None if it hides nothing within `longest` tokens."""
+    """Return the kind of a pattern and the remedy, or None if it has no effect within `longest` tokens."""
     name = _name(pattern)
     if name in _PLAIN:
         return None

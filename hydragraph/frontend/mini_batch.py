@@ -48,7 +48,7 @@ class MiniBatch:
             limits: limits on values from the model's tables and its loss.
 
         Raises:
-            ValueError: a sequence is malformed, a value is outside the limits, or there is no target at all.
+            ValueError: a sequence is malformed, a value is outside the limits, or no sequence has a target.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):

@@ -374,7 +374,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
             where=where,
             remedy="blocks must keep shape and dtype of the hidden state, the first argument that is floating",
         )
-    # Stages always exchange [1, T, H], whatever a block makes of it.
+    # Stages always exchange [1, T, H], even if a block reshapes it.
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):
         raise Unsupported(

@@ -9,8 +9,8 @@ Each value is one of four kinds:
     total       a sum of terms
 
 Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. Terms become
-a total only through a sum, and only sums and factors may follow a total. Which rows an index picks is not proved; the
-numeric check compares that.
+a total only through a sum, and only sums and factors may follow a total. The rows that an index picks are not proved;
+the numeric check compares them.
 """
 
 from __future__ import annotations

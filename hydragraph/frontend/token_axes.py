@@ -25,7 +25,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that work along the dimensions named by argument 1, or along all dimensions if none are named.
+# Operators that work along the dimensions named by argument 1, or along all dimensions by default.
 _ALONG = frozenset(
     {
         *(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default),

@@ -245,7 +245,7 @@ class _Pairs:
         lo, hi, src_at, dst_at: as in Slices.
         slice: index of the slice that an entry belongs to.
         start: the first entry of each slice.
-        turn: a number per slice, independent of which other slices are present, to break ties.
+        turn: a number per slice, independent of the other slices, to break ties.
     """
 
     src: Ints

@@ -98,7 +98,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
 
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Simulate the hosts' first uses of communicators, at which all members must meet; return where they are stuck."""
+    """Simulate the hosts' first uses of communicators, where all members must meet; return where they are stuck."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:

@@ -158,8 +158,8 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
             other = stages.get(stage.ranks)
             # `Strategy` has checked that stages with the same ranks are one: they differ only in their roles.
             stages[stage.ranks] = replace(other, roles=other.roles + stage.roles) if other else stage
-    # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, whatever blocks share it.
-    # A shared stage also has one entry: its gradient is the sum over all its pipelines.
+    # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, even if several blocks
+    # use it. A shared stage also has one entry: its gradient is the sum over all its pipelines.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages.values():
         for bucket in stage_buckets(outline, stage):

@@ -24,7 +24,7 @@ _WORK = 4e11
 _SHORT = (5, 11, 3)
 # The same for large models, where every token is expensive.
 _FEW = (3, 7)
-# Tokens by which a sequence exceeds a setting, so that the range beyond the limit is compared.
+# Number of tokens in excess of a setting, so that the range beyond the limit is compared.
 _BEYOND = 3
 # Models with more parameters are compared on two sequences instead of three.
 LARGE = 100_000_000

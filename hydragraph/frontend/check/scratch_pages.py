@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Minimum size in bytes at which this pays off.
+# Minimum size in bytes for which this pays off.
 _LARGE = 1 << 24
 # Settings of glibc's malloc (man mallopt), and their values after it has adapted to large blocks: calling mallopt stops
 # this adaptation permanently.

@@ -14,7 +14,7 @@ import hydragraph.kernels.varlen_attention  # noqa: F401
 from hydragraph.ir.graph_data import PYTHON, known_target
 from hydragraph.private.operator_schemas import signature_of
 
-# PyTorch operators by name, with all overloads that mutate nothing.
+# PyTorch operators by name, with all overloads that do not mutate their inputs.
 _ATEN = """
 elementwise
     abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not

@@ -1,4 +1,4 @@
-"""Read a compiled folder: verify all files against the manifest, validate all data, and execute nothing."""
+"""Read a compiled folder: verify all files against the manifest, and validate all data, without executing any of it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def save(
 
 
 def _as_read(data: Mapping[str, Any]) -> Any:
-    """Return data as it would be read from a file, so that nothing is written that `load` would reject."""
+    """Return data as it would be read from a file, so that invalid data is rejected before writing."""
     return json.loads(json.dumps(data, allow_nan=False))
 
 
