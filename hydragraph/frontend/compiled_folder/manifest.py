@@ -1,13 +1,14 @@
 """`manifest.json`: contents of a compiled folder, their origin, and the results of its check.
 
-format      of the folder
-versions    of Python and of the packages that make graphs
+format      format of the folder
+versions    versions of Python and of the packages that make graphs
 code        SHA-256 of hydragraph's own files that make graphs
-model       what the model was (`hydragraph.frontend.compiled_folder.model_record`); null in a folder that a process
-shares check       what the comparison by numbers found, and which stages' graphs it compared
-variants    key of a variant -> its file, and for people its blocks and its kind of stage
-files       path in the folder -> bytes and SHA-256
-sha256      of all of the above, so that the manifest itself is what was written
+ranks       number of ranks that the folder's strategies are for; null if it has none
+model       record of the model (`model_record`); null in a folder that a process shares with others on its machine
+check       results of the numeric check, and the stages whose graphs it compared
+variants    key of a variant -> its file, and for readers its blocks and its kind of stage
+files       path in the folder -> size in bytes and SHA-256
+sha256      of all of the above, so that changes to the manifest itself are detected
 """
 
 from __future__ import annotations
