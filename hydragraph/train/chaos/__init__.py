@@ -1,4 +1,4 @@
-"""Faults on purpose: processes killed, stopped and slowed at random moments of a run, which must go on as if
+"""Fault injection: processes of a run are killed, stopped and slowed at random moments, and the run must continue as if
 undisturbed.
 
 Only `hydragraph chaos`, tests and benchmarks use it.

@@ -1,9 +1,8 @@
-"""A training that is disturbed on purpose: ranks are killed, slowed and taken away at random moments, and it goes on.
+"""A training run with injected faults: ranks are killed, slowed and removed at random moments, and the run continues.
 
-Two runs of one config are made, one that is struck and one that nobody disturbs. The strikes are a function of the
-seed, but for the instant within a step; what follows from them is read from the run's own files. The first goes on
-until all strikes have hit and some steps in peace have followed; then it is asked to stop, and the second makes as many
-steps.
+Two runs of one config are made, one with faults and one without. The faults are a function of the seed, except for the
+instant within a step; their effects are read from the run's own files. The first run continues until all faults have
+hit and some quiet steps have followed; then it is asked to stop, and the second makes the same number of steps.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import Event, read_events
 
 STEPS_PER_STRIKE = 5  # on average
-MOST_STEPS_PER_STRIKE = 60  # a run is so long that all of them hit: replacements take their time on a busy machine
+MOST_STEPS_PER_STRIKE = 60  # length of a run, so that all strikes hit: replacements take time on a busy machine
 CALM_STEPS = 10  # after the last strike, so that all of them count
-_CENSUS_S = 0.5  # between two looks at which processes there are
-_END_S = 30.0  # for the last process to end, after the run
-_START_S = 1800.0  # for the first step: imports, capture and data may take minutes on a busy machine
-_QUIET_S = 180.0  # without another step after the first: the run hangs
+_CENSUS_S = 0.5  # between two scans for processes
+_END_S = 30.0  # limit for the last process to end, after the run
+_START_S = 1800.0  # limit for the first step: imports, capture and data may take minutes on a busy machine
+_QUIET_S = 180.0  # limit for each later step: a longer one means that the run hangs
 
 
 @dataclass(frozen=True)
 class Strike:
-    """One disturbance.
+    """One injected fault.
 
     Attributes:
         kind: what is done to a rank.
-        step: after which step.
-        which: of the ranks there are then, as a fraction of their number.
-        delay_s: after that step was written down.
+        step: the step after which it happens.
+        which: the rank, as a fraction of the number of ranks at that time.
+        delay_s: seconds after that step was written down.
     """
 
     kind: Kind
@@ -55,16 +54,16 @@ class Strike:
 
 @dataclass(frozen=True)
 class Disturbed:
-    """What became of a run.
+    """Outcome of a run.
 
     Attributes:
-        code: the exit code of its launcher.
+        code: exit code of its launcher.
         metrics, events: what it wrote.
         struck: the strikes that hit a rank.
-        left: processes of it that were still there at the end.
+        left: processes of the run that were still alive at the end.
         said: the last lines that it printed.
-        problems: what strikes found that is not as promised.
-        hung: for how long no step came, in words, if that is why it was ended; "": it ended by itself.
+        problems: broken promises that strikes found.
+        hung: how long no step came, in words, if the run was ended for that; "": it ended by itself.
     """
 
     code: int
@@ -84,11 +83,11 @@ class Disturbed:
         return (self.hung or how) + last
 
     def until(self, step: int) -> Disturbed:
-        """Return what became of it up to a step."""
+        """Return the outcome up to a step."""
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
-        """Return the largest relative difference of a step's loss; infinite where they have other steps."""
+        """Return the largest relative difference of a step's loss; infinite if the runs have different steps."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:
@@ -96,21 +95,21 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # of a loss: what other groupings of sums may come to at once
-MARGIN = 10.0  # times what they come to in a run that nobody disturbs
+ROUNDING = 1e-5  # of a loss: the immediate effect of summing in other groups
+MARGIN = 10.0  # times the effect measured in an undisturbed run
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
-    """Return the first step whose loss is another than rounding explains; None: there is none.
+    """Return the first step whose loss differs by more than rounding explains; None: there is none.
 
-    With `deterministic: true` rounding explains nothing, and every bit of every loss must be the same.
+    With `deterministic: true` rounding explains no difference, and every bit of every loss must be the same.
 
-    Training amplifies rounding, at a high learning rate without bounds: two sums in another order, and a hundred steps
-    later losses differ visibly. So a third run that nobody disturbs, on one rank, says how far that goes up to a step.
+    Training amplifies rounding, without bounds at a high learning rate: two sums in another order change losses visibly
+    a hundred steps later. A third, undisturbed run on one rank therefore bounds the effect up to each step.
 
     Args:
-        disturbed, undisturbed: the runs that are compared.
-        control: the undisturbed one on other ranks; None: losses must be the same.
+        disturbed, undisturbed: the runs to compare.
+        control: an undisturbed run on other ranks; None: losses must be the same.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -134,8 +133,8 @@ def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
     """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step.
 
     Args:
-        counts: how many of each kind.
-        seed: of all that is drawn.
+        counts: number of strikes by kind.
+        seed: of all draws.
     """
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
@@ -145,10 +144,10 @@ def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
-    """Read kinds of strikes, such as "two,again".
+    """Parse kinds of strikes, such as "two,again".
 
     Raises:
-        ValueError: there is no such kind, or its moment never comes in a run of this config.
+        ValueError: a kind is unknown, or its moment never comes in a run of this config.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in KINDS]:
@@ -165,7 +164,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configs of the run that nobody disturbs and of the other, long enough for so many strikes."""
+    """Return the configs of the undisturbed run and of the disturbed one, long enough for `strikes` strikes."""
     steps = max(config.steps, MOST_STEPS_PER_STRIKE * strikes + CALM_STEPS)
     elastic = config.elastic
     if not elastic.survives:
@@ -182,14 +181,14 @@ def run(
     stepped: Callable[[int, int], None] = lambda step, hit: None,
     until: int | None = None,
 ) -> Disturbed:
-    """Run a training in processes of its own, strike it, and return what became of it.
+    """Run a training in its own processes, strike it, and return the outcome.
 
     Args:
         config: of the run; its folder is replaced.
         strikes: in order of their steps.
-        stepped: called now and then with the last step and the strikes so far.
-        until: the step after which it is asked to stop; None: `CALM_STEPS` after the last strike, or never where there
-            are none.
+        stepped: called regularly with the last step and the number of strikes so far.
+        until: the step after which the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
+            strikes.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -216,7 +215,7 @@ def run(
 
 @dataclass
 class Patience:
-    """Tells a run that hangs from one that is slow to start.
+    """Distinguishes a run that hangs from one that is slow to start.
 
     Args:
         moved: when the run was started, in seconds; later, when its last step came.
@@ -226,10 +225,10 @@ class Patience:
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run is to be ended, or "".
+        """Return why the run should be ended, or "".
 
         Args:
-            step: the last one that it wrote down; 0: none.
+            step: the last step that it wrote down; 0: none.
             now: in seconds, on the clock of `moved`.
         """
         if step != self.step:
@@ -243,7 +242,7 @@ class Patience:
 
 @dataclass
 class _Striker:
-    """Follows a run by its files, and strikes its ranks."""
+    """Follows a run through its files, and strikes its ranks."""
 
     victim: Victim
     coming: list[Strike]
@@ -252,7 +251,7 @@ class _Striker:
     hung: str = ""
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
-        """Strike until the run ends, or nothing moves any more; return its exit code."""
+        """Strike until the run ends or hangs; return its exit code."""
         victim, step, asked = self.victim, 0, False
         looked = time.monotonic()
         patience = Patience(looked)
@@ -278,12 +277,12 @@ class _Striker:
         return code
 
     def _strike(self, strike: Strike) -> bool:
-        """Strike a rank; False where there is none to spare now."""
+        """Strike a rank; return False if there is none to spare now."""
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
             return False
         time.sleep(strike.delay_s)
-        ranks = self.victim.ranks()  # another may have been lost meanwhile
+        ranks = self.victim.ranks()  # another rank may have been lost meanwhile
         if len(ranks) < least:
             return False
         chance = random.Random(f"{strike.which} {strike.delay_s}")
@@ -293,7 +292,7 @@ class _Striker:
 
 
 def _still_there(pids: set[int]) -> tuple[int, ...]:
-    """Return which processes do not end in time."""
+    """Return the processes that do not end in time."""
     end = time.monotonic() + _END_S
     while (left := tuple(sorted(filter(lives, pids)))) and time.monotonic() < end:
         time.sleep(0.05)
@@ -301,7 +300,7 @@ def _still_there(pids: set[int]) -> tuple[int, ...]:
 
 
 def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
-    """Yield what a disturbed run came to, beside the one that nobody disturbed: names and values."""
+    """Yield names and values that compare a disturbed run with the undisturbed one."""
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
     calm = account(undisturbed.metrics)

@@ -1,8 +1,8 @@
-"""Another plan for ranks of which some are slow: made in a process of its own, while training goes on.
+"""Replanning for slow ranks in a separate process while training continues.
 
-`replan` is the pure part: a question, with all that a plan depends on, to an answer: a good one at once, or the best
-one after a while, as the question says. `Replanner` asks it of a process that lives as long as the run, in a thread
-that waits for the answer; training looks now and then whether it is there.
+`replan` is the pure part. It maps a question, which holds all inputs of a plan, to an answer: a good plan at once or
+the best plan later, as the question asks. `Replanner` sends questions to a process that lives as long as the run; a
+thread waits for the answer, and training polls it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # after which the best plan so far is taken
-ATTEMPTS = 2  # at an answer; a process may be killed for want of memory that was another's
-# What a pipe to a process that is gone raises.
+DEADLINE_S = 20.0  # after this, the best plan so far is taken
+ATTEMPTS = 2  # per question: the system may kill a process when others exhaust the memory
+# What a pipe to a terminated process raises.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan depends on.
+    """Inputs of a plan.
 
     Attributes:
-        profile, cluster, home: what the run has, healthy. State stays where it lives: only strategies change.
-        health: of the ranks now.
+        profile, cluster, home: of the run, on healthy ranks. State stays in place: only strategies change.
+        health: current rates of the ranks.
         lengths: sequence lengths of the last mini-batches.
-        running: what the run chooses from now.
-        first: what it chose from at first, which is the best again, perhaps, once all are well.
-        request: by what it chooses from those that run, with rates as they were known then.
+        running: the strategies that the run chooses from now.
+        first: the strategies it chose from initially, which may be the best again once all ranks are healthy.
+        request: how it chooses among `running`, with the rates known at that time.
         policy: how mini-batches are planned.
-        deadline_s: after which the best plan so far is taken; None: equal questions have equal answers.
-        at_once: answer with a good plan soon, known by an estimate of one mini-batch; the deadline is another then.
+        deadline_s: time after which the best plan so far is taken; None: equal questions have equal answers.
+        at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
     """
 
     profile: Profile
@@ -73,12 +73,12 @@ class Replanned:
 
     Attributes:
         strategies: to choose from now.
-        request: by what.
-        static: the strategy to stay with; None: choose for every mini-batch.
-        before_s, after_s: what a step is expected to take, on average, under the health that was asked for: as it is
-            planned now, and under the answer.
+        request: how to choose among them.
+        static: the strategy to keep; None: choose for every mini-batch.
+        before_s, after_s: expected average seconds of a step under the health of the question: as planned now, and with
+            the answer.
         took_s: seconds of planning.
-        refused: why there is no answer; "" where there is one.
+        refused: why there is no answer; "" if there is one.
     """
 
     strategies: tuple[Strategy, ...]
@@ -91,10 +91,10 @@ class Replanned:
 
 
 def costs_of(question: Question, before: Costs | None = None) -> Costs:
-    """Return the costs that a question goes by.
+    """Return the costs for a question.
 
     Args:
-        before: of an earlier question: what depends on neither health nor home stays known.
+        before: costs of an earlier question: results that depend on neither health nor home are reused.
     """
     if before is not None and (before.profile, before.cluster) == (question.profile, question.cluster):
         return before.changed(health=question.health, home=question.home)
@@ -102,9 +102,9 @@ def costs_of(question: Question, before: Costs | None = None) -> Costs:
 
 
 def replan(question: Question, costs: Costs | None = None) -> Replanned:
-    """Find strategies for ranks of these rates, and say what they gain over going on as now.
+    """Find strategies for ranks with these rates, and what they gain over the current ones.
 
-    What runs now stays among the candidates: often it is enough to give a slow pipeline fewer sequences.
+    The running strategies stay among the candidates: often it is enough to give a slow pipeline fewer sequences.
 
     Args:
         costs: see `costs_of`.
@@ -132,7 +132,7 @@ def _at_once(question: Question, costs: Costs) -> Replanned:
     try:
         before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
     except Unsupported:
-        before = math.inf  # a rank of it is lost
+        before = math.inf  # it uses a lost rank
     request = PlanRequest((found.pipelines,), (found.charge,), question.policy.seed)
     return Replanned((found.strategy,), request, 0, before, found.seconds, 0.0)
 
@@ -142,7 +142,7 @@ def _refusal(why: str) -> Replanned:
 
 
 def _at_length(question: Question, costs: Costs) -> Replanned:
-    from hydragraph.planner.plan import plan  # needs numba and scipy, which only planning needs
+    from hydragraph.planner.plan import plan  # needs numba and scipy, which are for planning only
     from hydragraph.spec.training_workload import Workload
 
     try:
@@ -173,7 +173,7 @@ def _at_length(question: Question, costs: Costs) -> Replanned:
 
 
 def _takes(costs: Costs, strategy: Strategy) -> bool:
-    """Say whether a strategy can run at all: it names no rank that is lost, and fits where state lives now."""
+    """Return whether a strategy can run: it uses no lost rank, and fits the current home of the state."""
     try:
         return all(cost.max_len > 0 for cost in costs.pipelines(strategy))
     except Unsupported:
@@ -181,7 +181,7 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
 
 
 def _as_now(question: Question, costs: Costs) -> float:
-    """Return what steps take that are planned as now, on ranks as they are; infinite where one of them is lost."""
+    """Return the seconds of steps planned as now, at the current rates; infinite if one of the ranks is lost."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for each in lengths:
@@ -195,25 +195,25 @@ def _as_now(question: Question, costs: Costs) -> float:
 
 
 class Replanner:
-    """One process that plans, one question at a time; from one to the next it keeps what stays the same."""
+    """A planning process that answers one question at a time; it keeps results that stay valid between questions."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._answer: Replanned | None = None
-        self._unwanted = False  # what is under way
+        self._unwanted = False  # the pending question was dropped
         self._closing = False
 
     @property
     def busy(self) -> bool:
-        """Whether a question is under way, or its answer has not been taken."""
+        """Whether a question is pending, or its answer has not been taken."""
         if self._unwanted and self._thread is not None and not self._thread.is_alive():
             self.answer()
         return self._thread is not None
 
     @property
     def process(self) -> int | None:
-        """The number of the process that plans; None: there is none."""
+        """The id of the planning process; None: there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class Replanner:
             self._process = _started()
 
     def ask(self, question: Question) -> None:
-        """Begin to answer a question: twice, where the process ends amid the first answer."""
+        """Start answering a question, with a second attempt if the process ends during the first."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
@@ -231,7 +231,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Take the answer; None: it is not there yet."""
+        """Take the answer; None: it has not arrived."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -239,16 +239,16 @@ class Replanner:
         return None if unwanted else self._answer
 
     def forget(self) -> None:
-        """Drop the question under way, if there is one: it is about other ranks. The process stays."""
+        """Drop the pending question, if any: it is about other ranks. The process stays."""
         self._unwanted = self._thread is not None
 
     def close(self) -> None:
-        """End the process, also while it answers: the thread that waits for it then ends as well."""
+        """Stop the process, even while it answers: the thread that waits for it then ends as well."""
         self._closing = True
         while (process := self._process) is not None:
             process.kill()
             if self._thread is not None:
-                self._thread.join()  # it must not read from what is closed
+                self._thread.join()  # it must not read from a closed pipe
             if self._process is process:
                 self._end(process)
 
@@ -256,7 +256,7 @@ class Replanner:
         for _ in range(ATTEMPTS):
             process = self._process = self._process or _started()
             if self._closing:
-                return  # it was not there yet when others were ended: `close` waits for this thread, and ends it
+                return  # `close` may have run before this process started: it joins this thread, then stops the process
             try:
                 pickle.dump(question, cast(IO[bytes], process.stdin))
                 cast(IO[bytes], process.stdin).flush()
@@ -277,12 +277,12 @@ class Replanner:
 def _reap(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was to be written finds nobody
+        with suppress(OSError):  # buffered data has no reader any more
             cast(IO[bytes], pipe).close()
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # The process must import this very package, installed or not.
+    # The process must import this package, installed or not.
     package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(

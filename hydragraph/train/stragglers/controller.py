@@ -1,15 +1,15 @@
-"""The controller: what a run does about ranks that are slow; on one rank, between steps.
+"""The straggler controller: how a run handles slow ranks. It runs on one rank, between steps.
 
-    a rate changes -> ask for a good plan at once, in a process of its own -> training goes on
-    an answer is there -> switch, if what it gains until the run ends is more than what switching costs: what the new
-                          strategies need is made beside training, then all ranks go by them
-                       -> ask for the best plan, which takes longer, and decide again
+    a rate changes     -> request a good plan at once from another process -> training continues
+    an answer arrives  -> switch if the gain until the end of the run exceeds the cost of the switch: the new strategies
+                          are prepared during training, then all ranks switch to them
+                       -> request the best plan, which takes longer, and decide again
 
-A change of strategy alone moves no state: it costs what preparing its first step takes. A gain that is small, or a
-switch just after another, is left alone: rates are noisy, and each switch prepares anew.
+A change of strategy moves no state: it costs the preparation of its first step. A small gain, or a switch right after
+another one, is declined: rates are noisy, and each switch prepares again.
 
-What plans say of seconds is corrected by what steps take: if a plan promises 3 s instead of 4 s, and steps take 5 s
-now, then 5 s x 3 / 4 = 3.75 s are expected.
+Measured step times correct the seconds of plans: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
+5 s x 3 / 4 = 3.75 s are expected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import Event
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # mini-batches that a plan is made for
+LAST = 8  # recent mini-batches that a plan is made for
 
 
 class Stepped(Protocol):
-    """What a step reports, as far as it matters here (`executable.StepReport`)."""
+    """The part of a step's report that the controller uses (`executable.StepReport`)."""
 
     step: int
     seconds: float
@@ -51,26 +51,26 @@ class Stepped(Protocol):
 
 
 class Asked(Protocol):
-    """Who plans (`replanning.Replanner`)."""
+    """The planning service (`replanning.Replanner`)."""
 
     @property
     def busy(self) -> bool:
-        """Whether a question is under way, or its answer has not been taken."""
+        """Whether a question is pending, or its answer has not been taken."""
 
     def ask(self, question: Question) -> None:
-        """Begin to answer a question."""
+        """Start answering a question."""
 
     def answer(self) -> Replanned | None:
-        """Take the answer; None: it is not there yet."""
+        """Take the answer; None: it has not arrived."""
 
     def start(self) -> None:
-        """Get ready."""
+        """Start the service."""
 
     def forget(self) -> None:
-        """Answer no more what was asked, which was about other ranks."""
+        """Discard the pending question, which was about other ranks."""
 
     def close(self) -> None:
-        """End."""
+        """Stop the service."""
 
 
 Switch = Callable[[Replanned], None]
@@ -78,12 +78,12 @@ Switch = Callable[[Replanned], None]
 
 @dataclass(frozen=True)
 class Thrift:
-    """When a switch is worth it.
+    """Conditions for a switch.
 
     Attributes:
-        gain: the part of a step's time that must be saved.
+        gain: minimum fraction of a step's time that a switch must save.
         cooldown: steps after a switch before the next one, unless a rank is lost.
-        cost_s: what a switch is taken to cost before one was seen.
+        cost_s: assumed cost of a switch before one was measured.
     """
 
     gain: float = 0.05
@@ -93,22 +93,22 @@ class Thrift:
 
 @dataclass(frozen=True)
 class Replanning:
-    """What planning again needs.
+    """Inputs of replanning.
 
     Attributes:
-        costs: of the model on healthy ranks, with the home that the run has.
-        strategies, request: what the run chooses from, and by what, at first.
+        costs: of the model on healthy ranks, with the home of the run.
+        strategies, request: the initial strategies of the run, and the request that chooses among them.
         policy: how mini-batches are planned.
-        planner: who plans.
+        planner: the planning service.
         switch: lets all ranks choose from other strategies, as soon as they are ready; None: a dry run.
         steps: of the whole run.
-        thrift: when a switch is worth it.
-        changing: whether ranks are not ready yet for what they are to switch to.
-        refused: why they do not switch after all; "" where they have.
-        sample: lengths of mini-batches, by which to plan before enough were seen.
-        hurried: whether what the run chooses from at first was found at once, so that the best is to be looked for.
-        planned_for: the rates of ranks that this was planned for.
-        late: what slow ranks cost beyond their rates, as far as is known.
+        thrift: conditions for a switch.
+        changing: returns whether ranks are still preparing for a switch.
+        refused: returns why they did not switch; "" if they did.
+        sample: lengths of mini-batches, used for planning before enough were seen.
+        hurried: whether the initial strategies were found in a hurry, so that the best ones should be searched for.
+        planned_for: the rates that the initial strategies were planned for.
+        late: the known cost of slow ranks beyond their rates.
     """
 
     costs: Costs
@@ -129,12 +129,12 @@ class Replanning:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A switch that was decided.
+    """A decided switch that is not complete.
 
     Attributes:
-        event: that says so.
-        health: that it was planned for.
-        strategies, request: what the run will choose from, and by what.
+        event: the event that reports it.
+        health: the rates it was planned for.
+        strategies, request: the future strategies, and the request that chooses among them.
     """
 
     event: Event
@@ -147,9 +147,9 @@ class Controller:
     """Decides after every step.
 
     Args:
-        monitor: knows how fast ranks are.
-        replanning: what planning again needs; None: ranks are watched only.
-        following: decides where state lives; None: it stays.
+        monitor: measures how fast ranks are.
+        replanning: inputs of replanning; None: ranks are only watched.
+        following: decides where state lives; None: state stays.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
-        self._at_once = False  # the last answer that was asked for is to come at once, so a better one may follow
+        self._at_once = False  # the last question asked for a quick answer, so a better one may follow
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # what ranks get ready for, or have switched to with the step under way
+        self._coming: _Coming | None = None  # the switch that ranks prepare, or made with the current step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -178,7 +178,7 @@ class Controller:
             replanning.planner.start()
 
     def stepped(self, report: Stepped) -> tuple[Event, ...]:
-        """Take in a step; return what happened."""
+        """Record a step; return its events."""
         if self._first and all(times.probe > 0 for times in report.ranks):
             self.monitor.baseline(report.ranks)
         self._first = False
@@ -192,13 +192,13 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """The rates that decisions go by: those of the monitor, and more for ranks that others wait for."""
+        """The rates for decisions: those of the monitor, increased for ranks that others wait for."""
         known = self.monitor.health
         return known if self._replanning is None else self._lateness.planned(known)
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """What is known of slow ranks, and what was learned of those that others waited for."""
+        """What is known about slow ranks, and what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
         known = self.monitor.slow
         return {
@@ -206,7 +206,7 @@ class Controller:
         }
 
     def _follow(self, following: Following, report: Stepped) -> tuple[Event, ...]:
-        """Decide where state lives, by what may run and by the largest mini-batch of the last ones."""
+        """Decide where state lives, given the strategies that may run and the largest recent mini-batch."""
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
             running += self._replanning.strategies
@@ -216,18 +216,18 @@ class Controller:
         return following.stepped(report.step, self.health, report.seconds, tuple(dict.fromkeys(running)), tokens)
 
     def late_among(self, numbers: Mapping[int, int], switched: bool) -> Lateness:
-        """Return what is known of slow ranks that stay, see `Lateness.among`."""
+        """Return what is known about the slow ranks that stay, see `Lateness.among`."""
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
     def released(self) -> Asked | None:
-        """Return who plans, ready for the controller of other ranks; None: nobody does."""
+        """Return the planning service, ready for the controller of other ranks; None: there is none."""
         if self._replanning is None:
             return None
         self._replanning.planner.forget()
         return self._replanning.planner
 
     def close(self) -> None:
-        """End who plans."""
+        """Stop the planning service."""
         if self._replanning is not None:
             self._replanning.planner.close()
 
@@ -241,19 +241,19 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # Just after a switch nobody knows what steps take now: an answer waits for one of them.
+        # Right after a switch, step times are unknown: an answer waits for one of them.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
-                return []  # told when all ranks have switched
-            # What gains too little at once is told when all was looked at.
+                return []  # reported when all ranks have switched
+            # If the quick answer gains too little, only the decision on the full search is reported.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events
 
     def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> Event:
-        """Take down that ranks have switched with the step that has ended, or that they do not; tell it."""
+        """Record that ranks switched with the finished step, or that they declined; return the event."""
         self._coming = None
         event = replace(coming.event, step=report.step)
         if reason := given.refused():
@@ -271,13 +271,13 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Let who plans load what planning needs, and find out what depends on no rate, before anybody is slow."""
+        """Let the planning service load its modules and compute rate-independent results before a rank is slow."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()
 
     def _ask(self, step: int) -> None:
-        """Ask for another plan, if rates have changed, or if the last one was found in a hurry."""
+        """Request another plan if rates have changed, or if the last one was found in a hurry."""
         given = self._replanning
         assert given is not None, "asked of those that plan"
         health = self.health
@@ -294,7 +294,7 @@ class Controller:
         given.planner.ask(self._question(given, health, self._at_once))
 
     def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
-        """Say whether it is worth asking: not just after a switch, unless a rank that is used is lost."""
+        """Return whether to ask: not right after a switch, unless a rank is lost."""
         if health.lost and health.lost != self._planned_for.lost:
             return True
         return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown
@@ -314,7 +314,7 @@ class Controller:
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> Event:
-        """Switch if that pays; return the decision, with its reason."""
+        """Switch if that pays off; return the decision, with its reason."""
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
         ranks = tuple(sorted(rates))
         if answer.refused:
@@ -347,7 +347,7 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Say which ranks are planned as slower than they compute, since others waited for them."""
+        """Describe the ranks that are planned as slower than they compute because others waited for them."""
         known = self.monitor.health
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > known.rate(rank) > 1}
         return "".join(

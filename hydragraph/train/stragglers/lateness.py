@@ -1,22 +1,23 @@
-"""What a slow rank costs beyond its rate: how late its pipelines end, as those measure that wait for them.
+"""The cost of a slow rank beyond its rate: how late its pipelines end, as measured by the ranks that wait for them.
 
-A rate scales what blocks take. A slow rank also begins each micro-batch, packs and sends slowly, and one that is
-stopped for most of the time answers late: none of it is in the cost model, and all of it is waited for. Plans let all
-pipelines end together, so what is left out shows once a plan runs: the other pipelines wait for the last gradients.
+A rate scales the time of blocks. A slow rank also starts each micro-batch, packs and sends slowly, and one that is
+stopped most of the time responds late. The cost model includes none of this, and the other ranks wait for all of it.
+Plans let all pipelines end together, so the missing cost shows once a plan runs: the other pipelines wait for the last
+gradients.
 
-    late     the least wait for pushes among ranks of pipelines without slow ranks, by the rest of their step,
-             beyond what it is when all are well
-    planned  a late pipeline's slow ranks are taken to be 1 + AHEAD late times as slow from then on
+    late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
+             step, beyond its value on healthy ranks
+    planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD late times as slow
 
-AHEAD is more than 1, since what is fixed does not shrink with a pipeline's share. So its share becomes less, and
-nothing where nothing is best. A plan is only ever looked at until it is late; one that was made for less lateness and
-made steps no shorter is taken back, and nothing more is tried as long as rates stay: it cannot go back and forth.
+AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. The share of a late pipeline thus becomes
+smaller, down to zero where that is best. A plan is examined only until it is found late. A correction that makes steps
+no shorter is reverted, and no other is tried while the rates stay: the plan cannot oscillate.
 
-Rates are noisy, and told again whenever they have changed by a quarter. What was learned of a rank goes for rates that
-are about the one it was learned with, however often they are told, also once the rank was well or had another rate
-meanwhile, and among other ranks: it is of the device.
+Rates are noisy, and reported again whenever they change by a quarter. A learned value applies to rates close to the one
+it was learned with, however often they are reported, even if the rank was healthy or had another rate in between, and
+among other ranks: it is a property of the device.
 
-Example: rank 1 takes 13 times as long, and of a step of 2.2 s rank 0 waits 0.6 s at the end. It is planned as
+Example: rank 1 takes 13 times as long, and in a step of 2.2 s rank 0 waits 0.6 s at the end. It is planned as
 13 x (1 + 2 x 0.6 / 1.6) = 22.8 times as slow; steps of 1.7 s follow.
 """
 
@@ -34,30 +35,30 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
 AHEAD = 2.0
-MATTERS = 0.05  # of the rest of a step, that it must be late by
-LOOK = 4  # steps that say how late a plan is
-USUAL = 8  # healthy steps that say what waits are usual
-SAME = 1.6  # rates farther apart are others: what `estimate.Sensitivity.change` lets pass, twice
+MATTERS = 0.05  # minimum lateness that counts, relative to the rest of a step
+LOOK = 4  # steps that decide how late a plan is
+USUAL = 8  # healthy steps that define the usual wait
+SAME = 1.6  # factor up to which rates count as the same: twice what `estimate.Sensitivity.change` ignores
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a rank is planned as: the rate that was known, and the one that it behaves like."""
+    """How a rank is planned: its known rate, and the rate that it behaves like."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Say whether it was learned with about this rate; up to the one that is planned, that is no less."""
+        """Return whether this was learned at about this rate; any rate from there up to the planned one also counts."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
 class Lateness:
-    """Learns from steps as which rates slow ranks are to be planned; on the rank that leads.
+    """Learns at which rates slow ranks should be planned, from finished steps. It runs on the leading rank.
 
     Args:
-        switched: whether the plan that runs was made for the rates there are.
-        learned: of ranks, the rate with which it was learned, and the one that they are planned as.
+        switched: whether the running plan was made for the current rates.
+        learned: by rank, the rate at which it was learned and the rate the rank is planned at.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
@@ -65,18 +66,18 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the plan that runs was made for these rates, and has not been found to be late
-        # What steps took before the last try, and what was planned then.
+        self._open = switched  # the running plan was made for these rates, and was not found late
+        # The step time before the last correction, and what was planned then.
         self._before: tuple[float, dict[int, _Learned]] | None = None
-        self._ended = False  # the last try was none
-        self._rates = Health()  # with which it was begun to look, and to try
+        self._ended = False  # the last correction did not help
+        self._rates = Health()  # the rates at which observation and corrections began
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
-        """Return one that knows ranks by other numbers, and what was learned of those that stay.
+        """Return a `Lateness` for renumbered ranks, with what was learned about those that stay.
 
         Args:
-            numbers: by those before; ranks without one are gone.
-            switched: as for a new one.
+            numbers: new rank numbers by old ones; ranks without one are gone.
+            switched: see the class.
         """
         found = Lateness(switched, {numbers[rank]: each for rank, each in self.learned.items() if rank in numbers})
         found._usual.extend(self._usual)
@@ -84,17 +85,17 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, tuple[float, float]]:
-        """What was learned of ranks, as a new one takes it; without a try that is under way."""
+        """What was learned, as the `learned` argument of a new instance; without a correction on trial."""
         learned = self._learned if self._before is None else self._before[1]
         return {rank: (each.known, each.planned) for rank, each in learned.items()}
 
     def planned(self, health: Health) -> Health:
-        """Return the rates that plans are to go by."""
+        """Return the rates for planning."""
         self._told(health)
         return Health({rank: self._planned(rank, rate) for rank, rate in health.rates.items()})
 
     def switched(self) -> None:
-        """Take down that another plan runs."""
+        """Record that another plan runs."""
         self._open = True
         self._late.clear()
         self._seconds.clear()
@@ -107,12 +108,12 @@ class Lateness:
         health: Health,
         seconds: float,
     ) -> None:
-        """Take in a step.
+        """Record a step.
 
         Args:
-            strategy, assignment, ranks: that it ran, and how each rank spent it.
-            health: as it is known.
-            seconds: that it took.
+            strategy, assignment, ranks: what ran, and how each rank spent the step.
+            health: the known rates.
+            seconds: duration of the step.
         """
         self._told(health)
         late = lateness(strategy, assignment, ranks, health)
@@ -150,7 +151,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        """Begin anew where rates are others than those that were looked at: a try that was under way says nothing."""
+        """Start over if rates differ from those under observation: a correction on trial is then inconclusive."""
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -162,7 +163,7 @@ class Lateness:
 
 
 def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> bool:
-    """Say whether rates are about what they were, or what was learned with these."""
+    """Return whether rates are about what they were, or what was learned at those."""
 
     def same(rank: int) -> bool:
         then, now = before.rate(rank), health.rate(rank)
@@ -175,9 +176,9 @@ def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> b
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return what part of the rest of a step others waited for pipelines with slow ranks, and for which slow ranks.
+    """Return the fraction of the rest of a step that others waited for pipelines with slow ranks, and these ranks.
 
-    Where all are well, it is what the last pipeline waited; where each pipeline has a slow rank, 0.
+    If all ranks are healthy, the fraction is the wait of the last pipeline; if each pipeline has a slow rank, it is 0.
     """
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
@@ -189,7 +190,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A pipeline that waited as well was not the one that all waited for.
+    # A pipeline that also waited was not the one that all waited for.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

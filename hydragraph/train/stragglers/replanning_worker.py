@@ -1,7 +1,7 @@
-"""A process that plans again: `python -m hydragraph.train.stragglers.replanning_worker` answers on stdout what it is
-asked on stdin.
+"""The replanning process: `python -m hydragraph.train.stragglers.replanning_worker` answers questions from stdin on
+stdout.
 
-It gives way to training on its cores, and ends when its input does.
+It runs at a lower priority than training, and ends when its input does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydragraph.train.stragglers.background_replanning import Question, Replanne
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer until the source ends."""
+    """Answer questions until the source ends."""
     costs: Costs | None = None
     while True:
         try:
@@ -27,18 +27,18 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
         try:
             costs = costs_of(question, costs)
             answer = replan(question, costs)
-        except Exception as error:  # training goes on as it is, and says so
+        except Exception as error:  # training continues unchanged and reports the error
             answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"{type(error).__name__}: {error}")
         pickle.dump(answer, target)
         target.flush()
 
 
 if __name__ == "__main__":
-    # These are sent to the whole process group, and training may finish a step first; this one ends with stdin.
+    # These signals reach the whole process group, and training may finish a step first; this process ends with stdin.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
     output = sys.stdout
-    # What a library prints must not come between the answers.
+    # Output of libraries must not mix with the answers.
     sys.stdout = sys.stderr
     serve(sys.stdin.buffer, output.buffer)

@@ -1,17 +1,17 @@
-"""Where the state is to live, by how fast ranks are and what memory they have; and the way there in bounded steps.
+"""The home of the state for the ranks' speeds and memory, and bounded moves that lead to it.
 
-Every owner adds up the gradients of its share and updates it after the last push; a step ends with the last owner:
+Every owner sums the gradients of its share and updates it after the last push; a step ends with the slowest owner:
 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
-It is least where shares go as 1 / rate, as far as memory allows: what a full rank cannot take, the others share in the
-same proportion. An owner also begins and ends the messages of every bucket, however little it owns, and its rate scales
-that, too: a very slow rank had better own nothing. A home is worth moving to where what it gains over the steps to come
-exceeds what moving costs: state comes beside the steps (`hydragraph.engine.live_reshard`), and the rank that receives
-most waits for the gradients of what comes.
+The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows: what does not fit a full rank
+is spread over the others in the same proportion. An owner also starts and finishes the messages of every bucket, however
+little it owns, and its rate scales that cost as well: a very slow rank should own nothing. Moving pays if the gain over
+the remaining steps exceeds the cost of the move. State moves during steps (`hydragraph.engine.live_reshard`), and the
+rank that receives most waits for the gradients of the elements it receives.
 
-Where owners are chosen for the strategies (`cost.home_choice`), what these exchange under a home is added to its
-seconds, and the home that the choice gives for them is among those that are looked at.
+If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added to its
+own, and the home chosen for the strategies is one of the candidates.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-GAIN = 1.2  # times its cost, that moving must bring
-GRADIENT_BYTES = 4  # of an element, as it is handed on
-ROUNDED = 100  # shares are rounded to such parts of the largest, so that noise in rates moves nothing
-TIGHT = 1.01  # times what shares need, that there must be: they are rounded
+GAIN = 1.2  # required gain of a move, as a multiple of its cost
+GRADIENT_BYTES = 4  # per element, as gradients are handed on
+ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise in rates moves nothing
+TIGHT = 1.01  # required memory, as a multiple of what the shares need: they are rounded
 
 
 @dataclass(frozen=True)
 class StateCosts:
-    """What having state, updating and moving it costs.
+    """Cost of holding, updating and moving state.
 
     Attributes:
-        update_s: seconds in which a healthy device would add up gradients of and update the whole state.
-        bytes_per_element: of all that moves: weights and what the optimizer keeps (12 with Adam).
-        bytes_per_s: at which a rank receives.
-        free_bytes: by rank, the memory that there is for state; None: enough.
-        held_bytes: that an element takes of it, with its gradient and messages; None: what moves.
-        messages_s: in which a healthy owner begins and ends its messages of a step.
+        update_s: seconds for a healthy device to sum the gradients of the whole state and update it.
+        bytes_per_element: bytes that move per element: weights and optimizer state (12 with Adam).
+        bytes_per_s: rate at which a rank receives.
+        free_bytes: memory available for state, by rank; None: enough.
+        held_bytes: memory per element, with its gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds for a healthy owner to start and finish its messages of a step.
     """
 
     update_s: float
@@ -58,18 +58,18 @@ class StateCosts:
 
     @property
     def held_per_element(self) -> float:
-        """Bytes of an owner's memory for an element."""
+        """Bytes of an owner's memory per element."""
         return self.bytes_per_element if self.held_bytes is None else self.held_bytes
 
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A home that pays.
+    """A home that is worth moving to.
 
     Attributes:
-        home: where state is to live.
-        before_s, after_s: seconds of a step that its owners take, now and then.
-        moving_s: that training waits for what moves.
+        home: the new home.
+        before_s, after_s: seconds per step that the owners take, before and after the move.
+        moving_s: seconds that training waits for the move.
         why: the reason, as a sentence.
     """
 
@@ -89,20 +89,20 @@ def rehoming(
     steps: int,
     question: Question | None = None,
 ) -> Rehoming | None:
-    """Return a home that pays within so many steps to come; None: state stays. A pure function.
+    """Return a home that pays off within the remaining `steps`, or None if the state should stay. A pure function.
 
     Args:
-        running: who owns what now, with nodes where it has copies.
-        ranks: how many there are; none of them is lost.
-        buckets: of the model; those with shares of their own lose them, unless the choice gives them others.
+        running: the current home, with nodes if it has copies.
+        ranks: number of ranks, none of them lost.
+        buckets: of the model; buckets with shares of their own lose them, unless the choice of owners assigns others.
         health: how slow ranks are.
-        costs: what state costs.
-        steps: to come.
-        question: what the choice of owners goes by: the strategies that run, how often, and how slow ranks are; None:
+        costs: the cost of state.
+        steps: number of remaining steps.
+        question: input of the choice of owners: the running strategies, their frequencies and the ranks' rates; None:
             owners are not chosen for strategies.
 
     Raises:
-        ValueError: a rank is lost, or there is not memory enough for the state anywhere.
+        ValueError: a rank is lost, or the ranks do not have enough memory for the state.
     """
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
@@ -131,7 +131,7 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Return costs that leave room for the way: an owner's new part of a bucket lives beside the one before."""
+    """Return costs that leave room for the move: an owner's new part of a bucket lives alongside its old one."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -143,7 +143,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes that go by speed and memory: of all ranks, then without the slowest, the two slowest and so on."""
+    """Return homes that follow speed and memory: of all ranks, then without the slowest, the two slowest and so on."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -153,7 +153,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            for rounded in (True, False):  # where room is tight, what each has is told in full
+            for rounded in (True, False):  # if memory is tight, exact shares may fit where rounded ones do not
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 found.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:
@@ -171,16 +171,16 @@ def best_shares(
     without: Collection[int] = (),
     rounded: bool = True,
 ) -> tuple[float, ...]:
-    """Return the share of each rank, the largest 1: as its speed, as far as its memory goes.
+    """Return the share of each rank, the largest 1: proportional to its speed, as far as its memory allows.
 
     Args:
-        ranks, health, costs: as of `rehoming`.
-        elements: of the whole state, all copies together.
-        without: ranks that are to own nothing.
-        rounded: to few digits, so that noise in rates moves nothing.
+        ranks, health, costs: see `rehoming`.
+        elements: number of elements of the whole state, all copies together.
+        without: ranks that own nothing.
+        rounded: round to few digits, so that noise in rates moves nothing.
 
     Raises:
-        ValueError: there is not memory enough.
+        ValueError: the ranks do not have enough memory.
     """
     speed = np.array([1 / health.rate(rank) for rank in range(ranks)])
     room = np.full(ranks, math.inf)
@@ -195,20 +195,20 @@ def best_shares(
         )
     share = np.zeros(ranks)
     full = room <= 0
-    while not np.isclose(share.sum(), 1):  # each turn fills at least one rank, or ends
+    while not np.isclose(share.sum(), 1):  # each iteration fills at least one rank, or is the last
         wanted = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
         over = ~full & (wanted > room)
         share = np.where(over, room, np.where(full, share, 0 if over.any() else wanted))
         full |= over
     if not rounded:
         return tuple((share / share.max()).tolist())
-    if costs.free_bytes is not None:  # rounding up could be more than there is room for
+    if costs.free_bytes is not None:  # rounding up could exceed the memory
         return tuple((np.floor(share / share.max() * ROUNDED * 100) / (ROUNDED * 100)).tolist())
     return tuple((np.rint(share / share.max() * ROUNDED) / ROUNDED).tolist())
 
 
 def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
-    """Return the elements that each rank receives from others when state moves, by the links that move it."""
+    """Return the number of elements that each rank receives from others in a move, on the links that `move` chooses."""
     before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
     for bucket in buckets:
@@ -218,15 +218,15 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield homes from one to another, of which each moves a few buckets: as many elements at most, or one bucket.
+    """Yield the homes of a move in stages; each stage moves a few buckets, at most `elements` per rank, or one bucket.
 
-    Each is to be moved to beside a step, which ends with it: so no step waits for more than its part.
+    Each stage runs during one step and ends with it, so no step waits for more than its stage.
 
     Args:
-        old, new: of the same copies and nodes; where these differ, the only home is the new one.
-        ranks: how many there are.
+        old, new: if their copies or nodes differ, the only stage is the new home.
+        ranks: number of ranks.
         buckets: of the model, in the order in which they move.
-        elements: that one rank receives at most at a time.
+        elements: maximum number of elements that one rank receives per stage.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
@@ -245,7 +245,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Say whether ranks have memory for each step of a way: what they own before it, and what is to live anew.
+    """Return whether ranks have memory for each stage of a move: for their current shares and the new parts together.
 
     Args:
         way: homes, the running one first.
@@ -265,7 +265,7 @@ def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: St
 
 
 def owned_by(home: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
-    """Return the elements that each rank owns."""
+    """Return the number of elements that each rank owns."""
     layouts = HomeLayouts(home, ranks)
     return [sum(layouts.of(bucket).local_size(rank) for bucket in buckets) for rank in range(ranks)]
 

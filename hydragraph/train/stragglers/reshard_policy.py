@@ -1,10 +1,11 @@
-"""State that follows its ranks' speed: where it pays, a slow rank comes to own less; on the rank that leads.
+"""Resharding policy: a slow rank owns less state if that pays off. It runs on the leading rank.
 
-    rates change -> a home that pays within the steps that are left (`rehoming`) -> its parts, each beside a step
+    rates change -> a home that pays off within the remaining steps (`rehoming`) -> its parts, one per step
 
-A part is as much as a rank receives within BESIDE of a step, on links that others use, too: so it is there when the
-step ends, and what training waits for are its gradients (`Executable.rehome`). A decision is kept for a while, since
-rates are noisy. Where owners are chosen for the strategies, it is made again when other strategies have run of late.
+A part is as much as a rank receives within BESIDE of a step, on links that others use as well. It therefore arrives
+before the step ends, and training waits only for its gradients (`Executable.rehome`). Since rates are noisy, a decision
+stands for a while. If owners are chosen for the strategies, they are chosen again once other strategies have run
+recently.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
 from hydragraph.train.stragglers.run_events import Event
 
-BESIDE = 0.5  # of a step, in which a part is to come
+BESIDE = 0.5  # of a step, in which a part must arrive
 COOLDOWN = 6  # steps between two decisions
-MIX = 16  # steps whose strategies say what runs
-CHANGED = 0.25  # of these, that have to have run other strategies before a home is chosen again
+MIX = 16  # recent steps whose strategies define the mix
+CHANGED = 0.25  # fraction of them that must have run other strategies before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
-    """Return what state costs by a profile and a cluster: updates as measured, moves by the slowest link."""
+    """Return the cost of state from a profile and a cluster: measured updates, moves over the slowest link."""
     ranks = range(costs.ranks)
     updates = [costs.piece_profile(rank).update for rank in ranks]
     elements = sum(bucket.size for bucket in costs.buckets)
@@ -44,14 +45,14 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Return what state costs where ranks need memory for stages, too, and messages as an owner has them at most.
+    """Return the cost of state if ranks also need memory for stages, with the most messages that an owner can hold.
 
     Args:
-        state: what it costs.
-        costs: with the home there is.
-        strategies: that a step may run.
-        tokens: of the largest mini-batch, all of which may be one micro-batch if that fits.
-        owned: elements by rank, for which there is room as they are there.
+        state: its cost without memory limits.
+        costs: with the current home.
+        strategies: those that a step may run.
+        tokens: of the largest mini-batch, all of which may form one micro-batch if it fits.
+        owned: elements by rank in the current home, which always fit.
     """
     beside = [0.0] * costs.ranks
     for strategy in strategies:
@@ -65,20 +66,20 @@ def with_room(
 
 
 class Following:
-    """Decides where state lives, and says in which parts it goes there.
+    """Decides where state lives, and in which parts it moves there.
 
     Args:
-        home: who owns the state now, with nodes where it has copies.
-        ranks: how many there are.
+        home: the current home, with nodes if it has copies.
+        ranks: number of ranks.
         buckets: of the model.
-        costs: what having and moving state costs.
+        costs: of holding and moving state.
         steps: of the whole run.
-        dry_run: decide and tell, but move nothing.
-        memory: says what ranks have memory for; None: there is enough.
-        rule: by which owners are chosen for the strategies that run; None: they are not.
+        dry_run: report decisions, but move nothing.
+        memory: costs with the memory of ranks; None: memory is not limited.
+        rule: for choosing owners for the running strategies; None: they are not chosen.
 
     Attributes:
-        home: who owns the state now.
+        home: the current home.
     """
 
     def __init__(
@@ -109,32 +110,32 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """The home to which state is to go beside the next step; None: it stays, or is on its way."""
+        """The home that state moves to during the next step; None: it stays, or is already moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
     def target(self) -> Home:
-        """The home that there will be once all parts have arrived."""
+        """The home after all parts have arrived."""
         return self._parts[-1] if self._parts else self.home
 
     @property
     def moving(self) -> bool:
-        """Whether state has a way to go yet, behind the part that is under way beside this step."""
+        """Whether parts remain to be moved after the one that moves during this step."""
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
-        """Take down that state goes to `next` beside the next step."""
+        """Record that state moves to `next` during the next step."""
         self._under_way = True
 
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
     ) -> tuple[Event, ...]:
-        """Decide after a step, by how fast ranks are known to be; return the decision, if there is one.
+        """Decide after a step, from the known rates; return the decision, if there is one.
 
         Args:
             step: its number.
-            health: what is known.
-            seconds: that it took.
+            health: the known rates.
+            seconds: its duration.
             strategies: the one that ran, then others that ranks need memory for.
             tokens: of the largest mini-batch, see `with_room`.
         """
@@ -162,10 +163,10 @@ class Following:
             if passes([self.home, *parts], self._ranks, self._buckets, costs):
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
-        return ()  # there is no memory for both, what a rank owns and what it is to own instead
+        return ()  # there is not enough memory for a rank's old and new shares together
 
     def _changed_mix(self) -> dict[Strategy, float] | None:
-        """Return how often each strategy has run of late; None: owners do not go by it, or it is much as before."""
+        """Return how often each strategy ran recently; None: owners do not depend on it, or it has hardly changed."""
         if self._rule is None or len(self._mix) < MIX:
             return None
         mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
@@ -174,7 +175,7 @@ class Following:
         return mix if moved >= CHANGED else None
 
     def _question(self, health: Health, costs: StateCosts) -> Question | None:
-        """Return what the choice of owners goes by; None: owners are not chosen."""
+        """Return the input of the choice of owners; None: owners are not chosen."""
         if self._rule is None or self._memory is None or not self._mix:
             return None
         mix = Counter(self._mix)

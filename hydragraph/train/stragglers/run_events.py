@@ -1,4 +1,4 @@
-"""What happened to the ranks of a run, and what was decided: one JSON object per line of `events.jsonl`.
+"""Events and decisions about the ranks of a run: one JSON object per line of `events.jsonl`.
 
 {"time": "2026-11-22T20:31:07+00:00", "step": 41, "event": "straggler", "ranks": [2], "seconds": 0.0,
  "why": "rank 2 takes 2.57 times as long as its peers", "rates": {"2": 2.57}}
@@ -15,7 +15,7 @@ from typing import Literal
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# What each is called where people read it, in the order in which pictures show them.
+# Titles for people, in the order in which pictures show them.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
@@ -31,26 +31,26 @@ TITLES: Mapping[Name, str] = {
 
 
 def now() -> str:
-    """Return the time as events and metrics tell it, in UTC."""
+    """Return the time for events and metrics, in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """An event of a run.
 
     Attributes:
         step: the last step before it.
-        event: what.
-        ranks: to whom, or about whom something was decided.
-        seconds: that it took: of `resumed`, from a rank's failure until training went on; of `saved`, that training
-            waited; of a switch, what it was expected to cost.
+        event: its kind.
+        ranks: ranks that it happened to, or that a decision is about.
+        seconds: duration. For `resumed`, from a rank's failure until training continued; for `saved`, how long training
+            waited; for a switch, its expected cost.
         why: the reason, as a sentence.
-        rates: of ranks that are slow, as far as they matter.
-        before_s, after_s: of a decision: seconds of a step that are expected without and with it.
-        done: whether what was decided was also done.
-        lost_steps: steps that had been trained and were undone, as the state was lost.
-        moved_bytes: of state, that ranks received from other ranks.
+        rates: of slow ranks, as far as they matter.
+        before_s, after_s: for a decision, the expected seconds of a step without and with it.
+        done: whether the decision was carried out.
+        lost_steps: trained steps that were undone because state was lost.
+        moved_bytes: bytes of state that ranks received from other ranks.
         time: when, in UTC.
     """
 
@@ -69,7 +69,7 @@ class Event:
 
     @property
     def line(self) -> str:
-        """The event as JSON, what is always there first."""
+        """The event as JSON, with the fields that are always present first."""
         record = asdict(self)
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)
@@ -79,32 +79,32 @@ class Event:
 
     @property
     def at(self) -> float:
-        """When, in seconds since 1970."""
+        """The time, in seconds since 1970."""
         return seconds_of(self.time)
 
     @property
     def title(self) -> str:
-        """What happened, in two words."""
+        """The event, in two words."""
         return TITLES[self.event] if self.done else f"{TITLES[self.event]}: not done"
 
     def __str__(self) -> str:
-        """For people."""
+        """Format the event for people."""
         return f"step {self.step}: {self.event}: {self.why}"
 
 
 def seconds_of(time: str) -> float:
-    """Return a time that `now` gave, in seconds since 1970."""
+    """Return a time from `now`, in seconds since 1970."""
     return datetime.fromisoformat(time).timestamp()
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Add an event's line to a file."""
+    """Append an event's line to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(event.line + "\n")
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read a file of events; a last line that was cut off while it was written does not count.
+    """Read a file of events; ignore a truncated last line.
 
     Raises:
         ValueError: another line cannot be read.

@@ -1,4 +1,4 @@
-"""What is known of a slow rank: all that the rank that leads next needs to go on as if it had found it out itself."""
+"""State of a slow rank: what the next leading rank needs to continue as if it had measured the rank itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Slow:
     """A slow rank.
 
     Attributes:
-        device: how many times as long it takes as a healthy one, alone on its core.
-        core: how many times as long beyond that, as others want its core.
-        learned: the rate with which others were seen to wait for it, and the one it is planned as since; None: nobody
-            waits for it beyond its rate.
+        device: slowdown of the device relative to a healthy one, alone on its core.
+        core: further slowdown by other processes on its core.
+        learned: the rate at which others were seen to wait for it, and the rate it has been planned at since; None:
+            others do not wait for it beyond its rate.
     """
 
     device: float = 1.0
@@ -22,5 +22,5 @@ class Slow:
 
     @property
     def rate(self) -> float:
-        """How many times as long it takes in all."""
+        """The slowdown in total."""
         return self.device * self.core
