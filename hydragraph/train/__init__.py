@@ -1,5 +1,6 @@
-"""A run of `hydragraph train`: its config, folder, data, loop and metrics; slow ranks (`stragglers/`), faults
-(`chaos/`).
+"""A run of `hydragraph train`: its config, folder, data, loop and metrics; slow ranks (`stragglers/`) and fault
+injection (`chaos/`).
 
-It uses the public calls of `engine/`. Pages and pictures belong in `report/`, printing and exit codes in `commands/`.
+It uses the public functions of `engine/`. Pages and pictures belong in `report/`, printing and exit codes in
+`commands/`.
 """

@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all."""
+"""Atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put a text in a file's place at once: whoever is killed meanwhile leaves what was there."""
+    """Replace a file's contents atomically: a process killed meanwhile leaves the old contents."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:

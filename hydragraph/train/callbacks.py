@@ -1,4 +1,4 @@
-"""What a run calls on rank 0 as it goes: a user's own objects, or loggers such as Weights & Biases."""
+"""Callbacks of a run on rank 0: a user's own objects, or loggers such as Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Calls what each of some objects has of `on_start(config)`, `on_step(metrics)`, `on_evaluate(metrics)`,
-    `on_checkpoint(step, path)` and `on_end()`.
+    """Calls those of `on_start(config)`, `on_step(metrics)`, `on_evaluate(metrics)`, `on_checkpoint(step, path)` and
+    `on_end()` that objects define.
 
     Args:
         objects: any.
@@ -30,14 +30,14 @@ class Callbacks:
 
     @staticmethod
     def load(names: Sequence[str]) -> Callbacks:
-        """Return the callbacks that a config names; errors as of `load_callback`."""
+        """Return the callbacks named by a config; errors as for `load_callback`."""
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
-        """Call a method of all objects that have it.
+        """Call a method of all objects that define it.
 
         Raises:
-            RuntimeError: one of them raises; it is named.
+            RuntimeError: a callback raised an error; this error names it.
         """
         for each in self._objects:
             method = getattr(each, event, None)
@@ -51,10 +51,10 @@ class Callbacks:
 
 
 def load_callback(name: str) -> object:
-    """Return the object that "module:name" names, of a class a new one; modules beside the working directory count.
+    """Return the object named "module:name", or a new instance if it is a class; the working directory is searched too.
 
     Raises:
-        ValueError: there is none, or it has none of the methods that are called.
+        ValueError: it does not exist, or has none of the callback methods.
     """
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module or not attribute:
@@ -76,7 +76,7 @@ def load_callback(name: str) -> object:
 
 
 class WeightsAndBiases:
-    """Logs a run's numbers to Weights & Biases; its settings are those of the environment (WANDB_PROJECT, ...)."""
+    """Logs a run's numbers to Weights & Biases; its settings come from the environment (WANDB_PROJECT, ...)."""
 
     def __init__(self, wandb: Any = None) -> None:
         if wandb is None:
@@ -88,7 +88,7 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:
-        """Begin a run there, named as the run's folder; a resumed one goes on."""
+        """Start a Weights & Biases run named after the run's folder; a resumed run continues it."""
         name = Path(config.output).name
         self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
 
@@ -98,7 +98,7 @@ class WeightsAndBiases:
         self._run.log({**numbers, **_evaluated(metrics.eval_losses)}, step=metrics.step)
 
     def on_end(self) -> None:
-        """End the run there."""
+        """Finish the Weights & Biases run."""
         self._run.finish()
 
 

@@ -1,4 +1,4 @@
-"""What a config asks for that cannot be: told before data is touched, which may take hours to prepare."""
+"""Checks of a config that need no data: preparing data may take hours."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from hydragraph.train.model import adapted, directory_of, skeleton
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
-_BYTES_AND_END = 257  # tokens of the smallest tokenizer that is trained here: 256 bytes and one that ends a text
+_BYTES_AND_END = 257  # tokens of the smallest tokenizer trained here: 256 bytes and one that ends a text
 _PASSES = 1000  # over all the data in one step: more is a mistake
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, files named.
+    """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, named files.
 
     Args:
         config: of the run.
-        ranks: that it runs on.
+        ranks: number of ranks.
 
     Raises:
         ValueError: naming the field.
-        OSError: a file that it names cannot be read.
+        OSError: a named file cannot be read.
     """
     _check_device(config.device)
     _check_optimizer(config)
@@ -45,7 +45,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if config.compiled is not None:
         read_manifest(Path(config.compiled))
     if config.model.directory is not None:
-        directory_of(config.model)  # before a tokenizer is looked for in it
+        directory_of(config.model)  # before its tokenizer is searched for
     if config.trust and config.compiled is None:
         raise ValueError("trust is about the code in a compiled folder: name one with compiled, or leave trust out")
     model = skeleton(config.model, config.data.vocab_size)
@@ -64,7 +64,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_model(config: TrainConfig, model: nn.Module) -> None:
-    """Check what a class and its sizes say without being traced: that there are scores of tokens, and whole groups."""
+    """Check a model's class and sizes without tracing it: it has output embeddings, and its heads form whole groups."""
     settings = model.config
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:
@@ -73,7 +73,7 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
             "as LlamaForCausalLM"
         )
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # Where keys are made of something smaller (DeepSeek), the number of their heads says nothing.
+    # If keys come from a smaller projection (DeepSeek), the number of their heads is meaningless.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(
@@ -89,29 +89,29 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size that a model's config has; None: it has none, or one for each layer."""
+    """Return a size of a model's config; None: it has none, or one per layer."""
     try:
         size = getattr(config, name, None)
-    except RuntimeError:  # transformers' configs of layers that differ do not say one
+    except RuntimeError:  # transformers' configs with differing layers have no single value
         return None
     return size if isinstance(size, int) else None
 
 
 def _check_device(device: str | None) -> None:
-    """A run for GPUs may be looked at where there is none, so the device need not be here."""
+    """Check the device's name; a config for GPUs may be checked on a machine without one."""
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
         raise ValueError(f"device {device!r}: use cpu, or cuda for each rank's GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Make the optimizer for one matrix: what it refuses, and what would be wrong on flat shards, shows at once."""
+    """Build the optimizer for one matrix, so that rejected settings and those wrong on flat shards show immediately."""
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)
     factory = optimizer_factory(config.optimizer, model)
     try:
         check_elementwise(call_factory(factory, [("weight", weight)]))
-    except Unsupported:  # which names the optimizer
+    except Unsupported:  # the error names the optimizer
         raise
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error
@@ -140,7 +140,7 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 
 def check_budget(config: TrainConfig, tokens: int) -> None:
-    """Check that a mini-batch is no multiple of the data that nobody means, and that would fill the memory.
+    """Check that a mini-batch is not an absurd multiple of the data, which would fill the memory.
 
     Args:
         config: as it was given.
@@ -164,14 +164,14 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield what a run can do, but somebody may not have meant, a sentence each.
+    """Yield one sentence for each setting that is possible, but perhaps not intended.
 
     Args:
         config: as it was given.
-        model, strategies: of it.
-        ranks: that it runs on.
-        batches: that it trains on.
-        steps: that it takes, also where it asks for epochs.
+        model, strategies: of the run.
+        ranks: number of ranks.
+        batches: of the run.
+        steps: number of steps, also for a config with epochs.
     """
     tokens = batches.tokens
     if config.schedule.warmup >= steps:

@@ -1,4 +1,4 @@
-"""The config as a JSON schema, for editors, and as a page of reference: both from the dataclasses."""
+"""The config as a JSON schema for editors, and as a reference page: both from the dataclasses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.train.config import TrainConfig
 
 SCHEMA = Path(__file__).with_name("config.schema.json")  # shipped with the package
 
-# Fields that hold one of a few texts, by class and name.
+# Text fields with a fixed set of values, by class and name.
 _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("DataConfig", "format"): FORMATS,
     ("DataConfig", "overlong"): OVERLONG,
@@ -38,7 +38,7 @@ _ENTRY = re.compile(r"^    ([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return what a dataclass's docstring says of each field, in one line."""
+    """Return the description of each field in a dataclass's docstring, as one line."""
     inherited: dict[str, str] = {}
     for base in reversed(cls.__bases__):
         inherited.update(field_docs(base) if is_dataclass(base) else {})
@@ -59,7 +59,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 7, which editors know) of a run's YAML file."""
+    """Return the JSON schema (draft 7, supported by editors) of a run's YAML file."""
     definitions: dict[str, Any] = {}
     root = _object(TrainConfig, definitions)
     return {
@@ -93,14 +93,14 @@ def reference() -> str:
         hints = get_type_hints(cls)
         for field in fields(cls):
             kind = _type_text(cls, field.name, hints[field.name])
-            # A strategy's <tp2,pp1> would be taken for HTML, and a bar for the end of the cell.
+            # A strategy's <tp2,pp1> would be read as HTML, and a bar as the end of the cell.
             said = _said(hints[field.name], docs.get(field.name, "")).replace("<", "&lt;").replace("|", "\\|")
             lines.append(f"| `{field.name}` | {kind} | {_default_text(field)} | {said} |")
     return "\n".join(lines) + "\n"
 
 
 def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
-    """Yield the dataclasses of a config with the paths at which they stand, the whole first."""
+    """Yield the dataclasses of a config with their paths, the whole config first."""
     yield path, cls
     hints = get_type_hints(cls)
     for field in fields(cls):  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
 
 
 def _said(hint: Any, doc: str) -> str:
-    """Return what is said of a field: of a section by its own name, what its class says of itself."""
+    """Return the description of a field; for a section that refers to its class, the class's summary."""
     inner = _record_in(hint)
     return _summary(inner) if inner is not None and doc.startswith("see their classes") else doc
 
@@ -129,7 +129,7 @@ def _present(hint: Any) -> Any:
 
 
 def _record_in(hint: Any) -> type | None:
-    """Return the dataclass that a field is, or holds by index or name."""
+    """Return the dataclass that a field is, or contains by index or name."""
     hint = _present(hint)
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
@@ -159,7 +159,7 @@ def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict
         return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
     optional = hint is not _present(hint)
     if (choices := _CHOICES.get((cls.__name__, name))) is not None:
-        off = [False] if "off" in choices else []  # as YAML reads it
+        off = [False] if "off" in choices else []  # YAML reads off as false
         return {"enum": [*choices, *off, *([None] if optional else [])]}
     found = _type(_present(hint), definitions)
     if not optional:
@@ -180,7 +180,7 @@ def _type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _type(get_args(hint)[1], definitions)}
     if isinstance(hint, type) and is_dataclass(hint):
         if hint.__name__ not in definitions:
-            definitions[hint.__name__] = {}  # before its fields, one of which may hold it
+            definitions[hint.__name__] = {}  # before its fields, which may contain it
             definitions[hint.__name__] = _object(hint, definitions)
         place = {"$ref": f"#/definitions/{hint.__name__}"}
         return {"anyOf": [{"type": "string"}, place]} if hasattr(hint, "parse") else place

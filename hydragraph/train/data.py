@@ -1,4 +1,4 @@
-"""From a run's paths to its mini-batches: the tokenizer and the token file are made once and cached."""
+"""From a run's paths to its mini-batches: the tokenizer and the token files are made once and cached."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_e
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 
 STDLIB = "python-stdlib"
-_ENCODING = 3  # how documents become tokens; token files that another version cached are made again
+_ENCODING = 3  # version of the encoding of documents; token files cached by another version are made again
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Packages of others, and the tests, which are as large as everything else and hold files that are broken on purpose.
+# Third-party packages, and the tests, which are as large as everything else and contain deliberately broken files.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# What is being done, how many documents are done, and what part of all that is, from 0 (nothing, or not known) to 1.
+# Current activity, number of finished documents, and the finished fraction, from 0 (none, or unknown) to 1.
 Progress = Callable[[str, int, float], None]
 
 
@@ -40,10 +40,10 @@ class Tokens:
     """A prepared corpus.
 
     Attributes:
-        directory: with the tokenizer's files, and the token files.
+        directory: contains the tokenizer's files and the token files.
         tokenizer: of all of them.
-        files: of the corpora to train on.
-        evaluation: of those to evaluate on, by name.
+        files: of the training corpora.
+        evaluation: of the evaluation corpora, by name.
     """
 
     directory: Path
@@ -53,7 +53,7 @@ class Tokens:
 
     @property
     def vocabulary(self) -> int:
-        """The least vocabulary that a model needs."""
+        """The minimum vocabulary of a model."""
         return self.files[0].vocabulary
 
     @property
@@ -71,10 +71,10 @@ _NO_TEXT = "the corpus holds no text: look into data.paths, data.suffixes and da
 
 
 def check_data(config: TrainConfig) -> None:
-    """Look at every file's first record and the tokenizer, which takes no time beside reading all.
+    """Check every file's first record and the tokenizer, which is fast compared to reading everything.
 
     Raises:
-        ValueError: a file, its first record or the tokenizer cannot be used, or a chat template is missing.
+        ValueError: a file, its first record or the tokenizer is unusable, or a chat template is missing.
         OSError: a file cannot be read.
     """
     data = config.data
@@ -103,7 +103,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
-    """Yield a sentence on the files, and one on the fields, that are not read of some corpora, if there are any."""
+    """Yield sentences on the files and fields of corpora that are not read, if there are any."""
     for source in sources:
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
@@ -118,14 +118,14 @@ def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Make the tokenizer and the token files of a run unless they are cached, and return their directory.
 
-    What is done stays when it is interrupted, and the next call goes on from there.
+    An interrupted preparation keeps its results, and the next call continues from there.
 
     Args:
         config: of the run.
-        progress: called with what is being done, how many documents are done, and what part of all that is (or 0).
+        progress: called with the current activity, the number of finished documents and the finished fraction (or 0).
 
     Raises:
-        ValueError: the corpus or the tokenizer cannot be used.
+        ValueError: the corpus or the tokenizer is unusable.
     """
     data = config.data
     existing = _known_tokenizer(config)
@@ -136,26 +136,26 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
-        if _is_whole(directory, names):  # made meanwhile
+        if _is_whole(directory, names):  # another process made it meanwhile
             return directory
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # which is the data's, and will be another's once it is mended
+        except ValueError:  # caused by the data, which change once the error is fixed
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        shutil.rmtree(directory, ignore_errors=True)  # where somebody deleted a damaged token file
+        shutil.rmtree(directory, ignore_errors=True)  # a user may have deleted a damaged token file
         partial.rename(directory)
     return directory
 
 
 def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: Progress) -> None:
-    """Write tokenizer and token files to a directory, or what is missing there."""
+    """Write missing tokenizer and token files to a directory."""
     if not (partial / _TOKENIZER).is_file():
         made = partial / "tokenizer"
         shutil.rmtree(made, ignore_errors=True)
         _make_tokenizer(config, existing, made, progress)
-        for file in sorted(made.iterdir(), key=lambda file: file.name == _TOKENIZER):  # which comes last
+        for file in sorted(made.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer comes last
             file.replace(partial / file.name)
         made.rmdir()
     encoder = _encoder(config, partial)
@@ -181,7 +181,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
 
 
 def _without_text(data: DataConfig, name: str) -> str:
-    """Say which corpus has no text, by the name of its token file."""
+    """Describe the corpus without text, given the name of its token file."""
     fields = [
         *(f"data.mixture[{i}]" for i in range(len(data.mixture))),
         *(f"data.evaluation.{n}" for n in data.evaluation),
@@ -195,7 +195,7 @@ def _without_text(data: DataConfig, name: str) -> str:
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:
-    """Write a run's tokenizer as a directory that transformers reads."""
+    """Write a run's tokenizer as a directory that transformers can read."""
     data = config.data
     template = data.chat_template
     if existing is not None:
@@ -230,7 +230,7 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
 
 
 def _encoder(config: TrainConfig, directory: Path) -> Encoder:
-    """Return what turns documents into tokens, with the tokenizer of a prepared directory."""
+    """Return the encoder of documents, with the tokenizer of a prepared directory."""
     encoder = tokenizer.load(directory)
     special = tokenizer.special_tokens(directory)
     end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=special.get("eos_token")))
@@ -273,9 +273,9 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the least vocabulary that a run's model needs and the id that ends a text, without preparing anything.
+    """Return the minimum vocabulary of a run's model and the id that ends a text, without preparing anything.
 
-    None where the tokenizer is still to be learned: from fewer words than `data.vocab_size` it learns fewer tokens.
+    Returns None if the tokenizer is not trained yet: from fewer words than `data.vocab_size` it learns fewer tokens.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -290,17 +290,17 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Read all that `prepare` made, to notice what a disk or a copy has changed since; once per run and host is enough.
+    """Read all that `prepare` made, to detect later changes by a disk or a copy; once per run and host is enough.
 
-    Without it a changed token would train the model on another text, and nothing would tell.
+    Without this check, a changed token would silently train the model on other text.
 
     Args:
         config: of the run.
-        directory: that `prepare` returned.
+        directory: returned by `prepare`.
         progress: as for `prepare`.
 
     Raises:
-        ValueError: a token file is not what was written; once it is deleted, `prepare` makes it anew.
+        ValueError: a token file differs from what was written; once it is deleted, `prepare` makes it again.
     """
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
@@ -325,13 +325,13 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Keep other processes from preparing the same, for as long as this one lives at most; make the directory."""
+    """Make the directory, and keep other processes from preparing it, at most for the lifetime of this one."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another one may have finished while this one waited, and the directory is elsewhere now.
+            # Another process may have finished while this one waited, and moved the directory.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
                 yield
                 return
@@ -343,7 +343,7 @@ def mini_batches(config: TrainConfig, tokens: Tokens) -> MiniBatches | Mixture:
     """Return the endless stream of a run's training mini-batches.
 
     Raises:
-        ValueError: a document is longer than `data.max_length`, and that is to be refused; there is nothing to draw.
+        ValueError: a document is longer than `data.max_length` and must be refused, or the corpus is empty.
     """
     members = [_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     return members[0] if len(members) == 1 else Mixture(members, config.data.weights, config.data.tokens_per_step)
@@ -358,7 +358,7 @@ def _stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniB
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
-    """Name the first document that is longer than the context."""
+    """Raise an error that names the first document longer than the context."""
     longer = (file.lengths > data.max_length).nonzero()[0]
     if len(longer):
         first = int(longer[0])
@@ -370,7 +370,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
 
 
 def evaluation_batches(config: TrainConfig, tokens: Tokens) -> dict[str, list[list[Drawn]]]:
-    """Return the mini-batches that every evaluation of a run reads, by the name of their set."""
+    """Return the mini-batches of every evaluation of a run, by the name of their set."""
     data = config.data
     streams: dict[str, list[MiniBatches]] = {}
     if data.held_out:
@@ -385,10 +385,10 @@ def evaluation_batches(config: TrainConfig, tokens: Tokens) -> dict[str, list[li
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
-    """Return how many mini-batches a run trains on: `steps`, or those that pass over its data `epochs` times.
+    """Return the number of training mini-batches: `steps`, or as many as `epochs` passes over the data take.
 
     Args:
-        batches: of the run, from the beginning; a stream of its own, which is used up.
+        batches: of the run, from the start; a separate stream, which is consumed.
     """
     if config.epochs is None:
         return config.steps
@@ -407,7 +407,7 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
         root: another library's directory.
     """
     folder = root or Path(sysconfig.get_path("stdlib"))
-    # Entry by entry: installed packages may be many more files than the library itself.
+    # Entry by entry: installed packages may have many more files than the library itself.
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
     sources = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]
     paths = corpus.files(sources, (".py",))
@@ -423,7 +423,7 @@ def _paths(source: SourceConfig) -> list[Path]:
 
 
 def _known_tokenizer(config: TrainConfig) -> Path | None:
-    """Return the tokenizer that the config names, or that the model to continue brings; None: train one."""
+    """Return the tokenizer named by the config, or the one of the initial model; None: train one."""
     if config.data.tokenizer is not None:
         path = Path(config.data.tokenizer)
     elif config.model.directory is not None:
@@ -446,7 +446,7 @@ def _cache(config: TrainConfig) -> Path:
 
 
 def _key(config: TrainConfig, existing: Path | None) -> str:
-    """Return 16 hexadecimal digits over all that the cached files depend on."""
+    """Return 16 hexadecimal digits of a hash over all inputs of the cached files."""
     data = config.data
     how: list[str] = [f"vocab_size {data.vocab_size}"]
     if existing is not None:
@@ -462,7 +462,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
 
 
 def _counted(texts: Iterable[str], what: str, progress: Progress, part: Callable[[], float]) -> Iterator[str]:
-    """Yield texts, reporting every hundredth and which part of all texts is read."""
+    """Yield texts, reporting every hundredth and the fraction of all texts read."""
     count = 0
     for count, text in enumerate(texts, start=1):
         if count % 100 == 0:

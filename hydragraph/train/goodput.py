@@ -1,17 +1,17 @@
-"""Where the wall time of a run went: the training that counts, pauses, work that was lost, and steps that were slower.
+"""Goodput: where the wall time of a run went - training that counts, pauses, lost work and slower steps.
 
 The time from the end of the first step to the end of the last is cut at the end of every step that counts. With n
 tokens between two ends and an undisturbed rate of r tokens a second:
 
     between two ends  =  at full speed (n / r)  +  pauses  +  the rest
 
-Pauses are what `resumed` events took: from a rank's failure until training went on. The rest is lost work where there
-was a pause (steps that were undone, the one under way, the time until somebody noticed), else what the step took more
-than it would have: fewer ranks, or slow ones. Goodput is the part at full speed; of a run that nothing happens to it
-is 1, since the undisturbed rate is that of the steps with all ranks there, none known to be slow, and no pause.
+Pauses are the seconds of `resumed` events: from a rank's failure until training continued. If there was a pause, the
+rest is lost work (undone steps, the unfinished step, the time until the failure was noticed); otherwise it is the extra
+time of the step because ranks were fewer or slow. Goodput is the part at full speed. It is 1 for an undisturbed run,
+since the undisturbed rate comes from the steps with all ranks present, none known to be slow, and no pause.
 
-A run that was asked to stop, saved, and was resumed later by somebody, perhaps the next morning, did not run between:
-from that `saved` event to the `resumed` one is no wall time of it.
+A run that was asked to stop, saved, and was resumed later, perhaps the next morning, did not run in between: the time
+from the `saved` event to the `resumed` one is left out.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Account:
     """Where the wall time of a run went, in seconds that sum up to `seconds`.
 
     Attributes:
-        seconds: wall time from the end of the first step to the end of the last, without what the run was stopped for.
-        tokens: of the steps that count, the first one left out; each step counts once.
-        rate: tokens a second of the steps that nothing disturbed; 0: there was none.
-        full_s: what the tokens take at that rate.
-        paused_s: from failures until training went on.
-        lost_s: work that was done again, and waiting until somebody noticed.
-        slower_s: what steps took more than at full speed; below 0 where they took less.
-        pauses: each one's seconds, in order.
-        lost_steps: steps that were undone.
-        moved_bytes: of state, between ranks.
+        seconds: wall time from the end of the first step to the end of the last, without the time the run was stopped.
+        tokens: of the steps that count, without the first; each step counts once.
+        rate: tokens per second of undisturbed steps; 0: there was none.
+        full_s: time for the tokens at that rate.
+        paused_s: from failures until training continued.
+        lost_s: repeated work, and the time until failures were noticed.
+        slower_s: extra time of steps relative to full speed; negative if they were faster.
+        pauses: seconds of each pause, in order.
+        lost_steps: number of undone steps.
+        moved_bytes: bytes of state moved between ranks.
     """
 
     seconds: float
@@ -54,12 +54,12 @@ class Account:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that count, by second of wall time."""
+        """Tokens that count, per second of wall time."""
         return self.tokens / self.seconds
 
     @property
     def goodput(self) -> float | None:
-        """What part of the undisturbed rate that is; None where the rate is not known."""
+        """Fraction of the undisturbed rate; None if that rate is not known."""
         return self.full_s / self.seconds if self.rate else None
 
 
@@ -81,12 +81,12 @@ class _Gap:
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: float | None = None) -> Account | None:
-    """Return where the time of a run went; None where fewer than two steps say when they ended.
+    """Return where the time of a run went; None if fewer than two steps have an end time.
 
     Args:
-        metrics: of the steps that count, in their order.
+        metrics: of the steps that count, in order.
         events: of the run.
-        rate: undisturbed, in tokens a second, such as that of another run; None: that of the run itself.
+        rate: undisturbed tokens per second, for example of another run; None: the run's own.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)
@@ -118,7 +118,7 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
-            continue  # a leader's clock on another machine
+            continue  # the leader changed, and its machine has another clock
         paused_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in pauses)
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in stops)
@@ -126,14 +126,14 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]
 
 
 def _stops(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """Yield from when to when the run was stopped: it saved, and the next that is known of it goes on from there."""
+    """Yield the intervals in which the run was stopped: it saved, and its next event resumes from that step."""
     for last, event in pairwise(events):
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at
 
 
 def _undisturbed(events: Sequence[Event], until: float) -> bool:
-    """Say whether all ranks are there, and none is known to be slow, as far as events tell until then."""
+    """Return whether all ranks are present and known to be healthy, according to the events so far."""
     missing = 0
     slow: set[int] = set()
     for event in events:
@@ -148,12 +148,12 @@ def _undisturbed(events: Sequence[Event], until: float) -> bool:
         elif event.event == "recovered":
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
-            slow.clear()  # ranks have other numbers, and are watched anew
+            slow.clear()  # ranks have new numbers, and are measured again
     return not missing and not slow
 
 
 def _joined(pauses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same time as intervals that do not overlap."""
+    """Merge overlapping intervals."""
     found: list[tuple[float, float]] = []
     for since, till in sorted(pauses):
         if found and since <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""A trained model as a directory that `transformers` loads with `from_pretrained`: at the end of a run, or later."""
+"""Export of a trained model as a directory for `from_pretrained` of `transformers`: at the end of a run, or later."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
     """Write config, weights (safetensors) and tokenizer.
 
     Args:
-        model: the Hugging Face model, on the CPU or without weights; it gets these.
+        model: the Hugging Face model, on the CPU or without weights; it receives the weights of `state`.
         state: every key of its `state_dict`.
         tokens: a directory with the tokenizer.
-        directory: made if missing.
+        directory: created if missing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: writing failed.
     """
-    model.load_state_dict(dict(state), assign=True)  # which gives a model on the meta device memory, too
+    model.load_state_dict(dict(state), assign=True)  # also allocates a model on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
-    with file_errors(directory, directory):  # safetensors has errors of its own
+    with file_errors(directory, directory):  # safetensors has its own error types
         model.save_pretrained(str(directory))
         tokenizer.copy(tokens, directory)
 
@@ -45,20 +45,21 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Write the model of a run's checkpoint, and its tokenizer, from the run's folder alone.
+    """Write the model of a run's checkpoint, and its tokenizer, using only the run's folder.
 
     Args:
         folder: of the run.
-        step: after which it was taken; None: the latest.
+        step: the last step before it was taken; None: the latest checkpoint.
         directory: new or empty.
-        merged: of a run with adapters, write the whole model with them added, instead of the adapters.
-        dtype: of what is written; training keeps weights in float32, and what the model's classes keep so stays so.
+        merged: for a run with adapters, write the whole model with them merged, instead of the adapters.
+        dtype: of the written weights; training keeps weights in float32. Weights that the model's classes keep in
+            float32 stay float32.
 
     Returns:
-        The checkpoint that was chosen.
+        The chosen checkpoint.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or the directory holds something.
+        ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.
     """
     if not folder.config.is_file():
         raise ValueError(f"{folder.path} is no run: there is no {folder.config.name} in it; name a run's output folder")

@@ -1,4 +1,4 @@
-"""The training loop that every rank runs; rank 0 alone writes metrics, pictures and the final model."""
+"""The training loop that every rank runs; only rank 0 writes metrics, pictures and the final model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from hydragraph.train.stragglers.run_events import Event, append_event
 from hydragraph.train.train_state import Course, Run, RunOutcome, ahead_of, due
 from hydragraph.train.trainable import StepResult, Watcher
 
-# What the rank that leads gives for `Executable.stopping` to have state go elsewhere; above signals' numbers.
+# Value of `Executable.stopping` that requests a move of state, set by the leading rank; larger than any signal number.
 MOVES = 500
 TRACED_STEPS = 12  # enough to see several strategies more than once
 
@@ -64,21 +64,21 @@ def train(
     step: int | None = None,
     stopping: Requests | None = None,
 ) -> RunOutcome:
-    """Run a whole training, on every rank of the launched ones or on this process alone.
+    """Run a whole training on every launched rank, or on this process alone.
 
     Args:
         config: the same on every rank.
-        begin: a new run, a resumed one, or one that replaces what the folder holds.
+        begin: a new run, a resumed one, or one that replaces the contents of the folder.
         compile: `hydragraph.compile`.
-        watcher: told of everything on rank 0.
-        trace: record when each rank ran each instruction of the first steps, and write a picture of it for Perfetto.
-        step: resume from the checkpoint after this step; None: from the latest that is whole.
-        stopping: has the requests to stop that reach this process. One of them on any rank makes all save and return.
+        watcher: receives the progress on rank 0.
+        trace: record the times of all instructions of the first steps, and write them as a picture for Perfetto.
+        step: resume from the checkpoint after this step; None: from the latest complete one.
+        stopping: receives requests to stop this process. A request on any rank makes all ranks save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
-        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and is named.
-        FloatingPointError: a loss or gradient is not finite; nothing was updated, and the last checkpoint stays.
+        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and the error names it.
+        FloatingPointError: a loss or gradient is not finite; no update was made, and the last checkpoint stays.
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
@@ -102,7 +102,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Start:
-    """How a run begins: from which checkpoint, and whether that one was asked for by its step."""
+    """Start of a run: its checkpoint, and whether it was requested by its step."""
 
     begin: Begin
     step: int | None
@@ -110,7 +110,7 @@ class _Start:
 
 
 def _refuse_apart(world: World, folder: RunFolder) -> None:
-    """Refuse hosts that have a folder of their own at the path of the run's, where no checkpoint could be whole."""
+    """Reject hosts whose run folder is not shared: no checkpoint could be complete there."""
     mark = together(world, "marking the run's folder", world.rank == 0, lambda: leave_mark(folder.path))[0]
     assert mark is not None
     try:
@@ -131,7 +131,7 @@ def _session(
     stopping: Requests,
     owned: ExitStack,
 ) -> RunOutcome:
-    """Run a training in a folder that is this run's own, which `owned` lets go of; other arguments as for `train`."""
+    """Run a training in its own folder, which `owned` releases; other arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
     together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
@@ -157,7 +157,7 @@ def _session(
     with ExitStack() as stack:
         stack.enter_context(stopping.working())
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
-        # Once nothing else can be refused, because this may remove an earlier run.
+        # Only after all checks, because this may remove an earlier run.
         begin = partial(folder.begin, config, start.begin, start.step)
         last = together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
@@ -219,7 +219,7 @@ def _compiled(
     world: World,
     **joining: bool,
 ) -> Any:
-    """Return the compiled model of a run; what `compile` takes beside that is for ranks that join."""
+    """Return the compiled model of a run; `joining` is for ranks that join."""
     return compile(
         model,
         optimizer=optimizer_factory(config.optimizer, model, world.device),
@@ -247,7 +247,7 @@ def _join_run(
     folder: RunFolder,
     stopping: Requests,
 ) -> RunOutcome:
-    """Get ready alone, beside ranks that train already; then join them between two steps."""
+    """Prepare alone while other ranks are already training; then join them between two steps."""
     tokens = open_tokens(config, prepare(config))
     model = (
         skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
@@ -271,9 +271,9 @@ def _join_run(
 def _follow(
     run: Run, course: Course, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
-    """Train to the end, on these ranks or on those that are left when some are lost and those that join."""
+    """Train to the end, on these ranks, or on the remaining and joining ones if some are lost."""
     failure: RankFailure | Stopped | None = None
-    changed = course.done < 0  # a newcomer
+    changed = course.done < 0  # this rank is joining
     while True:
         try:
             ending = ""
@@ -284,7 +284,7 @@ def _follow(
                 if ending:
                     return _end_early(run, course, ending)
                 if elastic() and not course.done and not course.kept:
-                    checkpoint(run, course)  # what all go back to where state is lost before the first that is due
+                    checkpoint(run, course)  # fallback if state is lost before the first scheduled checkpoint
                 stopped = _steps(run, course, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -293,7 +293,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens)
                 if elastic():
-                    run.world.gather(None)  # whoever fails up to here meets the others again, and they end together
+                    run.world.gather(None)  # a rank that fails before this meets the others again
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -304,10 +304,10 @@ def _follow(
 
 
 def _steps(run: Run, course: Course, stopping: Requests) -> int:
-    """Train to the end or until a rank is asked to stop; return what asked, or 0."""
+    """Train to the end or until a rank is asked to stop; return the stop reason, or 0."""
     config = run.config
     executor = run.executor
-    executor.listens = lambda: stopping.signal  # also what comes while a step is under way
+    executor.listens = lambda: stopping.signal  # also sees requests that arrive during a step
     first = course.done + 1
     for step in range(first, config.steps + 1):
         if executor.spans is not None and step == first + TRACED_STEPS:
@@ -328,7 +328,7 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
 
 
 def _trained(run: Run, course: Course, step: int, sequences: list[Drawn], signal: int) -> bool:
-    """Train on a mini-batch, unless the rank that leads has called for state to go elsewhere, or one is to stop."""
+    """Train on a mini-batch; return False if the leading rank requested a move of state instead."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
@@ -342,11 +342,11 @@ def _trained(run: Run, course: Course, step: int, sequences: list[Drawn], signal
 
 
 def _rehome(run: Run) -> None:
-    """Let a part of the state go to where it is to live, beside the next step; all ranks call it."""
+    """Move a part of the state towards its new home during the next step; all ranks call it."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
-    if home is None:  # it called for it a step ago, and has thought better of it since
+    if home is None:  # the leader requested it a step ago, and has revoked it since
         return
     run.executor.rehome(home)
     if following is not None:
@@ -354,7 +354,7 @@ def _rehome(run: Run) -> None:
 
 
 def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> None:
-    """Train on one mini-batch, evaluate where it is time, and log both."""
+    """Train on one mini-batch, evaluate if it is due, and log both."""
     config = run.config
     strategy = run.strategy_of(step)
     following = course.coming.following
@@ -367,7 +367,7 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
         report: StepResult = run.executor.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # all ranks are here, and it may be the last checkpoint
+            run.executor.wait_saved()  # all ranks reach this line, and it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     course.last = (step, report)
     course.done = step
@@ -381,13 +381,13 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
 
 
 def _meets_after(run: Run, step: int) -> bool:
-    """Say whether something comes between a step and the next; where one rank alone knows of it, all meet as well."""
+    """Return whether anything happens between a step and the next; if only one rank knows, the others wait as well."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
     return moves or due(step, run.config.checkpoint_every, run.config.steps) or evaluates(run, step)
 
 
 def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:
-    """Save what is there, and end: with an error, unless all were asked to."""
+    """Save the current state and end: with an error, unless all ranks were asked to leave."""
     if course.saved < course.done:
         checkpoint(run, course)
     if run.config.checkpoint.asynchronous:
@@ -399,7 +399,7 @@ def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:
 
 
 def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: Tokens) -> dict[str, Any]:
-    """Return what `compile` is told of strategies: the first of those that take turns, or all to choose from."""
+    """Return the strategy arguments of `compile`: the first of those that take turns, or all to choose from."""
     if not config.plan.choose:
         return {"strategy": strategies[0]}
     plan = config.plan
@@ -413,7 +413,7 @@ def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: 
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
-    """Return the model, on the meta device where each rank is to read its own part of the weights."""
+    """Return the model, on the meta device if each rank reads its own part of the weights."""
     vocabulary = tokens.vocabulary
     end_of_text = tokens.end_of_text
     if config.model.weights is None:
@@ -424,10 +424,10 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared and read through by one rank of each host, and make sure that all have the same.
+    """Return the corpus, prepared and verified by one rank per host, after checking that all hosts have the same one.
 
     Raises:
-        ValueError: the corpus cannot be used, a host's copy of it is damaged, or hosts differ.
+        ValueError: the corpus is unusable, a host's copy is damaged, or hosts differ.
     """
     watched = watcher.preparing
     reads = world.local_rank == 0

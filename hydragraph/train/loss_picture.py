@@ -14,7 +14,7 @@ from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Event, Name
 
-# Kinds of events that get a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
+# Kinds of events with a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
 _SIGNS: Mapping[Name, str] = {
     "fault": "x",
     "leave": "<",
@@ -24,11 +24,11 @@ _SIGNS: Mapping[Name, str] = {
     "switch": "D",
     "migrate": "s",
 }
-_NAMED = 12  # so many pauses are written out
+_NAMED = 12  # maximum number of pauses with a label
 
 
 def matplotlib_installed() -> bool:
-    """Say whether pictures can be drawn."""
+    """Return whether pictures can be drawn."""
     return find_spec("matplotlib") is not None
 
 
@@ -38,10 +38,10 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event
     Args:
         metrics: of all steps so far, at least one.
         path: of the file.
-        events: marked below the losses, a row for each kind: ranks that were lost, left or came, were slow or fast
-            again, strategies that were switched, state that moved; with the seconds of pauses, and goodput.
+        events: marked below the losses, one row per kind: lost, leaving and joining ranks, slow and recovered ones,
+            switched strategies and moved state; with the seconds of pauses, and goodput.
     """
-    # Not pyplot: the object interface needs no display and leaves the user's backend alone.
+    # Not pyplot: the object interface needs no display and leaves the user's backend unchanged.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,10 +70,10 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Return weighted means over neighbours, of `weight`^distance, which neither lag behind a curve nor run ahead.
+    """Return weighted means over neighbours, with weights `weight`^distance, that neither lag nor lead the curve.
 
-    So many neighbours after a value count as there are before it: where a curve begins steeply, so does its mean. Near
-    the end there are fewer after it, and earlier ones decide.
+    A mean uses as many values after a point as before it, so it follows a steep start of the curve. Near the end fewer
+    later values exist, and earlier ones dominate.
 
     Args:
         values: to smooth.
@@ -86,14 +86,14 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
         part = weight**distance
         sums[distance:] += part * given[:-distance]
         weights[distance:] += part
-        inner = slice(distance, len(given) - distance)  # with as many before them
+        inner = slice(distance, len(given) - distance)  # with the same number of values before them
         sums[inner] += part * given[2 * distance :]
         weights[inner] += part
     return [float(value) for value in sums / weights]
 
 
 def _reach(weight: float, count: int) -> int:
-    """Return how far neighbours count: those beyond have less than a thousandth of the weight."""
+    """Return how far neighbours count: more distant ones have less than a thousandth of the weight."""
     far = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     return min(far, count - 1)
 
@@ -110,7 +110,7 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
             color=f"C{i}",
             alpha=0.6,
             markersize=5,
-            # A fingerprint says nothing to people, unless it is all that tells two strategies apart.
+            # A fingerprint is meaningless to people, unless only it distinguishes two strategies.
             label=names[i] if names.count(names[i]) == 1 else strategy,
         )
     axes.plot(
@@ -126,11 +126,11 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
 
 
 def _draw_events(axes: Any, below: Any, shown: Sequence[Event], kinds: Sequence[Name], pauses: Sequence[Event]) -> None:
-    """Draw a row of signs for each kind, and one of pauses, with thin lines up through the losses.
+    """Draw a row of signs for each kind and one of pauses, with thin lines up through the losses.
 
     Args:
         axes, below: of the losses, and of the rows.
-        shown: the events that get signs.
+        shown: the events with signs.
         kinds: of the rows, from the top.
         pauses: events that took time.
     """

@@ -1,4 +1,4 @@
-"""Mini-batches read a little ahead of training, so that what is to come can be announced to the planner."""
+"""Mini-batches read slightly ahead of training, so that they can be announced to the planner."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from hydragraph.data.mini_batches import Drawn
 
 
 class Source(Protocol):
-    """Endless mini-batches that know their position."""
+    """An endless stream of mini-batches with a position."""
 
     def __next__(self) -> list[Drawn]:
         """Return the next mini-batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last one."""
+        """Return the position after the last mini-batch."""
 
 
 class Ahead:
     """Reads mini-batches ahead, at least one, which ranks agree on early (`hydragraph.engine.step_agreement`).
 
     Attributes:
-        position: of the source behind the mini-batch returned last: where a resumed run must go on.
+        position: of the source after the mini-batch returned last, where a resumed run must continue.
     """
 
     def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
-        """Begin to read where a source is.
+        """Start reading at the current position of a source.
 
         Args:
-            count: how many are planned ahead of the one that is trained.
-            announce: called with each one once, if any is.
+            count: number of mini-batches planned ahead of the one being trained.
+            announce: called once with each mini-batch, if `count` is not 0.
         """
         self._source = source
         self._count = count
@@ -41,14 +41,14 @@ class Ahead:
 
     @property
     def following(self) -> list[Drawn] | None:
-        """The mini-batch behind the one returned last; None: nothing behind that is needed."""
+        """The mini-batch after the one returned last; None: no further ones are needed."""
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
         """Return the next mini-batch.
 
         Args:
-            left: how many are still needed, this one included.
+            left: number of mini-batches still needed, this one included.
         """
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:

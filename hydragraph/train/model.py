@@ -19,10 +19,10 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Return a model with the adapters that a config asks for, the same in every process; without any, itself.
+    """Return a model with the adapters of a config, the same in every process, or the model itself without any.
 
     Raises:
-        ValueError: a target that the model does not have, say.
+        ValueError: for example, the model does not have a target.
         ImportError: peft is not installed.
     """
     if adapter is None:
@@ -37,7 +37,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # which peft only divides
+        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # peft only divides it
         target_modules=targets,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -56,7 +56,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse a target or a layer to save that names nothing, which peft passes over beside others that do."""
+    """Reject a target or a layer to save that matches nothing: peft ignores it if others match."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -68,16 +68,16 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Return the model with fp32 weights: the same ones in every process, drawn from the seed where it is new.
+    """Return the model with fp32 weights, the same in every process; a new model's are drawn from the seed.
 
     Args:
-        config: which model.
-        vocabulary: every token is below it; a new model's default `vocab_size`.
+        config: describes the model.
+        vocabulary: upper bound of all tokens; a new model's default `vocab_size`.
         end_of_text: a new model's default `eos_token_id`.
-        seed: of a new model's weights; the global generator is left as it was.
+        seed: of a new model's weights; the global generator is left unchanged.
 
     Raises:
-        ValueError: naming the field, where transformers knows no such class or setting, or the vocabulary is too small.
+        ValueError: naming the field, if transformers has no such class or setting, or the vocabulary is too small.
     """
     if config.directory is None:
         model = _build(config, vocabulary, end_of_text, seed)
@@ -95,7 +95,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             try:
                 model: nn.Module = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # PyTorch adds where in C++ it was
+                first = str(error).partition("\n")[0]  # PyTorch appends the C++ location
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with it and a vocabulary of {vocabulary}: "
                     f"{type(error).__name__}: {first}"
@@ -106,12 +106,12 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             with _read_by_transformers(config):
                 settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
-            model = model.eval()  # as from_pretrained leaves it
+            model = model.eval()  # like from_pretrained
     return model.float()
 
 
 def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
-    """Raise ValueError where a model has fewer tokens than the tokenizer; arguments as for `build_model`."""
+    """Raise ValueError if a model has fewer tokens than the tokenizer; arguments as for `build_model`."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
         new = config.architecture is not None
@@ -134,7 +134,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     }
     try:
         return kind(**{**defaults, **settings})
-    except Exception as error:  # transformers has error types of its own
+    except Exception as error:  # transformers has its own error types
         said = " ".join(str(error).split())
         raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
 
@@ -164,11 +164,11 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
 
 @contextmanager
 def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
-    """Say which directory it is, and what to do, where transformers does not read it."""
+    """Add the directory and a remedy to the error if transformers cannot read it."""
     directory_of(config)
     try:
         yield
-    except Exception as error:  # transformers, safetensors and torch have error types of their own
+    except Exception as error:  # transformers, safetensors and torch have their own error types
         where = f"{_field(config)} {config.directory}"
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -176,7 +176,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
                 "class that transformers has, or read that code and set model.trust_remote_code: true"
             ) from error
         if config.trust_remote_code:
-            raise  # it may be of the directory's own code
+            raise  # it may come from the directory's own code
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a directory that save_pretrained wrote, with all its "
@@ -188,7 +188,7 @@ def directory_of(config: ModelConfig) -> str:
     """Return the path of the local directory with the model.
 
     Raises:
-        ValueError: it is none, or a name of the Hugging Face hub, which would be looked up on the internet.
+        ValueError: there is no such directory, or it is a name on the Hugging Face hub, which would need the internet.
     """
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
@@ -226,7 +226,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the config class does not declare, which transformers itself would accept and ignore."""
+    """Reject settings that the config class does not declare; transformers itself would silently ignore them."""
     label = kind.__name__
     if not is_dataclass(kind):
         return

@@ -1,4 +1,4 @@
-"""Operations of a step, and what GPUs reach at most: what MFU (PaLM, 2022, appendix B) is worked out from."""
+"""Operations of a step and peak FLOP/s of GPUs: the inputs of MFU (PaLM, 2022, appendix B)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hydragraph.cost.datasheet import operations
 from hydragraph.ir.program import Program
 
-# NVIDIA's datasheets: dense bf16 FLOP/s of tensor cores. A GPU's name has all words of its entry; the first one counts.
+# NVIDIA's datasheets: dense bf16 FLOP/s of tensor cores. The first entry whose words are all in a GPU's name matches.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("B200",), 2250e12),
     (("H200",), 989e12),
@@ -26,11 +26,11 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return what a GPU reaches at most, by its datasheet; None where that is not known here.
+    """Return a GPU's peak FLOP/s from its datasheet; None if it is not known.
 
     Args:
-        name: as `torch.cuda.get_device_name` gives it, such as "NVIDIA A100-SXM4-80GB".
-        dtype: that it computes in; peaks are known of bfloat16.
+        name: from `torch.cuda.get_device_name`, such as "NVIDIA A100-SXM4-80GB".
+        dtype: of the computation; peaks are known for bfloat16.
     """
     words = name.replace("-", " ").split()
     if dtype is not torch.bfloat16:
@@ -39,9 +39,9 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(program: Program, lengths: Sequence[int]) -> float:
-    """Return the operations of one step's forwards and backwards, without what is recomputed.
+    """Return the operations of one step's forwards and backwards, without recomputation.
 
-    Backward takes twice as many as forward: it computes the gradients of both operands of a product.
+    A backward takes twice as many operations as a forward: it computes the gradients of both operands of a product.
 
     Args:
         program: of the model.

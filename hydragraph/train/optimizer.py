@@ -18,12 +18,12 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return what `hydragraph.compile` calls with (name, flat tensor) pairs, which no longer show the shapes.
+    """Return the optimizer factory for `hydragraph.compile`, called with (name, flat tensor) pairs without shapes.
 
     On a GPU AdamW is `hydragraph.AdamW`, one kernel over all shards; every other class is torch.optim's.
 
     Raises:
-        ValueError: torch.optim has no such class, or it does not take a setting that the config gives.
+        ValueError: torch.optim has no such class, or it does not accept a setting of the config.
     """
     optimizer = getattr(torch.optim, config.name, None)
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
@@ -53,9 +53,9 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes of an element at home: its fp32 weight, and what the optimizer keeps of it.
+    """Return the bytes per element at home: its fp32 weight and its optimizer state.
 
-    A tensor of two elements is updated, and what the optimizer then has of its size is counted.
+    A tensor of two elements is updated, and the optimizer state of its size is counted.
     """
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -65,7 +65,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
     optimizer.step()
     kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
     total = sum(tensor.element_size() for tensor in (parameter, *kept))
-    # hydragraph.AdamW also keeps the weights in the dtype that they are pulled in (`runtime.rounded`).
+    # hydragraph.AdamW also keeps the weights in the dtype in which they are pulled (`runtime.rounded`).
     fused = config.name == "AdamW" and device is not None and device.type == "cuda"
     return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
 
@@ -73,7 +73,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of one step.
 
-    A function of the step alone, so that a resumed run needs no scheduler state.
+    It is a function of the step alone, so a resumed run needs no scheduler state.
 
     Args:
         step: from 1 to `steps`.

@@ -1,4 +1,4 @@
-"""Read what `hydragraph plan`, and the `plan` of a config, are given: profiles, costs, lengths and strategies."""
+"""Inputs of `hydragraph plan` and of the `plan` section of a config: profiles, costs, lengths and strategies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile that `hydragraph profile` wrote, or one entry of a file of published constants.
+    """Read a profile written by `hydragraph profile`, or one entry of a file of published constants.
 
     Args:
         text: profile.json, or constants.json#name of the entry.
 
     Raises:
-        ValueError: the entry is missing, or the file holds neither.
+        ValueError: the entry is missing, or the file contains neither.
     """
     path, _, name = text.partition("#")
     content = _json(Path(path))
@@ -38,17 +38,17 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
-    """Read what a run chooses by: a profile of devices that are alike, or costs of those of a cluster.
+    """Read the costs for a run's choices: a profile for equal devices, or costs of the devices of a cluster.
 
     Args:
         plan: of a config.
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Returns:
-        None where no profile is named.
+        The costs, or None if no profile is named.
 
     Raises:
-        ValueError: naming the field: a file is wrong, a type of device was not measured, or there are other ranks.
+        ValueError: naming the field: a file is wrong, a device type was not measured, or the number of ranks differs.
     """
     if plan.profile is None:
         return None
@@ -61,7 +61,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
             f"plan.cluster {plan.cluster}: it has {len(cluster.devices)} devices, and the run {ranks} ranks: "
             "give a device per rank, in the order of ranks"
         )
-    from hydragraph.cost.costs import Costs  # it needs PyTorch, which reading profiles does without
+    from hydragraph.cost.costs import Costs  # needs PyTorch, which reading profiles does not
 
     try:
         return Costs(profile, cluster, None if plan.health is None else Health.load(plan.health))
@@ -70,7 +70,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
 
 
 def read_corrections(path: Path | None) -> Corrections | None:
-    """Read what `hydragraph compare` wrote, if anything was named."""
+    """Read the output of `hydragraph compare`, if a file was named."""
     return None if path is None else Corrections.load(path)
 
 
@@ -78,12 +78,12 @@ def read_lengths(path: Path) -> list[int]:
     """Read sequence lengths: a token file's documents, or a text file of one number per line.
 
     Raises:
-        ValueError: a line is no number of tokens, or there are none.
+        ValueError: a line is not a number of tokens, or there are none.
     """
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
-        from hydragraph.data.token_file import TokenFile  # it needs PyTorch
+        from hydragraph.data.token_file import TokenFile  # needs PyTorch
 
         return [int(n) for n in TokenFile.open(path).lengths]
     lines = path.read_text(encoding="utf-8").split()
@@ -99,7 +99,7 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
     """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>".
 
     Raises:
-        ValueError: naming the strategy that is none, or that has other pipelines.
+        ValueError: naming the invalid strategy, or the one with other pipelines.
     """
     candidates = []
     for i, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""`ranks.json`: the processes of a run, by rank; replaced whole whenever others are its ranks.
+"""`ranks.json`: the processes of a run, by rank; replaced atomically whenever the ranks change.
 
 [{"rank": 0, "pid": 4711, "host": "node-a", "device": "cuda:0"}, ...]
 """
@@ -18,7 +18,7 @@ from hydragraph.train.atomic_write import write_whole
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank: its process, the host that this is on, and what it computes on."""
+    """One rank: its process, host and device."""
 
     rank: int
     pid: int
@@ -27,7 +27,7 @@ class RankPlace:
 
 
 def ranks_of(world: World) -> list[RankPlace]:
-    """Return all ranks; all of them call it."""
+    """Return all ranks; every rank calls it."""
     return world.gather(RankPlace(world.rank, os.getpid(), socket.gethostname(), str(world.device)))
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: where everything is, and how a run begins in it."""
+"""A run's folder: the paths in it, and how a run begins in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        step: after which it was taken.
+        step: the last step before it was taken.
     """
 
     path: Path
@@ -37,13 +37,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The places in a run folder."""
+    """Paths in a run folder."""
 
     path: Path
 
     @property
     def owner(self) -> Path:
-        """Whose run it is, and since when it has been that run's folder."""
+        """The process that owns the folder, and when its run began."""
         return self.path / "owner.json"
 
     @property
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def happenings(self) -> Path:
-        """What happened to ranks and what was decided, as JSON lines."""
+        """Events and decisions about ranks, as JSON lines."""
         return self.path / "events.jsonl"
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def slow(self) -> Path:
-        """What the rank that leads knows of slow ranks."""
+        """The slow ranks known to the leading rank."""
         return self.path / "slow.json"
 
     @property
@@ -83,22 +83,22 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        """When each rank ran each instruction, for Perfetto."""
+        """The times of each rank's instructions, for Perfetto."""
         return self.path / "trace.json"
 
     @property
     def corrections(self) -> Path:
-        """What the trace says of the cost model's errors, as `hydragraph compare` writes it."""
+        """Measured errors of the cost model, as `hydragraph compare` writes them."""
         return self.path / "corrections.json"
 
     @property
     def model(self) -> Path:
-        """The final model, as transformers reads it."""
+        """The final model, readable by transformers."""
         return self.path / "model"
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer, as transformers reads it."""
+        """The tokenizer, readable by transformers."""
         return self.path / "tokenizer"
 
     @property
@@ -111,12 +111,12 @@ class RunFolder:
 
         Args:
             config: of the run.
-            how: "new" refuses a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
+            how: "new" rejects a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
             step: resume from the checkpoint after this step; None: from the latest.
 
         Raises:
             ValueError: the folder holds a run although it should not, or none to continue.
-            OSError: nothing can be written there.
+            OSError: the folder is not writable.
         """
         self._refuse_unwritable()
         holds_run = self.metrics.exists() or self.checkpoints.exists()
@@ -131,9 +131,9 @@ class RunFolder:
         return last
 
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
-        """Make the folder ready for a run, write its resolved config, and return what `check` does.
+        """Prepare the folder for a run, write its resolved config, and return the result of `check`.
 
-        Checkpoints after `step` are set aside: they belong to a course that this run leaves, and would pass for its
+        Checkpoints after `step` are set aside: they belong to a course that this run leaves, and would count as its
         latest.
         """
         last = self.check(config, how, step)
@@ -149,15 +149,15 @@ class RunFolder:
 
     @property
     def began(self) -> float:
-        """When the run began that the folder holds, in seconds since the epoch; 0: none has."""
+        """When the run in the folder began, in seconds since the epoch; 0: there is none."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Keep other runs out, for as long as this process lives at most.
+        """Keep other runs out, at most for the lifetime of this process.
 
         Raises:
-            ValueError: another run is under way in the folder; it names its host and process.
+            ValueError: another run is active in the folder; the error names its host and process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(
@@ -177,16 +177,17 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Own a folder that a lost rank of the same run has owned, for as long as this process lives at most.
+        """Own a folder that a lost rank of the same run owned, at most for the lifetime of this process.
 
-        A lost process whose machine has stopped still holds its lock; after `patience_s` the run continues without it.
+        A lost process whose machine has stopped still holds its lock; after `patience_s` the run continues without the
+        lock.
 
         Args:
-            patience_s: for the lost process to end.
-            began: value of `began` that this run has read before; None: it has read none.
+            patience_s: time for the lost process to end.
+            began: value of `began` that this run read before; None: it read none.
 
         Raises:
-            OSError: the folder was removed during the run, or what it held.
+            OSError: the folder or its contents were removed during the run.
             ValueError: another run has begun in the folder since.
         """
         self._refuse_another(began)
@@ -204,7 +205,7 @@ class RunFolder:
             os.close(lock)
 
     def _refuse_another(self, began: float | None) -> None:
-        """Refuse to continue a run in a folder that no longer holds it."""
+        """Raise an error if the folder no longer holds this run."""
         now = self.began
         if not now:
             raise OSError(
@@ -215,17 +216,18 @@ class RunFolder:
             raise ValueError(f"output {self.path}: another run has begun there: choose another output")
 
     def refuse_shared(self) -> None:
-        """Raise what `owned` does, and leave the folder as it is."""
+        """Raise the error of `owned` if another run is active, and leave the folder unchanged."""
         if self.path.is_dir():
             with self.owned():
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return how a run that was interrupted begins again: at its last checkpoint, or at the start without any.
+        """Return how an interrupted run begins again: from its last checkpoint, or from the start if it has none.
 
         Args:
-            how, step: how the run was asked to begin; returned if it was refused or ended before it began.
-            before: value of `began` when the run was first called, which tells another run's folder from its own.
+            how, step: how the run was asked to begin; returned if it was rejected or ended before it began.
+            before: value of `began` when the run was first called, which distinguishes another run's folder from its
+                own.
         """
         if self.began in (0.0, before):
             return how, step
@@ -256,15 +258,15 @@ class RunFolder:
         return earlier[-1]
 
     def changes(self, config: TrainConfig) -> str:
-        """Return what a config changes of the one that the folder's run began with; "" where nothing."""
+        """Return how a config differs from the one that the folder's run began with; "" if it does not."""
         try:
             before = TrainConfig.load(self.config)
         except (ValueError, OSError):
-            return ""  # of another version, say
+            return ""  # for example, of another version
         return ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
-        """Return the checkpoint after a step, or the latest; a ValueError says which there are."""
+        """Return the checkpoint after a step, or the latest; a ValueError lists the existing ones."""
         found = self._chosen(step)
         if found is None:
             raise ValueError(
@@ -286,7 +288,7 @@ class RunFolder:
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
-        """Find out before the slow part whether anything can be written; as root also on a read-only file system."""
+        """Check before the slow part whether the folder is writable, even for root on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is no directory: choose another output")
@@ -294,7 +296,7 @@ class RunFolder:
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
-        """Remove an earlier run, but neither cached data nor files that no run has written."""
+        """Remove an earlier run, but not cached data or files that runs do not write."""
         for path in (self.checkpoints, self.events, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         for path in (
@@ -319,13 +321,13 @@ def _locked(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock as soon as whoever has locked it has ended."""
-    with suppress(OSError):  # it was closed meanwhile
+    """Lock the folder as soon as its current holder has ended."""
+    with suppress(OSError):  # the descriptor was closed meanwhile
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a small JSON file holds; nothing where there is none, or a damaged one."""
+    """Return the contents of a small JSON file; empty if it is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A run goes on after ranks were lost, left or came: who leads it now, where it is, and what is told of it."""
+"""Continuing a run after ranks were lost, left or joined: the new leader, its position, and the events it reports."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import Event
 from hydragraph.train.train_state import Course, Run, ahead_of, due
 
-TAKEOVER_S = 5.0  # for the run's folder to be let go of by a rank that is lost
+TAKEOVER_S = 5.0  # for a lost rank to release the run's folder
 
 
 def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Meet the ranks that are left and those that have come; return the run on them, and why it is to end, or ""."""
+    """Meet the remaining and joining ranks; return the run on them, and the reason for ending it, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(course.untold, run.world.ranks)
@@ -39,14 +39,14 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
         last = folder.last()
         return None if last is None else last.path
 
-    compiled: Any = executor  # a Trainable that was compiled
+    compiled: Any = executor  # a Trainable made by `compile`
     rates = _known_rates(run, course)
     survived = meet_again(compiled, failure, newest, _soon(config), rates)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = course.done, 0.0
-    if last < 0 and world.rank == 0:  # it has come, and nobody is left
+    if last < 0 and world.rank == 0:  # this rank has just joined, and no earlier rank is left
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
@@ -72,7 +72,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
 
 
 def _known_rates(run: Run, course: Course) -> dict[int, float]:
-    """Return the rates of slow members: as this rank has watched them, or as the one wrote down that did."""
+    """Return the rates of slow members: measured by this rank, or recorded by the previous leader."""
     if run.controller is not None:
         health = run.controller.health
         return {run.watched[rank]: health.rate(rank) for rank in health}
@@ -85,17 +85,17 @@ def _known_rates(run: Run, course: Course) -> dict[int, float]:
 
 
 def _soon(config: TrainConfig) -> bool:
-    """Say whether ranks go on with a good plan at once, because the best is looked for beside training."""
+    """Return whether ranks continue with a good plan at once, because the best is searched for during training."""
     return config.elastic.on and config.elastic.replan and not config.elastic.dry_run
 
 
 def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Be the rank that writes: take over what a lost one did, or go on with it.
+    """Become or stay the leading rank, which writes the run's files.
 
     Args:
-        run, course, survived: how things are.
-        owned: ends what this rank begins.
-        watching: this rank's own controller of the ranks there were; its process that plans is kept.
+        run, course, survived: the state of the run.
+        owned: closes what this rank opens.
+        watching: this rank's controller of the previous ranks; its planning process is kept.
     """
     log = run.log
     if not course.owns:
@@ -105,7 +105,7 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
         if course.callbacks is None:
             course.callbacks = Callbacks.load(run.config.callbacks)
             owned.callback(course.callbacks.call, "on_end")
-            course.callbacks.call("on_start", run.config)  # in this process they have begun nothing
+            course.callbacks.call("on_start", run.config)  # they have not started in this process
         run = replace(run, callbacks=course.callbacks)
     if log is None or survived.restored is not None:
         if log is not None:
@@ -126,10 +126,10 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
 
 
 def _find_position(run: Run, course: Course) -> None:
-    """Go back to behind the last mini-batch that counts, which a newcomer is told."""
+    """Return to the position after the last mini-batch that counts, and share it with ranks that joined."""
     known = run.world.gather(course.positions.get(course.done))
     position = next((each for each in known if each is not None), None)
-    if position is None:  # all that knew are gone: draw all mini-batches anew
+    if position is None:  # all ranks that knew it are gone: draw all mini-batches again
         course.batches = course.anew()
         for _ in range(course.done):
             next(course.batches)
@@ -141,18 +141,18 @@ def _find_position(run: Run, course: Course) -> None:
 
 
 def _write_down(run: Run, course: Course) -> None:
-    """Evaluate and log the last step, if the rank that was to has not."""
+    """Evaluate and log the last step, if the previous leader did not."""
     missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < course.done
     mine = course.last if course.last is not None and course.last[0] == course.done else None
     told = run.world.gather((missing, mine))
     last = next((each for _, each in told if each is not None), None)
     if told[0][0] and last is not None:
-        # The ranks that it reports of were numbered otherwise: nothing is decided by it.
+        # Its ranks had other numbers, so the controller must not use it.
         log_step(replace(run, controller=None), *last)
 
 
 def _unsaved(run: Run, course: Course) -> bool:
-    """Say whether the checkpoint after the last step is due, and not there; on all ranks alike."""
+    """Return whether the checkpoint after the last step is due but missing; the same on all ranks."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     course.saved = max(there, 0)
@@ -161,14 +161,14 @@ def _unsaved(run: Run, course: Course) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Tell which processes are the ranks; all of them call it."""
+    """Write which processes are the ranks; all ranks call it."""
     ranks = ranks_of(run.world)
     if run.log is not None:
         write_ranks(run.folder.ranks, ranks)
 
 
 def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
-    """Yield who was lost, left and came; each with how many ranks there were before."""
+    """Yield events for ranks that were lost, left or joined, in the order of the meetings."""
     for survived, before in told:
         step, now = survived.step, len(survived.peers)
         if survived.lost:
@@ -180,17 +180,17 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
-    """Return how many ranks there were before they meet: those of the last meeting, where nobody has told of it yet."""
+    """Return the number of ranks before a meeting: after the last meeting if its events are still unreported."""
     return len(untold[-1][0].peers) if untold else ranks
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return how long this rank did not train, in seconds; 0 where it has come, and only waited to be needed."""
+    """Return how long this rank did not train, in seconds; 0 if it joined and only waited to be needed."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
 def _written(folder: RunFolder) -> tuple[int, float]:
-    """Return the last step that was written down, and the seconds since then; 0 where none was."""
+    """Return the last logged step and the seconds since then; 0 and 0 if there is none."""
     with suppress(FileNotFoundError):
         done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
         return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
@@ -198,14 +198,14 @@ def _written(folder: RunFolder) -> tuple[int, float]:
 
 
 def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
-    """Return how ranks went on.
+    """Return the event for the continued run.
 
     Args:
-        told: how they met, the last time with success.
-        ranks: how many there are.
-        undone: the last step before, where all went back to a checkpoint.
-        moved: bytes of state between ranks.
-        seconds: that nobody trained.
+        told: how ranks met, the last time successfully.
+        ranks: number of ranks.
+        undone: the last step before, if all returned to a checkpoint.
+        moved: bytes of state moved between ranks.
+        seconds: time without training.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -1,4 +1,4 @@
-"""What a run leaves on disk as it goes: checkpoints, the trace of its first steps, the final model."""
+"""Files written during a run: checkpoints, the trace of its first steps, the final model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hydragraph.train.trainable import Trainable, Watcher
 def load(
     world: World, folder: RunFolder, executor: Trainable, last: Checkpoint, fall_back: bool, leader: Watcher | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or where it is damaged the newest before it that is not; return which, and its extra."""
+    """Load a checkpoint, or if it is damaged the newest intact one before it; return it with its extra."""
     while True:
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path)
-        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was seen
+        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was found
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -49,7 +49,7 @@ def load(
 
 @contextmanager
 def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the hyperparameters that the config in force gives, which a checkpoint would replace by its own."""
+    """Keep the hyperparameters of the current config, which a checkpoint would replace by its own."""
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -58,18 +58,18 @@ def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Add to what goes wrong with files how the run can be continued."""
+    """Add to file errors how the run can be continued."""
     try:
         yield
     except (ConnectionError, TimeoutError):
-        raise  # OSErrors, but not of files
+        raise  # OSErrors, but not about files
     except OSError as error:
         where = "" if error.errno is None or error.filename is not None else f": '{folder.path}'"
         raise OSError(f"{error}{where}; {folder.how_to_go_on}") from error
 
 
 def checkpoint(run: Run, course: Course) -> None:
-    """Save everything that resuming needs, and the picture so far."""
+    """Save everything that resuming needs, and the current picture."""
     began = time.monotonic()
     step = course.done
     place = run.folder.place(step)
@@ -94,7 +94,7 @@ def checkpoint(run: Run, course: Course) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for what is being saved, and drop what it makes too old; never while something is being saved."""
+    """Wait for pending checkpoints, and remove those they make obsolete; never called while one is being saved."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())
@@ -102,7 +102,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Expect no more what was being saved when a rank was lost, unless it is whole: callbacks would look for it."""
+    """Forget checkpoints in progress when a rank was lost, unless they are complete: callbacks would look for them."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -114,7 +114,7 @@ def _prune(run: Run) -> None:
 
 
 def write_spans(run: Run) -> None:
-    """Gather the ranks' spans, write them, and record no more."""
+    """Gather the ranks' spans, write them, and stop recording."""
     per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:

@@ -1,4 +1,4 @@
-"""A first config, with comments, for what somebody has: data, a Hugging Face directory, both or neither."""
+"""A first config, with comments, for given data, a Hugging Face directory, both or neither."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hydragraph.data import corpus
 from hydragraph.data.documents import PAIRS, Fields, Format
 from hydragraph.train.config_schema import SCHEMA
 
-_BYTES_PER_TOKEN = 4  # of English text, about
+_BYTES_PER_TOKEN = 4  # approximate, for English text
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was looked at.
+    """Result of inspecting the given paths.
 
     Attributes:
         model: a Hugging Face directory; None: there is none.
         data: files and directories to train on.
-        format: what their records hold.
-        fields: which fields of records hold it, where they have other names than usual.
-        tokens: about how many there are.
-        positions: of the model; 0: it does not say.
+        format: format of their records.
+        fields: names of the records' fields, if they differ from the usual ones.
+        tokens: approximate number of tokens.
+        positions: of the model; 0: not specified.
         templated: whether the model's tokenizer has a chat template.
     """
 
@@ -38,7 +38,7 @@ class Found:
 
 
 def look(paths: Sequence[Path]) -> Found:
-    """Look at what somebody has.
+    """Inspect the given paths.
 
     Args:
         paths: a Hugging Face directory, and files and directories of data, in any order.
@@ -79,15 +79,15 @@ def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
     """Return a config with comments.
 
     Args:
-        found: what there is.
-        devices: to train on.
+        found: result of `look`.
+        devices: number of training devices.
         cuda: whether they are GPUs.
         output: the run folder.
     """
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
-    if found.data:  # some twenty steps a pass at least
+    if found.data:  # at least about twenty steps per pass
         per_step = max(min(per_step, found.tokens // 20), longest)
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",

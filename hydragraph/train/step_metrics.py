@@ -1,4 +1,4 @@
-"""The numbers of every step: as JSON lines, and for TensorBoard where it is installed."""
+"""Metrics of every step: as JSON lines, and for TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SCALARS = (
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one step did.
+    """Metrics of one training step.
 
     Attributes:
         step: from 1.
@@ -47,22 +47,22 @@ class Metrics:
         lr: the learning rate.
         tokens: targets in the mini-batch.
         tokens_per_s: targets per second.
-        seconds: that the step took.
-        strategy: the one in use.
-        sequences: in the mini-batch.
+        seconds: duration of the step.
+        strategy: the strategy in use.
+        sequences: number of sequences in the mini-batch.
         micro_batches: of each pipeline.
-        eval_loss: on the held-out documents after the update, or where there are none on the first set of
-            `data.evaluation`; None where this step did not evaluate.
+        eval_loss: on the held-out documents after the update, or, without any, on the first set of `data.evaluation`;
+            None if this step did not evaluate.
         padding: tokens added to micro-batches.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: seconds that ranks waited, on average, for weights, for gradients
-            and for activations.
-        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that it did not.
-        expected_s: seconds of computing that its plan expected; 0 without a profile.
-        peak_memory_bytes: of rank 0's process so far; of its GPU where it has one.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: average seconds that ranks waited for weights, gradients and
+            activations.
+        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that were hidden.
+        expected_s: expected seconds of computing in its plan; 0 without a profile.
+        peak_memory_bytes: of rank 0's process so far, or of its GPU if it has one.
         eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
-        mfu: model FLOPs utilisation: the model's operations on these lengths, without what is recomputed, over the
-            seconds and the peak of all GPUs; None where that peak is not known.
-        time: when it was written down, in UTC; "" in runs of earlier versions.
+        mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
+            and the peak of all GPUs; None if that peak is not known.
+        time: when it was logged, in UTC; "" in runs of earlier versions.
     """
 
     step: int
@@ -90,17 +90,17 @@ class Metrics:
 
     @property
     def eval_perplexity(self) -> float | None:
-        """The perplexity that belongs to `eval_loss`."""
+        """The perplexity of `eval_loss`."""
         return None if self.eval_loss is None else perplexity(self.eval_loss)
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the power of a mean loss per token, infinite where that is beyond floating point."""
+    """Return e to the power of a mean loss per token, infinite if that exceeds floating point."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read a file of metrics; a last line that was cut off while it was written does not count.
+    """Read a file of metrics; ignore a truncated last line.
 
     Raises:
         ValueError: another line cannot be read.
@@ -112,15 +112,15 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until a new event file's name sorts behind those that are there.
+    """Wait until a new event file's name sorts after the existing ones.
 
     TensorBoard reads a folder's files in the order of their names, "events.out.tfevents.<second>.<host>.<pid>.<n>", and
-    takes what a later one says for a restart. Of two begun in one second, "10" would sort before "9", and the steps of
-    a resumed run would vanish behind those of the run before.
+    treats a later file as a restart. If two files start in one second, "10" would sort before "9", and the steps of a
+    resumed run would be hidden by those of the run before.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # one of a clock that is ahead is not waited for
+    while newest == int(time.time()):  # do not wait for a file from a clock that is ahead
         time.sleep(0.05)
 
 
@@ -128,7 +128,7 @@ class MetricsLog:
     """Writes metrics as they come; a context manager.
 
     Args:
-        path: of the JSON lines; those after step `after` are dropped, as a run that resumes there writes them again.
+        path: of the JSON lines; those after step `after` are dropped, since a run that resumes there writes them again.
         events: the directory of TensorBoard's event files; None: write none.
         after: the step that the run continues from; 0: it is new.
     """
@@ -153,16 +153,16 @@ class MetricsLog:
         if self._events is None:
             return
         try:
-            self._events.close()  # writes what is left, and cannot where the run's folder is gone
+            self._events.close()  # flushes, which fails if the run's folder is gone
         except OSError:
             if kind is None:
-                raise  # else what ended the run is what is told
+                raise  # otherwise report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
-        """Add one step's metrics to everything.
+        """Write one step's metrics everywhere.
 
         Raises:
-            OSError: they cannot be kept: the disk is full, or the file is gone, and the run's folder with it.
+            OSError: they cannot be stored: the disk is full, or the file or the run's folder is gone.
         """
         self.history.append(metrics)
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
@@ -181,7 +181,7 @@ class MetricsLog:
             self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
 
     def mark(self, event: Event) -> None:
-        """Show in TensorBoard what happened to ranks, at its step: as a text, and what is a number as a scalar, too."""
+        """Show an event in TensorBoard at its step: as text, and its numbers as scalars as well."""
         if self._events is None:
             return
         self._events.add_text(f"ranks/{event.title}", event.why, event.step)
@@ -196,7 +196,7 @@ class MetricsLog:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has held so far: on its GPU if it computes there, else resident."""
+    """Return the peak memory of this process so far, in bytes: on its GPU if it computes there, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -204,7 +204,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def tensorboard_installed() -> bool:
-    """Say whether TensorBoard's event files can be written."""
+    """Return whether TensorBoard's event files can be written."""
     return find_spec("tensorboard") is not None
 
 

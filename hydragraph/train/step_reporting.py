@@ -1,4 +1,4 @@
-"""What a run says of its steps: evaluated where that is due, logged, told to whoever watches and calls back."""
+"""Reports of steps: evaluation when it is due, the log, the watcher and callbacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hydragraph.train.trainable import StepResult, Watcher
 
 
 def evaluates(run: Run, step: int) -> bool:
-    """Say whether it is time to evaluate after a step."""
+    """Return whether an evaluation is due after a step."""
     every = run.config.evaluate_every
     return bool(every) and due(step, every, run.config.steps)
 
 
 def log_step(run: Run, step: int, report: StepResult) -> None:
-    """Evaluate after a step where it is time, and log both."""
+    """Evaluate after a step if it is due, and log both."""
     config = run.config
     losses = _evaluate(run, run.strategy_of(step)) if evaluates(run, step) else {}
     if run.log is None or run.watcher is None:
@@ -78,7 +78,7 @@ def _evaluate(run: Run, strategy: Strategy | None) -> dict[str, float]:
 
 
 def tell(run: Run, event: Event) -> None:
-    """Write down what happened, on the rank that leads, wherever it is looked for."""
+    """Write an event to the events file, the log and the watcher; called on the leading rank."""
     append_event(run.folder.happenings, event)
     if run.log is not None:
         run.log.mark(event)
@@ -87,7 +87,7 @@ def tell(run: Run, event: Event) -> None:
 
 
 def peak_of(config: TrainConfig, world: World) -> float | None:
-    """Return the FLOP/s that the GPUs of all ranks together reach at most; None where one's datasheet is not known."""
+    """Return the peak FLOP/s of all ranks' GPUs together; None if one of the datasheets is not known."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
     known = [peak for peak in peaks if peak is not None]
@@ -102,7 +102,7 @@ def _mfu(run: Run, report: StepResult) -> float | None:
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
-    """Open the log, telling what is left out because a package is missing."""
+    """Open the log, and note outputs that are left out because a package is missing."""
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")

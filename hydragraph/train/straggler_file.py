@@ -1,4 +1,4 @@
-"""`slow.json`: what the rank that leads knows of slow ranks, for the one that leads when it is lost.
+"""`slow.json`: what the leading rank knows about slow ranks, for its successor if it is lost.
 
 Ranks get other numbers when some are lost or come; a member's number (`runtime.meeting`) stays:
 
@@ -28,10 +28,10 @@ def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return what is known by member; nothing where the file is not there, or is of a run that began at another time.
+    """Return the slow ranks by member; empty if the file is missing, or from a run that began at another time.
 
     Args:
-        began: what `RunFolder.began` has said of this run; None: it was never asked.
+        began: value of `RunFolder.began` for this run; None: it was never read.
     """
     try:
         found = json.loads(folder.slow.read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
             return {}
         return {int(member): _read(each) for member, each in found["members"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # ranks are found out anew
+        return {}  # slow ranks will be detected again
 
 
 def _read(each: Mapping[str, Any]) -> Slow:

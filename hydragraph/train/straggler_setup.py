@@ -1,4 +1,4 @@
-"""What watches a run's ranks on the rank that leads, and plans again: made from the run's config and executor."""
+"""The straggler controller of the leading rank, built from the run's config and executor."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return what watches the ranks, by measured costs or, without any, by the model's operations on equal devices.
+    """Return the controller of the ranks; without measured costs, it assumes the model's operations on equal devices.
 
     Args:
         config, world, executor: of the run.
-        before: of the ranks that there were: what it knows of those that stay counts, and its process that plans stays.
-        numbers: of those that stay, by the numbers they had.
-        hurried: whether what runs was found at once, so that the best is to be looked for.
-        slow: ranks that a controller has known to be slow which is gone; where there is none before.
+        before: controller of the previous ranks: its knowledge of those that stay and its planning process are kept.
+        numbers: new rank numbers by old ones, for the ranks that stay.
+        hurried: whether the running plan was found in a hurry, so that the best one should be searched for.
+        slow: slow ranks known to a lost controller; used if `before` is None.
     """
     slow = slow or {}
-    known, home = executor.profile, executor.owners  # of the ranks that there are now
+    known, home = executor.profile, executor.owners  # of the current ranks
     if isinstance(known, Costs):
         costs = known.changed(home=home)
     elif known is not None:
@@ -98,5 +98,5 @@ def controller_of(
 
 def policy_of(config: TrainConfig) -> Policy:
     plan = config.plan
-    # `Ahead` announces so many mini-batches beyond the one that is trained, and the planner counts that one, too.
+    # `Ahead` announces this many mini-batches beyond the one being trained, and the planner counts that one as well.
     return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

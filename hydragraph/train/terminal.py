@@ -1,4 +1,4 @@
-"""A run on the terminal: what it does now, and a progress bar; where there is no terminal, a line every few seconds."""
+"""A run on the terminal: current activity and a progress bar; without a terminal, a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# Seconds between lines where there is no terminal: often at first, when people look whether it goes well.
+# Seconds between lines without a terminal: often at first, when users check that the run works.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
-# Seconds of preparing that tell how long the rest takes.
+# Seconds of preparation before the remaining time is estimated.
 _TELLING_S = 5.0
 
 
@@ -22,8 +22,8 @@ class Screen:
     """Shows a run on a console; a context manager.
 
     Args:
-        console: where to.
-        clock: gives seconds.
+        console: the output.
+        clock: returns seconds.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,9 +42,9 @@ class Screen:
         self._what = ""
         self._steps = 0
         self._began = clock()
-        self._printed = clock()  # when the last line was, where there is no terminal
+        self._printed = clock()  # time of the last line, without a terminal
         self._first: tuple[int, float] | None = None  # the first step of this session, and when it was done
-        self._part = (0.0, clock())  # which part of a preparation was done when this session began with it
+        self._part = (0.0, clock())  # the finished fraction of a preparation when this session began with it
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -57,17 +57,17 @@ class Screen:
         self._hearing.close()
 
     def doing(self, what: str, done: int = 0, of: int = 0) -> None:
-        """Show what the run does before it trains, and beside the bar what holds a step up."""
+        """Show what the run does before it trains, and next to the bar what delays a step."""
         if self._steps:
             self._describe(what)
         else:
             self._show(what, done, of or None, "")
 
     def preparing(self, what: str, documents: int, part: float = 0.0) -> None:
-        """Show how many documents are done, and how long the others take where it is known which part that is."""
+        """Show the number of finished documents, and the remaining time if their fraction is known."""
         now = self._clock()
         if what != self._what:
-            self._part = (part, now)  # what an earlier session has done took this one no time
+            self._part = (part, now)  # work of an earlier session took this one no time
         began, since = self._part
         left = ""
         if began < part < 1 and now - since >= _TELLING_S:
@@ -101,7 +101,7 @@ class Screen:
         self._print(sentence)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
-        """Show a part of the preparations: on a terminal as it goes, else when it begins and now and then."""
+        """Show a part of the preparations: continuously on a terminal, else at its beginning and from time to time."""
         now = self._clock()
         new = what != self._what
         if new:
@@ -116,7 +116,7 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Say how long the steps that are left take, by those that this session has done but the first, which waits."""
+        """Return the remaining time as text, from the steps of this session except the first, which waits."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         each = (now - self._first[1]) / (step - self._first[0])
@@ -138,7 +138,7 @@ class Screen:
             self._progress.update(self._task, completed=done, numbers=numbers)
 
     def _print(self, text: str) -> None:
-        # Strategies hold square brackets, which rich would take for its markup.
+        # Strategies contain square brackets, which rich would interpret as markup.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -150,7 +150,7 @@ def evaluation_text(metrics: Metrics) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time as people say it: "40 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    """Format a duration for people: "40 s", "12 min", "3 h 20 min", "2 d 4 h"."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -169,5 +169,5 @@ def _numbers(metrics: Metrics) -> tuple[str, ...]:
 
 
 def _strategy(metrics: Metrics) -> str:
-    """Return the strategy without its fingerprint, which tells people nothing."""
+    """Return the strategy without its fingerprint, which is meaningless to people."""
     return metrics.strategy.partition("@")[0]

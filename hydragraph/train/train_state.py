@@ -1,4 +1,4 @@
-"""A run as values: what stays the same during it (`Run`), how far it is (`Course`), how it ended (`RunOutcome`)."""
+"""State of a run: its constants (`Run`), its progress (`Course`) and its end (`RunOutcome`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hydragraph.train.trainable import StepResult, Trainable, Watcher
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
         folder: of the run.
         history: the metrics of all its steps, earlier sessions included; on rank 0 only.
-        stopped: the signal that ended it early, after saving; 0 where it went to its end.
+        stopped: the signal that ended it early, after saving; 0 if it completed.
     """
 
     folder: RunFolder
@@ -39,45 +39,46 @@ class RunOutcome:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What stays the same during a run."""
+    """The constants of a run."""
 
     config: TrainConfig
     world: World
     folder: RunFolder
     executor: Trainable
-    strategies: tuple[Strategy, ...]  # that steps take in turn; none where the executor chooses
+    strategies: tuple[Strategy, ...]  # that steps take in turn; empty if the executor chooses
     evaluation: Mapping[str, list[list[Drawn]]]  # the mini-batches of every set, by its name
     watcher: Watcher | None  # on rank 0 only, as is the log
     log: MetricsLog | None
-    controller: Controller | None  # on rank 0, where ranks are watched
-    peak_flops_per_s: float | None = None  # of all ranks together, where each one's is known
-    callbacks: Callbacks = field(default_factory=Callbacks)  # none but on rank 0
-    saving: list[tuple[int, Path]] = field(default_factory=list)  # beside training
+    controller: Controller | None  # on rank 0, if ranks are watched
+    peak_flops_per_s: float | None = None  # of all ranks together, if each one's is known
+    callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
+    saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
     traced: list[TracedStep] = field(default_factory=list)
-    watched: tuple[int, ...] = ()  # the members that the controller knows, by their ranks then (`runtime.meeting`)
+    watched: tuple[int, ...] = ()  # members watched by the controller, by their ranks at that time (`runtime.meeting`)
 
     def strategy_of(self, step: int) -> Strategy | None:
-        """Return the strategy whose turn it is in a step; None: the executor chooses."""
+        """Return the strategy of a step, in turn; None: the executor chooses."""
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
 
 @dataclass
 class Course:
-    """How far a run is, on every rank.
+    """Progress of a run, on every rank.
 
     Attributes:
-        watcher: who is told of everything, on whichever rank leads.
-        batches, anew: what mini-batches come from, and what gives them from the first again.
-        coming: those that come next.
-        done: steps that the state has had.
+        watcher: receives the progress, on whichever rank leads.
+        batches, anew: source of mini-batches, and a function that returns it from the start again.
+        coming: the next mini-batches.
+        done: number of steps applied to the state.
         saved: the step of the last checkpoint.
-        kept: whether there is a checkpoint; that of before the first step counts.
-        positions: of `batches` behind the mini-batch of a step, for steps since the checkpoint before the last.
-        last: the last step that this rank has finished, and its report: perhaps nobody has written it down yet.
-        owns: whether the run's folder is this process's own: to take over may fail half way, and is tried again.
-        untold: how ranks met when another was lost before anybody had told of it, with how many there were before.
-        began: when the run began that the folder holds; None: this process has never been one of its ranks.
-        callbacks: of a rank that came to lead, begun; None: it never has.
+        kept: whether there is a checkpoint; one from before the first step counts.
+        positions: position of `batches` after the mini-batch of a step, for steps since the checkpoint before the last.
+        last: the last step finished by this rank, and its report, which may not be logged yet.
+        owns: whether this process owns the run's folder: a takeover may fail half way, and is then tried again.
+        untold: meetings without reported events, because another rank was lost first, each with the number of ranks
+            before it.
+        began: when the run in the folder began; None: this process has not been one of its ranks yet.
+        callbacks: started ones, of a rank that came to lead; None: it never did.
     """
 
     watcher: Watcher
@@ -102,5 +103,5 @@ def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
 
 
 def due(step: int, every: int, steps: int) -> bool:
-    """Say whether something that happens every so many steps (0: at the end only) is due."""
+    """Return whether an action repeated every `every` steps (0: only at the end) is due."""
     return step == steps or (every > 0 and step % every == 0)

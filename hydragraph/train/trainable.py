@@ -1,4 +1,4 @@
-"""What the training loop needs of a compiled model, and whom it tells; tests stand in with no more than this."""
+"""Protocols of the training loop: the compiled model it needs, and the watcher it reports to. Tests implement them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hydragraph.train.step_metrics import Metrics
 
 
 class StepResult(Protocol):
-    """What a step of `Trainable` reports, equal on every rank."""
+    """Report of a `Trainable` step, equal on every rank."""
 
     step: int
     loss: float
@@ -46,7 +46,7 @@ class StepResult(Protocol):
 
 
 class Trainable(Protocol):
-    """What the loop needs of a compiled model."""
+    """A compiled model, as the training loop needs it."""
 
     optimizer: torch.optim.Optimizer
     spans: list[Span] | None
@@ -71,16 +71,16 @@ class Trainable(Protocol):
         static: int | None = None,
         ready_first: bool = False,
     ) -> None:
-        """Choose from other strategies from the next step on, or once all ranks are ready; rank 0 calls it."""
+        """Choose from other strategies from the next step on, or once all ranks are ready; called on rank 0."""
 
     def rehome(self, home: Home) -> None:
-        """Let state go to another home beside the next step; all ranks call it."""
+        """Move state to another home during the next step; all ranks call it."""
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
-        """Tell what a later step will bring."""
+        """Announce the mini-batch of a later step."""
 
     def promise(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> None:
-        """Promise that a step with this comes behind the next one, which no other call parts from it."""
+        """Promise that a step with this mini-batch directly follows the next one, without another call in between."""
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
@@ -92,36 +92,36 @@ class Trainable(Protocol):
         """Return the whole model on rank 0."""
 
     def save(self, path: Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
-        """Write weights, optimizer state and `extra`, whole or not at all; beside training if asynchronous."""
+        """Write weights, optimizer state and `extra` atomically; during training if asynchronous."""
 
     def wait_saved(self) -> None:
-        """Return once what is being saved is in its place."""
+        """Wait until the pending checkpoint is in its place."""
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Read weights and optimizer state back, and return `extra`."""
+        """Load weights and optimizer state, and return `extra`."""
 
     def load_pretrained(self, path: Path) -> None:
-        """Read the weights of a Hugging Face directory, every rank its own."""
+        """Read the weights of a Hugging Face directory, each rank its own part."""
 
     @property
     def world(self) -> World:
         """This process's place among the ranks."""
 
     def close(self) -> None:
-        """End the communication between the ranks."""
+        """Close the communication between ranks."""
 
 
 class Watcher(Protocol):
-    """Who is told how a run goes, on rank 0."""
+    """Receives the progress of a run, on rank 0."""
 
     def preparing(self, what: str, documents: int, part: float) -> None:
-        """A corpus is being prepared; so many documents are done, which part of it (0: not known)."""
+        """Report progress of preparing a corpus: the number of finished documents and their fraction (0: unknown)."""
 
     def started(self, done: int, steps: int) -> None:
-        """Training begins after `done` of `steps` steps."""
+        """Report that training starts after `done` of `steps` steps."""
 
     def stepped(self, metrics: Metrics) -> None:
-        """A step is done."""
+        """Report a finished step."""
 
     def note(self, sentence: str) -> None:
-        """Something a user should know."""
+        """Report something a user should know."""

@@ -41,7 +41,7 @@ class Strike:
 
     Attributes:
         kind: what is done to a rank.
-        step: the step after which it happens.
+        step: the last step before it.
         which: the rank, as a fraction of the number of ranks at that time.
         delay_s: seconds after that step was written down.
     """
@@ -187,7 +187,7 @@ def run(
         config: of the run; its folder is replaced.
         strikes: in order of their steps.
         stepped: called regularly with the last step and the number of strikes so far.
-        until: the step after which the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
+        until: the last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
             strikes.
     """
     folder = RunFolder(Path(config.output))

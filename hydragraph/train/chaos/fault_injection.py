@@ -1,7 +1,7 @@
-"""What is done to a run on purpose, from outside: each kind of strike, and the moment that it waits for.
+"""Fault injection from outside a run: each kind of strike, and the moment that it waits for.
 
-A victim is known by its files and its processes alone, so that any run can be struck: `ranks.json` says who the ranks
-are, `metrics.jsonl` how far they are, `events.jsonl` what has happened to them, /proc who is about to join them.
+A victim is known only by its files and processes, so any run can be struck: `ranks.json` lists the ranks,
+`metrics.jsonl` their progress, `events.jsonl` what happened to them, and /proc the processes about to join.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-GIVEN_UP_S = 30.0  # within which a rank that is stopped for good must have been ended by the others
-_MOMENT_S = 60.0  # for a moment to come; a run where it does not is struck all the same
+GIVEN_UP_S = 30.0  # within which the others must have ended a permanently stopped rank
+_MOMENT_S = 60.0  # limit for a moment to come; after it the run is struck anyway
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # less than what a stopped rank is waited for
-_PERIOD_S = 0.1  # of stops of a slowed rank
-_STOPPED = 0.6  # of it
+_PAUSE_S = 3.0  # less than the patience with a stopped rank
+_PERIOD_S = 0.1  # period of the stops of a slowed rank
+_STOPPED = 0.6  # fraction of the period
 _LEFT_S = 20.0  # for a rank that is asked to leave
 _LOOK_S = 0.005
 
 
 @dataclass
 class Victim:
-    """A run that is disturbed.
+    """A run to be disturbed.
 
     Args:
         folder: of the run.
         launcher: the process that was started for it.
-        depth: how many processes are between that one and its ranks; torchrun is one more.
+        depth: number of process levels between the launcher and its ranks; torchrun adds one.
 
     Attributes:
         pids: all processes that were ever its ranks, or about to be.
-        problems: what a strike found that is not as promised, in words.
+        problems: broken promises that a strike found, in words.
     """
 
     folder: RunFolder
@@ -75,18 +75,18 @@ class Victim:
 
     @property
     def supervisor(self) -> int:
-        """The process that starts the ranks: the launcher, or what torchrun has started."""
+        """The process that starts the ranks: the launcher, or the process that torchrun started."""
         found = self._below(self.depth - 1)
         return found[0] if found else self.launcher.pid
 
     @property
     def server(self) -> int | None:
-        """The process that ranks are forked from, if there are any."""
+        """The process that ranks are forked from, if there is one."""
         children = self.children()
         return parent(children[-1]) if children else None
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks there are that have not ended, by rank."""
+        """Return the live processes of the current ranks, by rank."""
         with suppress(OSError, ValueError, KeyError):
             pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
             self.pids.update(pids)
@@ -94,13 +94,13 @@ class Victim:
         return []
 
     def children(self) -> list[int]:
-        """Return the processes that were started for ranks, those that get ready included, the newest last."""
+        """Return the processes started for ranks, including those in preparation, the newest last."""
         pids = self._below(self.depth + 1)
         self.pids.update(pids)
         return pids
 
     def _below(self, levels: int) -> list[int]:
-        """Return the processes so many levels below the launcher that have not ended, the newest last."""
+        """Return the live processes `levels` levels below the launcher, the newest last."""
         above, born = {}, {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError, IndexError):
@@ -114,7 +114,7 @@ class Victim:
         return sorted(found & born.keys(), key=lambda pid: (born[pid], pid))
 
     def step(self) -> int:
-        """Return the last step that was written down."""
+        """Return the last logged step."""
         with suppress(OSError, ValueError, KeyError, IndexError), self.folder.metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             return int(json.loads(file.read().splitlines()[-1])["step"])
@@ -133,7 +133,7 @@ class Victim:
         return False
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Return once something is so, or the run has ended, or it takes too long; say whether it is so."""
+        """Wait until a condition holds, the run has ended, or the limit has passed; return whether it holds."""
         end = time.monotonic() + limit_s
         while self.alive and time.monotonic() < end:
             if what():
@@ -142,11 +142,11 @@ class Victim:
         return bool(what())
 
     def at(self, step: int) -> None:
-        """Return once a step is written down, or the run has ended."""
+        """Wait until a step is logged or the run has ended."""
         self.until(lambda: self.step() >= step)
 
     def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to ranks, at once."""
+        """Send a signal to ranks immediately."""
         pids = self.ranks()
         for rank in which:
             if rank < len(pids):
@@ -154,27 +154,27 @@ class Victim:
 
 
 def send(pid: int, which: signal.Signals) -> None:
-    """Send a signal, if there is still anybody to get it."""
+    """Send a signal, if the process still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, which)
 
 
 def lives(pid: int) -> bool:
-    """Say whether a process runs, and is not only waited for."""
+    """Return whether a process runs and is not a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
 def parent(pid: int) -> int | None:
-    """Return a process's parent; None where it has gone."""
+    """Return a process's parent; None if the process is gone."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
 
 def ended(pid: int, limit_s: float) -> bool:
-    """Wait for the end of a process; say whether it has come."""
+    """Wait for a process to end; return whether it has."""
     end = time.monotonic() + limit_s
     while lives(pid) and time.monotonic() < end:
         time.sleep(0.02)
@@ -182,7 +182,7 @@ def ended(pid: int, limit_s: float) -> bool:
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """Stop and continue a process again and again."""
+    """Stop and continue a process repeatedly."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and lives(pid):
         send(pid, signal.SIGSTOP)
@@ -191,7 +191,7 @@ def slow_down(pid: int, seconds: float) -> None:
         time.sleep(_PERIOD_S * (1 - _STOPPED))
 
 
-# What each kind does. A strike is told which rank it is about, and has a source of chance of its own.
+# The action of each kind. It gets the rank that it strikes, and its own source of random numbers.
 
 Action = Callable[[Victim, int, random.Random], None]
 
@@ -207,7 +207,7 @@ def _slow(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _join(run: Victim, target: int, chance: random.Random) -> None:
-    """Ask a rank to leave, and say that its device is back."""
+    """Ask a rank to leave, and report that its device is available again."""
     send(target, signal.SIGTERM)
     ended(target, _LEFT_S)
     send(run.supervisor, signal.SIGUSR1)
@@ -221,7 +221,7 @@ def _pause(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _stop(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank for good: the others give it up, and it is ended, so that it cannot come back."""
+    """Stop a rank permanently: the others give it up and end it, so that it cannot come back."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
         run.problems.append(f"a rank that was stopped was not given up within {GIVEN_UP_S:g} s")
@@ -229,7 +229,7 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _first(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill rank 0, which leads."""
+    """Kill rank 0, the leader."""
     for pid in run.ranks()[:1]:
         _end(pid)
 
@@ -259,7 +259,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, and another, or the process that comes, at some moment until that has joined."""
+    """Kill a rank, then another one or its replacement, at some moment before the replacement has joined."""
     known, joined = set(run.children()), len(run.happened("join"))
     _end(target)
     run.until(lambda: set(run.children()) - known, _MOMENT_S)
@@ -276,7 +276,7 @@ def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank while a checkpoint is written."""
+    """Kill a rank while a checkpoint is being written."""
     run.until(run.saving, _MOMENT_S)
     time.sleep(chance.uniform(0, 0.03))
     _end(target if lives(target) else chance.choice(run.ranks() or [target]))
@@ -290,7 +290,7 @@ def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
-    """Slow a rank until strategies are switched or state moves for it, and kill one while that goes on."""
+    """Slow a rank until strategies are switched or state moves for it, and kill a rank during that."""
     before, end = len(run.happened("switch", "migrate")), time.monotonic() + _MOMENT_S
     while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):
         slow_down(target, _PERIOD_S)
@@ -299,14 +299,14 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _another(run: Victim, chance: random.Random) -> None:
-    """Kill any rank, if another is left then."""
+    """Kill any rank, if another one remains."""
     ranks = run.ranks()
     if len(ranks) > 1:
         _end(chance.choice(ranks))
 
 
 def _end(pid: int) -> None:
-    """Kill a process, and wait for its end: until then it would count as one to spare."""
+    """Kill a process and wait for its end: until then it would count as one to spare."""
     send(pid, signal.SIGKILL)
     ended(pid, _LEFT_S)
 
@@ -329,5 +329,5 @@ ACTIONS: Mapping[Kind, Action] = {
 
 
 def least_ranks(kind: Kind) -> int:
-    """Return how many ranks there must be for a strike, so that some are left but of `all`."""
+    """Return how many ranks a strike needs so that some remain (except for `all`)."""
     return 3 if kind == "two" else 2

@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this, the best plan so far is taken
 ATTEMPTS = 2  # per question: the system may kill a process when others exhaust the memory
-# What a pipe to a terminated process raises.
+# Errors of a pipe to a terminated process.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
@@ -50,7 +50,7 @@ class Question:
         first: the strategies it chose from initially, which may be the best again once all ranks are healthy.
         request: how it chooses among `running`, with the rates known at that time.
         policy: how mini-batches are planned.
-        deadline_s: time after which the best plan so far is taken; None: equal questions have equal answers.
+        deadline_s: time limit of the search, which then returns its best plan; None: equal questions have equal answers.
         at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
     """
 
@@ -78,7 +78,7 @@ class Replanned:
         before_s, after_s: expected average seconds of a step under the health of the question: as planned now, and with
             the answer.
         took_s: seconds of planning.
-        refused: why there is no answer; "" if there is one.
+        refused: why the question has no answer; "" if it has one.
     """
 
     strategies: tuple[Strategy, ...]
@@ -291,7 +291,7 @@ def _started() -> subprocess.Popen[bytes]:
             "-P",
             "-m",
             "hydragraph.train.stragglers.replanning_worker",
-        ],  # -P: nothing comes from the current directory
+        ],  # -P: do not import from the current directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

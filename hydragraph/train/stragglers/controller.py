@@ -198,7 +198,7 @@ class Controller:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """What is known about slow ranks, and what was learned about those that others waited for."""
+        """The slow ranks, with what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
         known = self.monitor.slow
         return {

@@ -54,11 +54,11 @@ class _Learned:
 
 
 class Lateness:
-    """Learns at which rates slow ranks should be planned, from finished steps. It runs on the leading rank.
+    """Learns the planned rates of slow ranks from finished steps. It runs on the leading rank.
 
     Args:
         switched: whether the running plan was made for the current rates.
-        learned: by rank, the rate at which it was learned and the rate the rank is planned at.
+        learned: by rank, the known rate when it was learned, and the planned rate.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
@@ -70,7 +70,7 @@ class Lateness:
         # The step time before the last correction, and what was planned then.
         self._before: tuple[float, dict[int, _Learned]] | None = None
         self._ended = False  # the last correction did not help
-        self._rates = Health()  # the rates at which observation and corrections began
+        self._rates = Health()  # the rates when observation and corrections began
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
         """Return a `Lateness` for renumbered ranks, with what was learned about those that stay.
@@ -85,7 +85,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, tuple[float, float]]:
-        """What was learned, as the `learned` argument of a new instance; without a correction on trial."""
+        """The learned values, as the `learned` argument of a new instance; without a correction on trial."""
         learned = self._learned if self._before is None else self._before[1]
         return {rank: (each.known, each.planned) for rank, each in learned.items()}
 

@@ -1,16 +1,17 @@
-"""The monitor: seconds that every rank took, as the runtime measures them anyway, to rates of ranks.
+"""Straggler monitor: the seconds of every rank, which the runtime measures anyway, to rates of ranks.
 
-All ranks learn at every commit how long each computed, by template (`RankTimes.own`), so one of them can judge all, and
-nothing more is sent. What a rank waits for others is not in it. The cost model says what the same instructions, with
-the actual lengths, should have taken: a long sequence is no straggler.
+At every commit all ranks learn how long each of them computed, by template (`RankTimes.own`), so one rank can judge all
+without further messages. Waits for other ranks are not included. The cost model predicts the time of the same
+instructions with their actual lengths, so a long sequence does not make a straggler.
 
-On a CPU that others use, too, wall-clock seconds are split by what the kernel says of the thread (`runtime.scheduled`):
+On a CPU shared with other processes, wall-clock seconds are split by the kernel's thread statistics
+(`runtime.scheduled`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        how slow the device is: stopped, throttled      how many others want its core
 
-The first is quiet on the noisiest machine, and a slow device is found in few iterations; the second is as noisy as the
-machine, and has a scatter of its own that it must stand out from. A rank's rate is the product of both.
+The first factor has little noise even on a noisy machine, so a slow device is found in few iterations; the second is as
+noisy as the machine, and is judged against its own scatter. A rank's rate is the product of both.
 
 Example: blocks took 1.0 s by the clock; the thread ran 0.2 s of them, was queued for 0.2 s and stopped for 0.6 s. 0.2 s
 were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and another process shares its core (2.0).
@@ -33,12 +34,12 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import Slow
 
-CROWDED = 4.0  # standard deviations of how crowded cores are: bursts of other processes last for several iterations
+CROWDED = 4.0  # standard deviations for contention on cores: bursts of other processes last for several iterations
 
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """What should take equal ranks as long as the cost model says, up to one factor.
+    """A kind of work that takes equal ranks the predicted time, up to one common factor.
 
     Attributes:
         type: of the device.
@@ -55,7 +56,7 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Judges the ranks of a run; one of them has it.
+    """Judges the ranks of a run; it runs on one of them.
 
     Args:
         costs: of the model on healthy ranks.
@@ -75,11 +76,11 @@ class Monitor:
         self._probed: dict[int, float] = {}  # the first probe of each rank
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a monitor of other ranks, which knows of those that stay what this one does.
+        """Return a monitor of other ranks, which keeps what this one knows about those that stay.
 
         Args:
-            costs: of the model on them.
-            numbers: of those that stay, by the numbers they had.
+            costs: of the model on the new ranks.
+            numbers: new rank numbers by old ones, for the ranks that stay.
         """
         found = Monitor(costs)
         found._device, found._core = self._device.among(numbers), self._core.among(numbers)
@@ -88,30 +89,30 @@ class Monitor:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """What is known of slow ranks now."""
+        """The slow ranks known now."""
         device = self._device.rates
         core = self._core.rates
         return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
 
     @property
     def health(self) -> Health:
-        """The rates of ranks as they are known now."""
+        """The rates of ranks known now."""
         return Health({rank: each.rate for rank, each in self.slow.items()})
 
     @property
     def scatter(self) -> tuple[float, float]:
-        """How noisy devices are, and how noisy it is how many others want their cores; see `Estimator.scatter`."""
+        """The noise of devices, and of the contention on their cores; see `Estimator.scatter`."""
         return self._device.scatter, self._core.scatter
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
-        """Take in one iteration that trained; return the ranks whose rate has changed.
+        """Record one training iteration; return the ranks whose rate has changed.
 
         Args:
             strategy, assignment: of the iteration.
-            ranks: how each spent it.
+            ranks: how each rank spent it.
 
         Raises:
-            Unsupported: the costs are of another model.
+            Unsupported: the costs are for another model.
         """
         first_time = strategy != self._strategy
         self._strategy = strategy
@@ -122,7 +123,7 @@ class Monitor:
                 remedy="measure this model with hydragraph profile",
             )
         if first_time:
-            return ()  # graphs are compiled and memory is taken: no rank is as fast as it will be
+            return ()  # graphs are compiled and memory is allocated: no rank runs at full speed
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
@@ -130,7 +131,7 @@ class Monitor:
             own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
-        # Of idle ranks, too, by their probes: else what was known of their cores would stay for ever.
+        # Idle ranks count by their probes; otherwise what is known about their cores would never change.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: each for rank, each in work.items() if each}, self._idle(ranks))
         changed += self._core.observe(crowd)
@@ -138,11 +139,11 @@ class Monitor:
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
 
     def baseline(self, ranks: Sequence[RankTimes]) -> None:
-        """Take in an iteration in which all ranks have probed."""
+        """Record an iteration in which all ranks ran the probe."""
         self._probed = {rank: times.probe for rank, times in enumerate(ranks) if times.probe > 0}
 
     def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
-        """Return how many times as long as on its peers a probe took."""
+        """Return the slowdown of each idle rank's probe relative to its peers."""
         found = {}
         for rank, times in enumerate(ranks):
             type_ = self._costs.cluster.type_of(rank)
@@ -153,13 +154,13 @@ class Monitor:
 
 
 def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predicted:
-    """Return the seconds of forwards and backwards that ranks with work should take, by kind of work."""
+    """Return the predicted seconds of forwards and backwards of ranks with work, by kind of work."""
     work = costs.work(strategy, assignment)
     outline = costs.outline
     predicted: Predicted = {}
     for stage in place(outline, strategy, assignment.counts).stages:
         positions = range(*stage.blocks)
-        # Blocks of one template take equally long, so one of them is asked for.
+        # Blocks of one template take equally long, so one of them is priced.
         learning: dict[tuple[str, bool], int] = {}
         first: dict[tuple[str, bool], str] = {}
         for position in positions:

@@ -1,29 +1,30 @@
-"""Straggling rates from noisy measurements: a pure estimator, fed once per iteration.
+"""Straggling rates from noisy measurements: a pure estimator, updated once per iteration.
 
-Each iteration gives, for every rank and kind of work (a template in a kind of stage on a type of device), measured and
-predicted seconds. Three unknowns explain their ratio, and all are learned from the run itself:
+Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
+type of device). Three unknowns explain their ratio, and all are learned during the run:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: how wrong the cost model is. The median over iterations, of those ranks that are as fast as others. A kind
-  that nobody has run before says nothing in its first iterations.
-- common: what slows all ranks alike, such as a busy machine: the lower median over ranks. It is no straggling.
-- rate: what is left. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above what
-  noise explains: CERTAIN times the scatter of all healthy ranks. Where noise alone reaches the square of `enter`, its
-  bursts last, and twice as many must agree. A rank is healthy again once as many lie below `leave`.
-- scatter: 1.4826 median deviations or half of the 95th percentile of deviations, whichever is more: both are about one
-  standard deviation where errors are normal, and the second one knows of bursts.
+- factor: the error of the cost model. The median over iterations of the ranks that are as fast as others. A kind of
+  work that has not run before is ignored in its first iterations.
+- common: the slowdown of all ranks alike, such as a busy machine: the lower median over ranks. It does not count as
+  straggling.
+- rate: the remainder. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above what
+  noise explains: CERTAIN times the scatter of all healthy ranks. If noise alone reaches the square of `enter`, it comes
+  in bursts, and twice as many iterations must agree. A rank is healthy again once as many lie below `leave`.
+- scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations: both estimate one
+  standard deviation for normal errors, and the second reflects bursts.
 
-A rank that is known to be slow and is given little work takes long for what is in no prediction, such as to begin a
-micro-batch. That is no rate: with less than LITTLE of the busiest rank's work, only that it is faster is believed.
+A rank that is known to be slow and has little work spends long on unpredicted parts, such as starting a micro-batch.
+This does not count as a rate: with less than LITTLE of the busiest rank's work, a rank's rate can only fall.
 
-Sums of seconds count and not single instructions: a device that is stopped for 60 ms of every 100 delays few of its
+Sums of seconds count, not single instructions: a device that is stopped for 60 ms of every 100 delays few of its
 instructions, each by much.
 
-Example: 4 ranks, a noisy machine (scatter 0.06, as logarithms), rank 2 begins to take 2.57 times as long in the middle
-of iteration 10. Residuals of rank 2: 1.02 (9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above
-max(1.3, exp(3 x 0.06) = 1.2), so the rank is found after iteration 12; the first, of which only a part was slow, is
-left out of the rate, which is 2.55.
+Example: 4 ranks on a noisy machine (scatter 0.06, as logarithms); rank 2 becomes 2.57 times as slow in the middle of
+iteration 10. Residuals of rank 2: 1.02 (9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above
+max(1.3, exp(3 x 0.06) = 1.2), so the rank is found after iteration 12. The first of them was slow only in part, so it
+is left out of the rate, which is 2.55.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # iterations that say what healthy is, of the run and of every kind of work
-WINDOW = 32  # iterations that factors and scatter are medians of
+CALIBRATION = 5  # iterations that define healthy, for the run and for every kind of work
+WINDOW = 32  # iterations for the medians of factors and scatter
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-PARTIAL = 0.85  # of the later ones: a first iteration below it was slow in part only
-LITTLE = 0.1  # of the expected seconds of the rank that has most
-SHARED = 0.5  # of a rank's predicted seconds that must be of known kinds
+PARTIAL = 0.85  # of the later ones: a first iteration below it was slow only in part
+LITTLE = 0.1  # of the expected seconds of the rank with most work
+SHARED = 0.5  # minimum fraction of a rank's predicted seconds that are of known kinds
 
 _T = TypeVar("_T")
 
@@ -53,11 +54,11 @@ Work = Mapping[int, Mapping[Any, tuple[float, float]]]  # rank -> kind -> (measu
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """When a rate counts.
+    """Thresholds for rates.
 
     Attributes:
         enter, leave: a straggler takes at least `enter` times as long, a healthy rank at most `leave` times.
-        change: a straggler's rate is told again where it has changed by this factor.
+        change: a straggler's rate is reported again when it has changed by this factor.
     """
 
     enter: float = 1.3
@@ -73,11 +74,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A rank whose rate has changed.
+    """A change of a rank's rate.
 
     Attributes:
-        rank: which.
-        before, rate: what was known of it, and what is now; 1: healthy.
+        rank: number of the rank.
+        before, rate: the rate known before, and the new one; 1: healthy.
     """
 
     rank: int
@@ -92,7 +93,7 @@ class Change:
 
 @dataclass
 class _Kind:
-    """What is known of one kind of work."""
+    """Samples of one kind of work."""
 
     logs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -106,11 +107,11 @@ class _Kind:
 
 
 class Estimator:
-    """Rates of ranks, from one iteration to the next; on one rank, which all others have told their seconds.
+    """Rates of ranks, updated after each iteration. It runs on one rank, which knows the seconds of all others.
 
     Args:
         sensitivity: when a rate counts.
-        certain: standard deviations of healthy ranks' residuals that a rank must lie beyond.
+        certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
         held: rates above 1 that are known already.
     """
 
@@ -124,13 +125,13 @@ class Estimator:
         self._certain = certain
         self._held = dict(held or {})
         self._kinds: dict[Kind, _Kind] = {}
-        self._residuals: dict[int, deque[float]] = {}  # logarithms, of the rank's last iterations
+        self._residuals: dict[int, deque[float]] = {}  # logarithms of the rank's last iterations
         self._recent: deque[Mapping[int, float]] = deque()  # the last residuals of all ranks
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks, by iteration
 
     @property
     def rates(self) -> Mapping[int, float]:
-        """The ranks that are not healthy."""
+        """The rates of ranks that are not healthy."""
         return dict(self._held)
 
     @property
@@ -140,12 +141,12 @@ class Estimator:
 
     @property
     def scatter(self) -> float:
-        """About a standard deviation of the logarithms of healthy ranks' residuals."""
+        """Approximate standard deviation of the logarithms of healthy ranks' residuals."""
         by_rank: dict[int, list[float]] = {}
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Around each rank's own median: a rank that has been slow all the time is not noise.
+        # Relative to each rank's own median: a rank that has always been slow does not add noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:
@@ -153,10 +154,10 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return one that knows ranks by other numbers, and as much of kinds of work and their noise as this one.
+        """Return an estimator for renumbered ranks, with the same knowledge of kinds of work and their noise.
 
         Args:
-            numbers: by those before; ranks without one are gone.
+            numbers: new rank numbers by old ones; ranks without one are gone.
         """
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
@@ -171,14 +172,14 @@ class Estimator:
         return found
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
-        """Take in one iteration.
+        """Record one iteration.
 
         Args:
             work: of the ranks that computed.
-            idle: of ranks that did not, how many times as long as a healthy device a probe took.
+            idle: for ranks that did not compute, the slowdown of a probe relative to a healthy device.
 
         Returns:
-            the ranks whose rate has changed by it.
+            The ranks whose rate has changed.
         """
         known = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in known.items()}
@@ -188,7 +189,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # Only now: of a rank that has been found meanwhile, they were no noise.
+            # Delayed by OF iterations: residuals of a rank found slow in the meantime must not count as noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in known.values()), default=0.0)
@@ -199,7 +200,7 @@ class Estimator:
         return tuple(change for rank in sorted(residuals) if (change := self._judged(rank, residuals[rank])))
 
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
-        """Return measured and expected seconds of ranks whose kinds of work are known."""
+        """Return measured and expected seconds of ranks with enough known kinds of work."""
         found = {}
         for rank, kinds in work.items():
             known = {kind: each for kind, each in kinds.items() if self._kind(kind).known}
@@ -211,13 +212,13 @@ class Estimator:
         return found
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # Stragglers only where there are no others: if a rate is wrong, nobody else must look slow because of it.
+        # Stragglers count only if there are no other ranks: a wrong rate must not make other ranks look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         held = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or held) if logs else 0.0
 
     def _learn(self, work: Work, residuals: Mapping[int, float], common: float) -> None:
-        """Let factors follow the ranks that are as fast as is known of them."""
+        """Update factors from the ranks that are as fast as their known rates."""
         within = math.log(self._sensitivity.enter)
         by_kind: dict[Kind, dict[int, float]] = {}
         for rank, kinds in work.items():
@@ -237,10 +238,10 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return what ranks take longer for kinds of work that others do, too; of those that do far longer.
+        """Return the log slowdown of far slower ranks, measured on kinds of work that several ranks run.
 
-        So a rank that is slow from the beginning does not pass for a cost model that is wrong about what only it does.
-        It is the first sweep of a median polish (Tukey, 1977).
+        A rank that is slow from the start is thus not mistaken for an error of the cost model in work that only it
+        runs. This is the first sweep of a median polish (Tukey, 1977).
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():
@@ -255,17 +256,17 @@ class Estimator:
         return self._kinds.setdefault(kind, _Kind())
 
     def _judged(self, rank: int, residual: float) -> Change | None:
-        """Add a residual to a rank's, and return what follows from its last ones."""
+        """Add a residual of a rank, and return the change that its last ones imply."""
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:
-            return None  # nobody knows yet how noisy it is
+            return None  # the noise is not known yet
         held = self._held.get(rank, 1.0)
         noise = self._certain * self.scatter
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # Never so far up that the straggler's own rate would pass for health.
+        # Never so high that the straggler's own rate would count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(held)) if held > 1 else 0.0
         if held > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, held, 1.0)

@@ -5,10 +5,10 @@ Every owner sums the gradients of its share and updates it after the last push; 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
 The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows: what does not fit a full rank
-is spread over the others in the same proportion. An owner also starts and finishes the messages of every bucket, however
-little it owns, and its rate scales that cost as well: a very slow rank should own nothing. Moving pays if the gain over
-the remaining steps exceeds the cost of the move. State moves during steps (`hydragraph.engine.live_reshard`), and the
-rank that receives most waits for the gradients of the elements it receives.
+is spread over the others in the same proportion. An owner also starts and finishes the messages of every bucket,
+however little it owns, and its rate scales that cost as well: a very slow rank should own no state. Moving pays off if
+the gain over the remaining steps exceeds the cost of the move. State moves during steps
+(`hydragraph.engine.live_reshard`), and the rank that receives most waits for the gradients of the elements it receives.
 
 If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added to its
 own, and the home chosen for the strategies is one of the candidates.
@@ -32,7 +32,7 @@ from hydragraph.spec.home import Home
 
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4  # per element, as gradients are handed on
-ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise in rates moves nothing
+ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise in rates moves no state
 TIGHT = 1.01  # required memory, as a multiple of what the shares need: they are rounded
 
 
@@ -43,7 +43,7 @@ class StateCosts:
     Attributes:
         update_s: seconds for a healthy device to sum the gradients of the whole state and update it.
         bytes_per_element: bytes that move per element: weights and optimizer state (12 with Adam).
-        bytes_per_s: rate at which a rank receives.
+        bytes_per_s: receive bandwidth of a rank.
         free_bytes: memory available for state, by rank; None: enough.
         held_bytes: memory per element, with its gradient and messages; None: `bytes_per_element`.
         messages_s: seconds for a healthy owner to start and finish its messages of a step.
@@ -176,8 +176,8 @@ def best_shares(
     Args:
         ranks, health, costs: see `rehoming`.
         elements: number of elements of the whole state, all copies together.
-        without: ranks that own nothing.
-        rounded: round to few digits, so that noise in rates moves nothing.
+        without: ranks that own no state.
+        rounded: round to few digits, so that noise in rates moves no state.
 
     Raises:
         ValueError: the ranks do not have enough memory.

@@ -51,7 +51,7 @@ def with_room(
         state: its cost without memory limits.
         costs: with the current home.
         strategies: those that a step may run.
-        tokens: of the largest mini-batch, all of which may form one micro-batch if it fits.
+        tokens: of the largest mini-batch; it may form a single micro-batch if that fits.
         owned: elements by rank in the current home, which always fit.
     """
     beside = [0.0] * costs.ranks
@@ -74,7 +74,7 @@ class Following:
         buckets: of the model.
         costs: of holding and moving state.
         steps: of the whole run.
-        dry_run: report decisions, but move nothing.
+        dry_run: report decisions without moving state.
         memory: costs with the memory of ranks; None: memory is not limited.
         rule: for choosing owners for the running strategies; None: they are not chosen.
 

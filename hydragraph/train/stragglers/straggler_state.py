@@ -12,7 +12,7 @@ class Slow:
     Attributes:
         device: slowdown of the device relative to a healthy one, alone on its core.
         core: further slowdown by other processes on its core.
-        learned: the rate at which others were seen to wait for it, and the rate it has been planned at since; None:
+        learned: its known rate when others were seen to wait for it, and its planned rate since; None:
             others do not wait for it beyond its rate.
     """
 
