@@ -1,5 +1,4 @@
-"""What a program takes and holds: seconds, bytes sent, memory; profiles, the event simulation, and accounts of real
-runs.
+"""Time, traffic and memory of a program; profiles, the event simulation, and accounts of real runs.
 
-Nothing here chooses a strategy (`planner/`) or needs a process group.
+This package does not choose strategies (`planner/`) or need a process group.
 """

@@ -1,10 +1,10 @@
-"""Accounts: where one rank's seconds of an iteration went, of a real run by its trace and of a simulated one alike.
+"""Accounts: how one rank spent the seconds of an iteration, for a traced run and for a simulation alike.
 
-Every second belongs to one kind. A wait for a message is split where the other side began: before that nobody could
-have been quicker than the other rank (`LATE`), after that it is the transfer's. So an error of the cost model shows
-where it is made, and not at the ranks that wait because of it.
+Every second belongs to one kind. A wait for a message is split at the time when the other side started it: before that,
+the other rank was late (`LATE`); after that, the transfer counts. An error of the cost model thus shows where it is
+made, and not on the ranks that wait because of it.
 
-Example: rank 1 needs h2.0 from rank 0 at 3 s, rank 0 sends it at 5 s, and it is there at 6 s.
+Example: rank 1 needs h2.0 from rank 0 at 3 s, rank 0 sends it at 5 s, and it arrives at 6 s.
 
     LATE     3 to 5   rank 0 was still computing
     P2P      5 to 6   the message
@@ -24,20 +24,20 @@ from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weight
 
 
 class Kind(Enum):
-    """What a rank's time goes into."""
+    """Kinds of time."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting it, and waiting for it while it was under way; the same of PUSH and P2P
+    PULL = "pull"  # starting it, and waiting for it in flight; likewise PUSH and P2P
     PUSH = "push"
     P2P = "send/receive"
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # that had not yet sent, or had not come to the commit
+    LATE = "waiting for ranks"  # that had not yet sent, or had not reached the commit
     OTHER = "between instructions"
 
 
-# What a rank takes by itself; it waits for other ranks because of what they take.
+# The kinds of a rank's own time; it waits for other ranks because of theirs.
 CAUSES = tuple(kind for kind in Kind if kind is not Kind.LATE)
 
 _OF_OP = {
@@ -56,12 +56,12 @@ _OF_STREAM = {Stream.PULL: Kind.PULL, Stream.PUSH: Kind.PUSH, Stream.P2P: Kind.P
 
 @dataclass(frozen=True)
 class Account:
-    """Where one rank's time went in one iteration.
+    """How one rank spent an iteration.
 
     Attributes:
-        seconds: of each kind; their sum is the rank's iteration.
-        transfers: of each message: seconds since the last of those who exchange it began. Of a real run only those
-            that a rank waited for while they were under way, as nobody saw the others arrive.
+        seconds: by kind; their sum is the rank's iteration.
+        transfers: by message, seconds since the last of its participants started it. A traced run has only messages
+            that a rank waited for in flight, since the other arrivals were not recorded.
     """
 
     seconds: Mapping[Kind, float]
@@ -74,14 +74,14 @@ class Account:
 
 
 class _Sums:
-    """An account in the making."""
+    """An account under construction."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(Kind, 0.0)
         self.transfers: dict[str, float] = {}
 
     def wait(self, kind: Kind, begin: float, end: float, issued: float) -> None:
-        """Add a wait for a message that its last sender issued at some time."""
+        """Add a wait for a message that its last sender issued at `issued`."""
         late = min(max(issued - begin, 0.0), end - begin)
         self.seconds[Kind.LATE] += late
         self.seconds[kind] += end - begin - late
@@ -90,19 +90,20 @@ class _Sums:
         return Account(self.seconds, self.transfers)
 
 
-# Of a trace.
+# Traced runs.
 
 
 def measured_accounts(ranks: Sequence[Sequence[Event]]) -> tuple[Account, ...]:
     """Return every rank's account of one traced iteration.
 
-    Clocks of hosts may differ by some time: then so much of a wait passes for the transfer's, or the other way round.
+    If clocks of hosts differ, the same amount of each wait is attributed to the transfer instead of the late rank, or
+    vice versa.
 
     Args:
         ranks: by rank, the events of that iteration alone.
 
     Raises:
-        ValueError: a name in the trace is no instruction.
+        ValueError: a name in the trace is not an instruction.
     """
     issued = _issued(ranks)
     sums = []
@@ -111,7 +112,7 @@ def measured_accounts(ranks: Sequence[Sequence[Event]]) -> tuple[Account, ...]:
         found, commit = _measured(rank, events, issued)
         sums.append(found)
         commits.append(commit)
-    # The rank that comes last waits for nobody: what the commit takes it, the commit takes.
+    # The last rank at the commit does not wait: its time there is the cost of the commit.
     own = min(commits, default=0.0)
     for found, commit in zip(sums, commits, strict=True):
         found.seconds[Kind.COMMIT] += own
@@ -120,7 +121,7 @@ def measured_accounts(ranks: Sequence[Sequence[Event]]) -> tuple[Account, ...]:
 
 
 def _issued(ranks: Sequence[Sequence[Event]]) -> Callable[[Value, int], float]:
-    """Return what tells when the last of those who exchange a value began, as the rank that waits for it sees it."""
+    """Return a function for the time when the last participant started exchanging a value, for a waiting rank."""
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
@@ -128,7 +129,7 @@ def _issued(ranks: Sequence[Sequence[Event]]) -> Callable[[Value, int], float]:
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
 
     def of(value: Value, rank: int) -> float:
-        # The sender knows an activation by where it goes.
+        # The sender identifies an activation by its receiver.
         name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
         return began.get(name, float("-inf"))
 
@@ -136,7 +137,7 @@ def _issued(ranks: Sequence[Sequence[Event]]) -> Callable[[Value, int], float]:
 
 
 def _measured(rank: int, events: Sequence[Event], issued: Callable[[Value, int], float]) -> tuple[_Sums, float]:
-    """Return a rank's sums, and the seconds of its commit: its own and its waiting for others."""
+    """Return a rank's sums, and the seconds of its commit, including its wait for other ranks."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = _Sums()
     commit = 0.0
@@ -145,7 +146,7 @@ def _measured(rank: int, events: Sequence[Event], issued: Callable[[Value, int],
             value = parse_value(event.name.removeprefix("wait "))
             kind = _OF_STREAM[_stream_of(value)]
             since = issued(value, rank)
-            # Where nobody noted a beginning, all of the wait is the transfer's.
+            # If no start was recorded, the whole wait counts as the transfer.
             known = since > float("-inf")
             sums.wait(kind, event.begin, event.end, since if known else event.begin)
             if known and event.end > max(event.begin, since):
@@ -163,8 +164,8 @@ def _measured(rank: int, events: Sequence[Event], issued: Callable[[Value, int],
 
 
 def _own(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield events, sorted by their beginnings, with their seconds without those of events inside them."""
-    open_: list[tuple[Event, float]] = []  # with the seconds of what is inside
+    """Yield events, sorted by start, with their seconds without those of nested events."""
+    open_: list[tuple[Event, float]] = []  # with the seconds of nested events
     for event in events:
         while open_ and open_[-1][0].end <= event.begin:
             yield _closed(open_)
@@ -185,7 +186,7 @@ def _stream_of(value: Value) -> Stream:
     return {ValueKind.WEIGHTS: Stream.PULL, ValueKind.GRADIENTS: Stream.PUSH}.get(value.kind, Stream.P2P)
 
 
-# Of a simulation.
+# Simulations.
 
 
 def predicted_accounts(timeline: Timeline) -> tuple[Account, ...]:
@@ -195,7 +196,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[Account, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # of each exchange: when the last rank has made what it gives
+Issues = Mapping[tuple[Op, str], float]  # for each exchange, when the last rank has made its data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:
@@ -209,7 +210,7 @@ def _simulated_issues(timeline: Timeline) -> Issues:
 
 
 def _ready(timeline: Timeline, a: int, i: int) -> float:
-    """Return when what an instruction needs was made."""
+    """Return when the inputs of an instruction were ready."""
     end = timeline.times[a].end
     return max((end[need] for need in timeline.actors[a].program.needs[i]), default=0.0)
 
@@ -218,7 +219,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> Account:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _Sums()
-    free = 0.0  # when computation could go on
+    free = 0.0  # when computation could continue
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):
@@ -235,14 +236,14 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> Account:
 
 
 def _value(transfer: Instruction) -> str:
-    """Return what a pull, a push or a receive brings."""
+    """Return the value that a pull, a push or a receive brings."""
     if transfer.op is Op.RECEIVE:
         return transfer.writes[0]
     return weights(transfer.target) if transfer.op is Op.PULL else gradients(transfer.target)
 
 
 def _awaited(timeline: Timeline, a: int, i: int) -> Iterable[int]:
-    """Return the transfers that a computation waits for: for a commit, all of them, in the order in which they end."""
+    """Return the transfers that a computation waits for: for a commit, all of them, ordered by their ends."""
     program = timeline.actors[a].program
     if program.instructions[i].op is not Op.COMMIT:
         return program.needs[i]

@@ -1,7 +1,7 @@
-"""Actors: the ranks of a stage, which run the same instructions, as one; each different program is looked at once.
+"""Actors: the ranks of a stage, which run the same instructions, as one; each different program is compiled once.
 
-Ranks of a stage differ in whom they send to and receive from alone, and stages of equal pipelines in nothing else: a
-thousand ranks have a few dozen different programs. `Compiled` is such a program as lists of indices.
+Ranks of a stage differ only in their partners for sends and receives, as do stages of equal pipelines: a thousand ranks
+have a few dozen different programs. `Compiled` is such a program as lists of indices.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """What a send or a receive moves, as both ends know it: a hidden state (ahead) or its gradient (back)."""
+    """A sent or received message, as both ends know it: a hidden state (ahead) or its gradient (back)."""
 
     ahead: bool
     micro_batch: int
 
 
 def message_of(instruction: Instruction) -> StageMessage:
-    """Return what a send or a receive moves."""
+    """Return the message of a send or a receive."""
     (value,) = instruction.reads or instruction.writes
     return StageMessage(value.kind is ValueKind.ACTIVATION, value.micro_batch)
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a simulation needs of a rank's instructions, by their indices.
+    """A rank's instructions for simulation, by their indices.
 
     Attributes:
         instructions: of one of the ranks that run it.
-        needs: of each instruction, those of other queues that must have ended.
-        compute, pulls, pushes, sends, receives: the queues, in order; what only frees is in none.
-        messages: of each send: what, and how many sends of it came before.
-        before: of an instruction that frees, the computation before it; -1: there is none.
+        needs: for each instruction, those of other queues that must have ended.
+        compute, pulls, pushes, sends, receives: the queues, in order; free instructions are in none.
+        messages: for each send, the message and the number of earlier sends of it.
+        before: for a free instruction, the computation before it; -1: there is none.
     """
 
     instructions: tuple[Instruction, ...]
@@ -59,7 +59,7 @@ class Compiled:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> Compiled:
-        """Sort instructions into queues and find what each waits for; what nobody makes is waited for in vain."""
+        """Sort instructions into queues and find what each waits for; a missing value makes its reader wait forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
@@ -72,7 +72,7 @@ class Compiled:
                 needs.append(())
                 before[i] = latest
                 continue
-            # Pulls and pushes are one after another here, so the window adds no wait.
+            # Pulls and pushes run one after another here, so the window adds no wait.
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             needs.append(tuple(sorted({maker.get(value, i) for value in after})) if after else ())
@@ -103,10 +103,10 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline that it serves; none where it only takes part in exchanges.
+        roles: of its stage in every pipeline that it serves; empty if it only takes part in exchanges.
         layers: the half-open range that it computes.
-        program: of one of its equals' ranks.
-        of: gives the instructions of each of its ranks.
+        program: of one rank of an equal actor.
+        of: returns the instructions of each of its ranks.
     """
 
     ranks: tuple[int, ...]
@@ -127,18 +127,18 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """Its role for each micro-batch that it runs."""
+        """Its role for each of its micro-batches."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:
-        """Return the ranks of the stage that a message goes to."""
+        """Return the ranks of the stage that receives a message."""
         role = self.role_of[message.micro_batch]
         return role.following if message.ahead else role.previous
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return which ranks send to which by a send and its equals: rank i of t serves receivers i, i + t, ..."""
+        """Return the (sender, receiver) pairs of a send and its equals: rank i of t serves receivers i, i + t, ..."""
         message, turn = self.program.messages[index]
-        # The j-th send of t ranks goes to the j-th t of the receivers.
+        # The j-th send of t ranks goes to the j-th group of t receivers.
         receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
 
@@ -149,7 +149,7 @@ def stage_actors(
     """Lower a strategy to one actor per stage with work, and one per rank without.
 
     Raises:
-        ValueError: when these do not fit one another.
+        ValueError: the arguments do not fit one another.
     """
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
@@ -167,13 +167,13 @@ def _actor(
     members: tuple[int, ...],
     compiled: dict[object, Compiled],
 ) -> Actor:
-    # A thousand ranks have millions of instructions: only one rank's per program is lowered now, the others when asked.
+    # A thousand ranks have millions of instructions: one rank per program is lowered now, the others on demand.
     def of(rank: int) -> tuple[Instruction, ...]:
         return placed_program(placement, "", mode, rank, ranks).instructions
 
     key: object = None
     if stage is not None:
-        # The beat of each role decides the order of what it runs.
+        # The beat of each role determines the order of its instructions.
         roles = [(r.micro_batches, len(r.previous), len(r.following)) for r in stage.roles]
         key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
@@ -187,7 +187,7 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
     """Return the actors of programs that were lowered one by one.
 
     Raises:
-        ValueError: ranks of a stage do not run the same instructions; named with the first difference.
+        ValueError: ranks of a stage run different instructions; the error names the first difference.
     """
     stages: dict[object, list[RankProgram]] = {}
     key: object
@@ -220,7 +220,7 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
         return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
 
-    # Frees follow sends, and ranks of a stage may send differently often: neither says anything of what they compute.
+    # Frees follow sends, and ranks of a stage may send differently often: both are independent of what they compute.
     first = shape(programs[0])
     for other in programs[1:]:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):

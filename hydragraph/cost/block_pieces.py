@@ -1,4 +1,4 @@
-"""What one block costs in each kind of stage, and what it holds there."""
+"""Cost and memory of one block in each kind of stage."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from hydragraph.cost.curves import Constants as Constants
 from hydragraph.cost.curves import Curve, Table
 
-Scheme = tuple[int, int]  # (tp, pp): how one pipeline is deployed, on tp * pp devices
+Scheme = tuple[int, int]  # (tp, pp): deployment of one pipeline on tp * pp devices
 
-# Stands for what every stage computes once per micro-batch, such as rotary tables.
+# Stands for values that every stage computes once per micro-batch, such as rotary tables.
 AUX = "aux"
 # Per element of a home shard: weight, gradient and AdamW's two moments in fp32.
 HOME_BYTES = 16
-# Per element of a stage's gradients, which are added up in fp32.
+# Per element of a stage's gradients, which are accumulated in fp32.
 GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one compiled block holds for one micro-batch, in bytes, as lines over its tokens.
+    """Memory of one compiled block for one micro-batch, in bytes, as lines over its tokens.
 
-    Each is (bytes, bytes per token); see `cost.footprint.Footprint` for what they mean.
+    Each line is (bytes, bytes per token); see `cost.footprint.Footprint` for their meaning.
 
     Attributes:
         output, saved, forward, backward: of the footprint.
-        keeps: the inputs that it saves as they are.
-        added: whether products add gradients up where they are kept, instead of making them first.
+        keeps: the inputs that it saves unchanged.
+        added: whether products accumulate gradients in place, instead of making them first.
     """
 
     output: tuple[float, float]
@@ -40,20 +40,20 @@ class Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one block costs on a rank of a stage of some kind, and what it holds there.
+    """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: of its forward and backward for one micro-batch; a may be 0 (an embedding has no attention). Where
-            `forward` and `backward` are tables, constants that come near them, which search goes by.
+        seconds: of its forward and backward for one micro-batch; a may be 0 (an embedding has no attention). If
+            `forward` and `backward` are tables, these are approximate constants for search.
         parameters: elements of its weights on the rank.
         kept: bytes per token of a micro-batch, from its forward to its backward.
-        working: bytes per token that its graphs make and drop again.
-        fixed: bytes that they make and drop again whatever the tokens.
+        working: bytes per token of temporary values of its graphs.
+        fixed: bytes of temporary values that do not depend on the tokens.
         frozen: elements of its weights that get no gradient.
-        forward, backward: apart; None: the forward is a third of `seconds`, a quarter where it is computed again.
-        reduced: how many hidden states its tensor-parallel ranks add up forward, and backward, where these seconds
-            leave that out; what was measured includes it.
-        held: what it holds, in more detail; None: only the sums above are known.
+        forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
+        reduced: number of hidden states that its tensor-parallel ranks sum in forward and backward, if these seconds
+            exclude the sums; measurements include them.
+        held: its memory in more detail; None: only the sums above are known.
     """
 
     seconds: Constants
@@ -69,30 +69,30 @@ class Piece:
 
     @classmethod
     def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> Piece:
-        """Return a piece whose forward and backward are known apart; `sizes` are its other fields."""
-        # Search goes by constants, so tables get some that come near them; exact seconds are read from the tables.
+        """Return a piece with separate forward and backward curves; `sizes` are its other fields."""
+        # Search uses constants, so tables are approximated; exact seconds are read from the tables.
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
         together = Constants(one.a + two.a, one.b + two.b, one.c + two.c)
         return cls(together, **sizes, forward=forward, backward=backward)
 
     def parts(self, recompute: bool) -> tuple[Curve, Curve]:
-        """Return its forward and backward."""
+        """Return its forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
-        # Backward computes two products for each of forward's, and forward's once more where it recomputes.
+        # Backward computes two products for each of the forward's, and the forward's once more if it recomputes.
         part = 1 / 4 if recompute else 1 / 3
         return self.seconds.times(part), self.seconds.times(1 - part)
 
 
 @dataclass(frozen=True)
 class PricedDevice:
-    """Where pieces were measured.
+    """The device on which pieces were measured.
 
     Attributes:
-        name: what it calls itself.
-        memory: bytes that a rank may use; the margin is already left out.
+        name: reported by the device.
+        memory: bytes that a rank may use, without the margin.
         elements: of the whole model's parameters.
-        itemsize: bytes of an element in the dtype that the model computes in.
+        itemsize: bytes of an element in the compute dtype.
         frozen: elements of those parameters that get no gradient, and have no moments at home.
     """
 

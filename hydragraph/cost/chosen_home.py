@@ -1,4 +1,4 @@
-"""The home that costs imply for strategies: what the choice goes by (`home_choice.Question`), and memory for state."""
+"""The home that costs imply for strategies: inputs of the choice (`home_choice.Question`), and memory for state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Strategy
 
-SHORTEST = 256  # tokens of a useful micro-batch, at least
-BLOCKS = 2  # of the largest, whose messages are under way at once
+SHORTEST = 256  # minimum tokens of a useful micro-batch
+BLOCKS = 2  # of the largest size, whose messages are in flight at the same time
 
 
 class Known(Protocol):
-    """What is asked of `Costs`."""
+    """The part of `Costs` used here."""
 
     outline: Outline
     buckets: tuple[Bucket, ...]
@@ -47,14 +47,14 @@ def question_of(
     tokens: int | None = None,
     weights: Sequence[float] | None = None,
 ) -> Question:
-    """Return what a choice goes by on a cluster whose memory is known.
+    """Return the inputs of a choice on a cluster with known memory.
 
     Args:
         costs: of the model.
         strategies: that run.
         home: whose owners are chosen; default: that of the costs.
-        tokens: of the largest micro-batch; default: as many as use a device well. Longer ones than fit are not run.
-        weights: how often each strategy runs.
+        tokens: of the largest micro-batch, limited to what fits; default: as many as use a device well.
+        weights: frequencies of the strategies.
     """
     return Question(
         costs.outline,
@@ -70,10 +70,10 @@ def question_of(
 
 
 def room_of(costs: Known, strategies: Sequence[Strategy], tokens: int | None = None) -> tuple[float, ...] | None:
-    """Return the elements of state that each rank has memory for beside its stages; None: their needs are not known.
+    """Return the elements of state that fit each rank in addition to its stages; None: their memory is not known.
 
     Args:
-        costs, strategies, tokens: as of `question_of`.
+        costs, strategies, tokens: as for `question_of`.
     """
     if not costs.stack.own:
         return None

@@ -1,8 +1,8 @@
 """The bytes that a rank sends to others of its stage while it computes a block under tensor parallelism.
 
-Of a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends
-(t - 1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The few numbers per token by which the ranks of a cut
-head agree on its loss are left out.
+For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends
+(t - 1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The few numbers per token for the agreement of a cut
+head's ranks on its loss are left out.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _TIMES = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
-    """Return what one rank sends in a block's forward and backward on a micro-batch."""
+    """Return the bytes that one rank sends in a block's forward and backward on a micro-batch."""
     sizes = Sizes.of(variant, part, micro_batch)
     moved = sum(_moved(node, sizes) for module in (variant.forward, variant.backward) for node in module.graph.nodes)
     return moved * (part.tp - 1) // part.tp
 
 
 def _moved(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes of a collective's whole tensor, twice for an all-reduce; 0 of other operators."""
+    """Return the bytes of a collective's whole tensor, twice for an all-reduce; 0 for other operators."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # A reduce-scatter's operand is whole and its result a part; an all-gather's the other way.
+    # A reduce-scatter's operand is whole and its result a part; an all-gather's the reverse.
     return _TIMES[str(node.target)] * max(_bytes(sizes, node.args[1]), _bytes(sizes, node))
 
 

@@ -1,18 +1,18 @@
-"""Corrections: what measured steps say of the cost model's errors, by kind of instruction, type of device and rank.
+"""Corrections: measured errors of the cost model, by kind of instruction, type of device and rank.
 
-Each sample is a rank's measured / predicted seconds of one kind in one step. Medians of the last of them count, of
-their logarithms, so that twice as long and half as long are alike: a few disturbed steps change nothing.
+Each sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms
+of the latest samples, so twice and half as long weigh alike, and a few disturbed steps have no effect.
 
     base of a type     the lower median over its ranks of the median over their forwards and backwards
     straggler          a rank beyond that by more than a tenth, and by more than its own samples scatter
     factor of a kind   the median of all samples of the type's other ranks, from 1/4 to 4
-    rate of a rank     what a straggler takes longer than these factors say
+    rate of a rank     the slowdown of a straggler beyond these factors
 
 Example: three ranks; backwards take 1.1 times what was predicted, on rank 2 1.54 times.
 
     backward x1.1 (the median without rank 2), and a health in which rank 2 has rate 1.4
 
-Ranks of one tensor-parallel stage wait for one another inside a block, so they look alike: none of them is named.
+Ranks of one tensor-parallel stage wait for one another inside a block, so they look alike and are not identified.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # samples of a rank, before they say anything
-WINDOW = 64  # samples that are remembered
-BOUND = 4.0  # a factor beyond it says that something else is wrong
-BEHIND = 1.1  # a rank that takes no longer than this is no straggler
+LEAST = 5  # samples of a rank that are needed for a correction
+WINDOW = 64  # samples that are kept
+BOUND = 4.0  # a factor beyond it indicates another problem
+BEHIND = 1.1  # a straggler is slower than this
 CERTAIN = 4.0  # standard errors of a rank's median
 COMPUTING = (Kind.FORWARD, Kind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not Kind.OTHER)
@@ -48,8 +48,8 @@ class Corrections:
     """Running factors; equal samples give equal corrections.
 
     Attributes:
-        types: of each rank's device; empty: nothing was measured.
-        samples: of each kind and rank: measured / predicted seconds of its last steps, the newest last.
+        types: of each rank's device; empty: no measurements.
+        samples: by kind and rank, measured / predicted seconds of its last steps, the newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -66,14 +66,14 @@ class Corrections:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[Kind, int], float]) -> Corrections:
-        """Return them with one more step: measured / predicted of some kinds and ranks."""
+        """Return corrections with one more step: measured / predicted of some kinds and ranks."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
     def factor(self, kind: Kind, type_: str | None = None) -> float:
-        """Return how many times as long as predicted a kind takes, on a type of device or on all; 1: nothing is known.
+        """Return the factor of a kind's seconds over the prediction, on a type of device or on all; 1: unknown.
 
-        A health says apart what stragglers take.
+        The slowdown of stragglers is excluded; `health` contains it.
         """
         slow = self.health
         logs = [
@@ -85,13 +85,13 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: Kind, type_: str | None = None) -> int:
-        """Return how many steps a factor comes from."""
+        """Return the number of steps that a factor comes from."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 
     @property
     def health(self) -> Health:
-        """The ranks that take longer than others of their type, and how much."""
+        """The ranks that are slower than others of their type, and their rates."""
         rates = {}
         for type_ in dict.fromkeys(self.types):
             logs = {r: self._computing(r) for r, own in enumerate(self.types) if own == type_ and self._computing(r)}
@@ -100,7 +100,7 @@ class Corrections:
             base = median_low([median(samples) for samples in logs.values()])
             for rank, samples in logs.items():
                 behind = median(samples) - base
-                # 1.4826 median deviations are a standard deviation, where errors are normal.
+                # 1.4826 median deviations are one standard deviation for normal errors.
                 scatter = 1.4826 * median(abs(x - median(samples)) for x in samples) / math.sqrt(len(samples))
                 if behind > max(math.log(BEHIND), CERTAIN * scatter):
                     rates[rank] = math.exp(behind)
@@ -115,7 +115,7 @@ class Corrections:
         return ratios if len(ratios) >= LEAST else ()
 
     def __str__(self) -> str:
-        """Such as "backward x1.12 from 14 steps, commit x2.5 from 14 steps; rank 2 takes 1.4x as long"."""
+        """Text such as "backward x1.12 from 14 steps, commit x2.5 from 14 steps; rank 2 takes 1.4x as long"."""
         types = tuple(dict.fromkeys(self.types))
         parts = []
         for kind in CORRECTED:
@@ -128,17 +128,17 @@ class Corrections:
         return "; ".join(filter(None, (", ".join(parts), ", ".join(slow)))) or "nothing is corrected"
 
     def save(self, path: str | Path) -> None:
-        """Write them as JSON."""
+        """Write the corrections as JSON."""
         samples = [[kind.value, rank, list(ratios)] for (kind, rank), ratios in self.samples.items()]
         record = {"types": list(self.types), "samples": samples, "says": str(self)}
         Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Corrections:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is another kind of file.
         """
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -151,14 +151,14 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile whose seconds are those that measured steps say.
+    """Return a profile with its seconds corrected by measured steps.
 
-    Transfers are not the profile's: `Costs` corrects their bytes.
+    Transfers are not part of the profile: `Costs` corrects their bytes.
 
     Args:
         profile: of one type of device.
         corrections: of runs that were priced by it.
-        type_: of device; None: by all.
+        type_: of device; None: average over all.
     """
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, Kind.UPDATE, Kind.COMMIT)}
     if all(factor == 1 for factor in factors.values()):
@@ -172,7 +172,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     update = profile.update
     if update is not None:
         update = update[0] * factors[Kind.UPDATE], update[1] * factors[Kind.UPDATE]
-    # A scheme's constants are forward and backward together, of which the forward is about a third.
+    # A scheme's constants cover forward and backward together; the forward is about a third.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
     commit = factors[Kind.COMMIT]

@@ -1,12 +1,12 @@
-"""Costs: the one place that says what a strategy takes and holds, for whoever plans, simulates, compares or explains.
+"""Costs: the single source for the time and memory of a strategy, for planning, simulation, comparison and reports.
 
-    profile   what blocks take and hold, by type of device         -> `pipeline`, `work`, `memory`
-    cluster   which rank is of which type, and the links            -> messages, tensor-parallel sums, pull and push
-    health    how much slower a rank is                             -> all it does: every computation of its stage, its
-                                                                       part of a message (latency), commit and update
+    profile   time and memory of blocks, by type of device          -> `pipeline`, `work`, `memory`
+    cluster   the type of each rank, and the links                  -> messages, tensor-parallel sums, pull and push
+    health    the slowdown of each rank                             -> every computation of its stage, its part of a
+                                                                       message (latency), commit and update
 
-A strategy's seconds are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) and what pulling
-weights, pushing gradients, agreeing and updating add (`fixed`). The simulator goes by the same `work`.
+The seconds of a strategy are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) plus those of
+pulling weights, pushing gradients, agreeing and updating (`fixed`). The simulator uses the same `work`.
 
 Formulas of the papers -> functions:
 
@@ -60,28 +60,28 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 OWN = Stack()
-# Micro-batches per stage of the iteration by which `fixed` is judged: enough for traffic to hide behind.
+# Micro-batches per stage of the iteration that `fixed` simulates: enough to hide traffic.
 FILLED = 2
 
 
 class Costs:
-    """What strategies cost on a cluster.
+    """Costs of strategies on a cluster.
 
     Args:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
-        health: rates of ranks; None: those that the corrections say, and without corrections all are healthy.
-        home: who owns weights and optimizer state. One with a rule has its owners chosen for the strategy that is
-            priced, as a run of it does (`of_strategies`); None: by the rule "auto". Without nodes of its own, copies go
-            by those of the cluster.
-        blocks: tells exactly what compiled graphs hold; None: the profile's lines.
-        stack: the runtime; another than hydragraph's own is priced by `seconds` only, and has no simulation.
-        state_bytes: per element at home that learns: its weight and what the optimizer keeps.
+        health: rates of ranks; None: the rates of the corrections; without corrections, all ranks are healthy.
+        home: owners of weights and optimizer state. If it has a rule, its owners are chosen for the priced strategy, as
+            a run of it does (`of_strategies`); None: the rule "auto". Without nodes of its own, copies use the nodes of
+            the cluster.
+        blocks: exact memory of compiled graphs; None: the profile's lines.
+        stack: the runtime; one other than hydragraph's own is priced by `seconds` only, and has no simulation.
+        state_bytes: per trained element at home: its weight and optimizer state.
         push_itemsize: bytes of an element of a gradient as it travels to its owner.
-        corrections: what runs that were priced so have shown (`hydragraph compare`); they correct all seconds.
+        corrections: results of runs priced with these costs (`hydragraph compare`); they correct all seconds.
 
     Raises:
-        Unsupported: the profile lacks a type of the cluster, or knows no blocks.
+        Unsupported: the profile does not cover a type of the cluster, or knows no blocks.
         ValueError: the home or the health is for other ranks.
     """
 
@@ -105,7 +105,7 @@ class Costs:
         self.cluster = cluster
         self.corrections = corrections or Corrections()
         self.health = self.corrections.health if health is None else health
-        # How many times as long transfers take: asked for once, as there are many of them.
+        # Correction factors of transfers, looked up once because transfers are many.
         self._transfers = {kind: self.corrections.factor(kind) for kind in (Kind.PULL, Kind.PUSH, Kind.P2P)}
         self.home = AUTO if home is None else home
         for rank in self.health:
@@ -131,22 +131,22 @@ class Costs:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.cluster.devices)
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """What was measured, for each type of device of the cluster."""
+        """The profiles of all types of device of the cluster."""
         return tuple(self._of_type.values())
 
     @property
     def measured(self) -> bool:
-        """Whether computation was measured, or else comes from a datasheet."""
+        """Whether computation was measured, rather than derived from a datasheet."""
         return all(profile.efficiency is None for profile in self._of_type.values())
 
     @property
     def source(self) -> str:
-        """A sentence on where the seconds of computation come from."""
+        """The source of the seconds of computation, as a sentence."""
         names = ", ".join(profile.name for profile in self._of_type.values())
         by = f"; corrected: {self.corrections}" if self.corrections.types else ""
         return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
@@ -177,20 +177,20 @@ class Costs:
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return the costs on some of these ranks, which are numbered in this order from now on, under a home."""
+        """Return the costs on some of these ranks, renumbered in this order, under a home."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
-        """Return the costs on the same ranks, which are numbered in this order from now on."""
+        """Return the costs on the same ranks, renumbered in this order."""
         cluster = self.cluster.reordered(ranks)
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return the costs under the home that is chosen for some strategies together; these, if theirs has no rule.
+        """Return the costs under the home chosen for some strategies together; unchanged if their home has no rule.
 
         Args:
-            tokens: of the largest micro-batch, beside which ranks have memory for state; default: as many as use a
-                device well.
+            tokens: of the largest micro-batch, which limits the memory for state; default: as many as use a device
+                well.
         """
         if self.home.rule is None:
             return self
@@ -204,14 +204,14 @@ class Costs:
     # Pipelines.
 
     def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b", limit: int | None = None) -> PipelineCost:
-        """Return what a pipeline costs: constants of its slowest stage for search, and its stages for exact seconds.
+        """Return the cost of a pipeline: constants of its slowest stage for search, and its stages for exact seconds.
 
         Args:
-            limit: how many tokens its micro-batches may have; None: as many as fit.
+            limit: maximum number of tokens of its micro-batches; None: as many as fit.
 
         Raises:
             Unsupported: a stage is of a kind that was not measured, or has a lost rank.
-            ValueError: it has another number of layers than the model.
+            ValueError: its number of layers differs from the model's.
         """
         if pipeline.layers != self.outline.layers:
             raise ValueError(
@@ -222,13 +222,14 @@ class Costs:
         return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
 
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
-        """Return what each pipeline of a strategy costs.
+        """Return the cost of each pipeline of a strategy.
 
-        A stage that several share is priced as so much slower for each of them, by their paces (`cost.sharing`), and
-        their micro-batches may have as many tokens as fit it when all of its pipelines have as many in flight as ever.
+        A stage shared by several pipelines is priced as slower for each of them, according to their paces
+        (`cost.sharing`). Its micro-batches may have as many tokens as fit when all of its pipelines have their maximum
+        in flight.
 
         Raises:
-            Unsupported, ValueError: as `pipeline`.
+            Unsupported, ValueError: as for `pipeline`.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).pipelines(strategy)
@@ -246,7 +247,7 @@ class Costs:
 
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
-        # Which stage is slowest may depend on the length. Search knows one set of constants: a useful length decides.
+        # The slowest stage may depend on the length. Search uses one set of constants, taken at a useful length.
         slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
         self._check_fit(stages, slowest)
         return PipelineCost(
@@ -262,7 +263,7 @@ class Costs:
         )
 
     def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
-        """Refuse constants that were fitted to noise: no real attention has a = 0, and no real stage b = 0."""
+        """Reject constants fitted to noise: real attention never has a = 0, and a real stage never b = 0."""
         curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
         if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
             raise Unsupported(
@@ -272,7 +273,7 @@ class Costs:
             )
 
     def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
-        """Return what each stage of a pipeline takes for a micro-batch."""
+        """Return the time of each stage of a pipeline for a micro-batch."""
         costs = []
         first = 0
         for i, stage in enumerate(pipeline.stages):
@@ -283,9 +284,10 @@ class Costs:
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
-        """Return what the blocks of a span [first, last) of positions take on a stage's ranks."""
+        """Return the time of the blocks in a span [first, last) of positions on a stage's ranks."""
         kind = stage.kind
-        # A stage is as slow as its slowest rank; ranks of one type and rate are alike, so each such pair counts once.
+        # A stage is as slow as its slowest rank; ranks of the same type and rate are alike, so each such pair counts
+        # once.
         forwards = []
         backwards = []
         aux = []
@@ -304,12 +306,12 @@ class Costs:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self._rings(stage, kind, span), *hops)
 
     def _learns(self, template: str) -> bool:
-        """Say whether any block of a template runs a backward: those below the lowest that learns do not."""
+        """Return whether any block of a template runs a backward: blocks below the lowest trained one do not."""
         lowest = self.outline.lowest
         return template in self.profile.blocks[lowest:]
 
     def _summed(self, stage: Stage, kind: StageKind, span: tuple[int, int]) -> tuple[int, int]:
-        """Return how many hidden states a stage's ranks add up forward, and backward, where curves leave that out."""
+        """Return how many hidden states a stage's ranks sum in forward and backward, if curves exclude these sums."""
         pieces = self.pieces(self.cluster.type_of(stage.devices[0]), kind)
         counts = [pieces[t].reduced for t in self.profile.blocks[slice(*span)]]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
@@ -320,7 +322,7 @@ class Costs:
         times = self._summed(stage, kind, span)
         if not any(times):
             return None
-        # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message decides.
+        # A ring is as slow as its slowest link; which one that is may depend on the size, so a typical message is used.
         around = zip(stage.devices, (*stage.devices[1:], stage.devices[0]), strict=True)
         part = self.sizes.hidden_bytes * 2048 / stage.tp
         link = max((self.link(a, b) for a, b in around), key=lambda each: each.seconds(part))
@@ -330,7 +332,7 @@ class Costs:
     def _hop(self, stage: Stage, other: Stage) -> Hop:
         senders = stage.devices
         receivers = other.devices
-        # Receiver i hears from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
+        # Receiver i gets from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(1 << 20) for link in each))
@@ -358,17 +360,17 @@ class Costs:
         )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return how many tokens a micro-batch of a pipeline may have under 1F1B, by the memory of each rank.
+        """Return the maximum number of tokens of a pipeline's micro-batch under 1F1B, given the memory of each rank.
 
         Args:
-            strategy: its own, where it shares stages with others, whose micro-batches are then taken to be as long;
-                None: it shares none.
-            beside: bytes that every rank must have left besides.
+            strategy: the pipeline's strategy if it shares stages with other pipelines, whose micro-batches are then
+                assumed to be as long; None: it shares none.
+            beside: additional bytes that every rank must have free.
         """
         return self._reach.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs beside what it owns, by the peaks that `max_len` goes by.
+        """Return the bytes that each rank needs in addition to its state, from the peaks that `max_len` uses.
 
         Args:
             tokens: of the longest micro-batch of each pipeline.
@@ -376,13 +378,13 @@ class Costs:
         return self._reach.beside(strategy, tokens)
 
     def owned_bytes(self, rank: int) -> int:
-        """Return the bytes of what a rank owns, in any case: weights, what the optimizer keeps, gradients."""
+        """Return the constant bytes of a rank's shard: weights, optimizer state and gradients."""
         learning = self.owned(rank, True)
         return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 
     @cached_property
     def _alike(self) -> list[tuple[Bucket, int]]:
-        """One bucket of each form, and how many there are that live alike."""
+        """One bucket of each form and home, and the number of such buckets."""
         first: dict[object, Bucket] = {}
         counts: Counter[object] = Counter()
         for bucket in self.buckets:
@@ -396,18 +398,18 @@ class Costs:
         return {}
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: as measured, what others leave; else the device's."""
+        """Return the bytes that a rank may use: the measured free memory, else the device's size."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
 
-    # What pieces say.
+    # Costs of pieces.
 
     def rate(self, rank: int) -> float:
         """Return a rank's rate.
 
         Raises:
-            Unsupported: it is lost.
+            Unsupported: the rank is lost.
         """
         rate = self.health.rate(rank)
         if math.isinf(rate):
@@ -421,14 +423,14 @@ class Costs:
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def piece_profile(self, rank: int) -> Profile:
-        """Return what was measured on a rank's type of device."""
+        """Return the profile of a rank's type of device."""
         return self._of_type[self.cluster.type_of(rank)]
 
     def pieces(self, type_: str, kind: StageKind) -> Mapping[str, Piece]:
-        """Return what every template costs in a kind of stage on a type of device.
+        """Return the cost of every template in a kind of stage on a type of device.
 
         Raises:
-            Unsupported: that was not measured, or could not be fitted.
+            Unsupported: the kind was not measured, or its fit failed.
         """
         profile = self._of_type[type_]
         if kind not in profile.pieces:
@@ -445,11 +447,11 @@ class Costs:
     # Strategies.
 
     def home_of(self, bucket: Bucket) -> Layout:
-        """Return where a bucket lives."""
+        """Return the home of a bucket."""
         return self._owners.of(bucket)
 
     def owned(self, rank: int, learning: bool | None = None) -> int:
-        """Return how many elements a rank owns; of those that learn or not, if that is asked."""
+        """Return how many elements a rank owns; if `learning` is given, only trained or only frozen ones."""
         if (rank, learning) not in self._owned:
             self._owned[rank, learning] = sum(
                 times * self.home_of(bucket).local_size(rank)
@@ -459,13 +461,13 @@ class Costs:
         return self._owned[rank, learning]
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: its slowest pipeline, and what is fixed."""
+        """Return the seconds of an iteration: its slowest pipeline, plus `fixed`."""
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return when the slowest pipeline of an iteration ends, beside what is fixed.
+        """Return when the slowest pipeline of an iteration ends, without `fixed`.
 
-        Pipelines that share stages wait for one another, so what they compute is simulated.
+        Pipelines that share stages wait for each other, so their computation is simulated.
 
         Raises:
             Unsupported: pipelines share stages, and the stack is another runtime's.
@@ -488,10 +490,11 @@ class Costs:
         return max(ends, default=0.0)
 
     def fixed(self, strategy: Strategy) -> float:
-        """Return what pull, push, commit and update add to a strategy's iterations, in seconds.
+        """Return the seconds that pull, push, commit and update add to a strategy's iterations.
 
-        It is what a simulated iteration takes longer for them: each pipeline runs two micro-batches per stage of as
-        many tokens as use a device well, beside which part of the traffic hides.
+        They are the extra time of a simulated iteration: each pipeline runs two micro-batches per stage, with as many
+            tokens as
+        use a device well, and part of the traffic is hidden behind their computation.
         """
         if self.home.rule is not None and self.stack.own:
             return self.of_strategies(strategy).fixed(strategy)
@@ -505,7 +508,8 @@ class Costs:
                 for p in strategy.pipelines
             ]
             work = self.work(strategy, Assignment.even(counts, [max(256, n) for n in tokens]))
-            # Traffic hides in part, so it is not added up: the iteration is simulated with it and without.
+            # Traffic is hidden in part, so its times do not simply add up: the iteration is simulated with and without
+            # it.
             whole = self._timeline(strategy, counts, work).seconds
             self._fixed[key] = max(
                 0.0, whole - self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
@@ -513,12 +517,13 @@ class Costs:
         return self._fixed[key]
 
     def _all_reduced(self, strategy: Strategy) -> float:
-        """Return what a ring over the replicas of every block and the update of a whole stage take, all at once.
+        """Return the seconds of a ring over the replicas of every block and the update of a whole stage, at the end.
 
         A ring of d replicas moves 2 (d - 1) / d of the gradients through each of them; ranks that share a network card
-        share it.
+        share its bandwidth.
         """
-        # Other runtimes keep the state with the replicas: no pull or push, but an all-reduce after the last backward.
+        # Other runtimes keep the state with the replicas: instead of pull and push, an all-reduce after the last
+        # backward.
         worst = 0.0
         places = [self._blocks_of(p) for p in strategy.pipelines]
         for pipeline, mine in zip(strategy.pipelines, places, strict=True):
@@ -570,7 +575,7 @@ class Costs:
         return run(stage_actors(self.outline, strategy, counts, self.ranks), self.cluster, work, curves)
 
     def simulate(self, strategy: Strategy, assignment: Assignment) -> Timeline:
-        """Simulate one iteration, as `hg.simulate`."""
+        """Simulate one iteration, like `hg.simulate`."""
         if self.home.rule is not None:
             return self.of_strategies(strategy).simulate(strategy, assignment)
         work = self.work(strategy, assignment)
@@ -581,11 +586,11 @@ class Costs:
         return self._timeline(strategy, assignment.counts, work, curves)
 
     def work(self, strategy: Strategy, assignment: Assignment) -> CostedWork:
-        """Return what each instruction of an iteration costs.
+        """Return the cost of each instruction of an iteration.
 
         Raises:
-            ValueError: when these do not fit one another or the cluster.
-            Unsupported: something was not measured, or a rank is lost.
+            ValueError: strategy, assignment and cluster do not fit one another.
+            Unsupported: a cost was not measured, or a rank is lost.
         """
         if not self.stack.own:
             raise Unsupported(
@@ -597,9 +602,9 @@ class Costs:
         return CostedWork(self.of_strategies(strategy), strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return what every rank holds when it holds most, if all exchanges take as long as they may.
+        """Return the peak memory of every rank, assuming that every exchange takes as long as it may.
 
-        When they are over is known to a simulation alone: `hg.simulate(...).memory` holds no more, and is nearer.
+        Only a simulation knows when exchanges end: `hg.simulate(...).memory` gives a tighter bound.
 
         Args:
             assignment: of an iteration; default: two micro-batches per stage, of as many tokens as use a device well.
@@ -628,7 +633,7 @@ class Costs:
         messages: bool = True,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> Walk:
-        """Return the walk through one rank's program; arguments as of `cost.memory.Walk`."""
+        """Return the walk through one rank's program; arguments as for `cost.memory.Walk`."""
         return Walk(
             self.blocks,
             strategy,
@@ -643,25 +648,25 @@ class Costs:
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
-    """Return the packed micro-batches of every pipeline, padded where tokens must divide."""
+    """Return the packed micro-batches of every pipeline, padded where their tokens must be divisible."""
     by_pipeline = []
     for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
         parts = math.lcm(*(s.tp for s in pipeline.stages if s.kind.sequence_parallel), 1)
         packed = []
         for lengths in batches:
-            padding = -sum(lengths) % parts  # a sequence of its own
+            padding = -sum(lengths) % parts  # a separate sequence
             packed.append(MicroBatch(sum(lengths) + padding, len(lengths) + bool(padding)))
         by_pipeline.append(packed)
     return by_pipeline
 
 
 def _aux(piece: Piece) -> Curve:
-    """Return what auxiliary values take, which have no backward."""
+    """Return the cost of auxiliary values, which have no backward."""
     return piece.forward if piece.forward is not None else piece.seconds
 
 
 class CostedWork:
-    """What every instruction of one iteration costs; see `cost.work.Priced`."""
+    """Cost of every instruction of one iteration; see `cost.work.Priced`."""
 
     def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment) -> None:
         self._costs = costs
@@ -684,7 +689,7 @@ class CostedWork:
         self._moved: dict[object, Transfers] = {}
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `Priced`; blocks of one template take the same."""
+        """See `Priced`; blocks of one template take equally long."""
         template = AUX if block == "aux" else self._templates[block]
         key = (op, template, tuple(ranks), tuple(micro_batches))
         if key not in self._computed:
@@ -706,7 +711,7 @@ class CostedWork:
         for name, rate in kinds:
             for i, batch in enumerate(batches):
                 seconds[i] = max(seconds[i], rate * self._seconds(name, kind, template, op, batch))
-        # What was measured contains its tensor-parallel sums; a datasheet's operations do not, and get rings.
+        # Measurements include tensor-parallel sums; a datasheet's operations do not, so rings are added.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             role = stage.roles[0]
@@ -728,7 +733,7 @@ class CostedWork:
         return self._known[key]
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`; equal buckets that the same stages hold get the same object."""
+        """See `Priced`; equal buckets held by the same stages get the same object."""
         stages = self._holders.get(bucket, ())
         weights = self._buckets[bucket]
         if op is Op.PUSH and not weights.learns:
@@ -744,7 +749,7 @@ class CostedWork:
         return self._moved[key]
 
     def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`; buckets that live alike get the same object."""
+        """See `Priced`; buckets with the same home get the same object."""
         costs = self._costs
         weights = self._buckets[bucket]
         if costs.home.copies == 1 or not weights.learns:
@@ -757,8 +762,8 @@ class CostedWork:
         return self._moved[owners]
 
     def _in_bytes(self, sent: Ints, kind: Kind, size: int) -> Transfers:
-        """Return elements that travel [sending ranks, receiving ranks] in bytes, as long as they took where seen."""
-        # Most pairs exchange nothing: numpy finds the others among truths, in one row, six times as quickly.
+        """Convert elements sent [sending ranks, receiving ranks] to bytes, scaled by the correction of transfers."""
+        # Most pairs exchange no data: on one row of booleans numpy finds the others six times as fast.
         at = np.flatnonzero(sent != 0)
         src, dst = np.divmod(at, sent.shape[1])
         return Transfers(src, dst, sent.ravel()[at].astype(np.float64) * (size * self._costs._transfers[kind]))
@@ -774,8 +779,8 @@ class CostedWork:
     def ring_bytes(self) -> dict[tuple[int, int], float]:
         """Return what each rank sends to the next one of its stage in an iteration's tensor-parallel sums.
 
-        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves hold these sums, and do
-        not say how many they are: of these, nothing is known here.
+        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves include an unknown
+        number of sums, which are not counted here.
         """
         costs = self._costs
         pairs: dict[tuple[int, int], float] = {}
@@ -808,25 +813,25 @@ class CostedWork:
         return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))
 
     def handling(self, rank: int) -> float:
-        """See `Priced`; a lost rank takes part in nothing, or is taken for healthy."""
+        """See `Priced`; a lost rank counts as healthy, since it takes no part."""
         rate = self._costs.health.rate(rank)
         return rate if math.isfinite(rate) else 1.0
 
     def _norm_s(self, rank: int) -> float:
         norm = self._costs.piece_profile(rank).norm_s
         rate = self._costs.health.rate(rank)
-        # What a rank owns counts as much with it as with the other owners.
+        # The norm of a rank's shard counts once, not once per copy.
         return rate * norm * self._owned(rank) / self._costs.home.copies if norm and not math.isinf(rate) else 0.0
 
     def _owned(self, rank: int) -> float:
-        """Return how many elements that learn a rank owns."""
+        """Return how many trained elements a rank owns."""
         key = ("owned", rank)
         if key not in self._known:
             self._known[key] = self._costs.owned(rank, learning=True)
         return self._known[key]
 
     def as_work(self) -> Work:
-        """Return it spelled out, for small programs: instruction by instruction, and pair by pair."""
+        """Return the work in explicit form, for small programs: instruction by instruction, pair by pair."""
         seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {}
         for stage in self._placement.stages:
             for block in self._costs.outline.blocks[slice(*stage.blocks)]:
@@ -842,7 +847,7 @@ class CostedWork:
 
 
 class ProfileBlocks:
-    """What blocks hold, as a profile's lines over the tokens say; see `cost.memory.Blocks`."""
+    """Memory of blocks, from a profile's lines over the tokens; see `cost.memory.Blocks`."""
 
     def __init__(self, costs: Costs) -> None:
         self.outline = costs.outline
@@ -858,7 +863,7 @@ class ProfileBlocks:
         self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
     def _piece(self, template: str, part: StagePart) -> Piece:
-        # What a block holds is the same on all types; not every kind of stage was measured on each of them.
+        # A block's memory is the same on all types; not every kind of stage was measured on each of them.
         measured = (name for name in self._types if part.kind in self._profile.of(name).pieces)
         return self._pieces(next(measured, self._types[0]), part.kind)[template]
 
@@ -868,8 +873,8 @@ class ProfileBlocks:
         tokens = batch.tokens
         added = piece.held.added if piece.held else False
         gradients = 0 if added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        if piece.held is None:  # an older profile knows the sums only
-            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the last gives a number
+        if piece.held is None:  # an older profile has only the sums
+            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the last is a scalar
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
             return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
@@ -891,7 +896,7 @@ class ProfileBlocks:
 
 
 class _Curves(Sequence[MemoryCurve]):
-    """Every rank's memory over time, walked when it is asked for."""
+    """Every rank's memory over time, computed on access."""
 
     def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> None:
         self._costs = costs
@@ -908,7 +913,7 @@ class _Curves(Sequence[MemoryCurve]):
         costs = self._costs
         spans = self._timeline.ranks[rank]
         peak, at, after = costs.walk(self._strategy, self._batches, rank, over=_ended(spans)).curve()
-        # A point where the size changes; of what changes at the same instant, the last size counts.
+        # One point per change of size; of several changes at the same instant, the last size counts.
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):
@@ -921,9 +926,10 @@ class _Curves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return which exchanges a rank has ended when it gets to an instruction, as the executor does it.
+    """Return the exchanges that a rank has ended when it reaches an instruction, in the executor's way.
 
-    Before each computation it ends the pulls that bring it nothing and are over, and before each push, those before.
+    Before each computation it ends finished pulls that bring it no data, and before each push, the finished earlier
+    ones.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

@@ -1,4 +1,4 @@
-"""The critical path of a simulated iteration: what its end waited for, step by step back to the beginning, in words."""
+"""The critical path of a simulated iteration: the chain of waits from its end back to its beginning, in words."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # steps that are printed; the shortest of longer paths are left out
+SHOWN = 12  # printed steps; the shortest of longer paths are left out
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the iteration's end waited for during some time.
+    """One step of the critical path.
 
     Attributes:
         kind: "computing", "pulling weights", ...
         what: a sentence without its seconds.
-        begin_s, end_s: when.
-        ranks: those that did it.
+        begin_s, end_s: begin and end.
+        ranks: the ranks that did it.
         op: of its first instruction.
     """
 
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Duration of the step."""
         return self.end_s - self.begin_s
 
 
@@ -82,8 +82,8 @@ class CriticalPath:
 
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
-    """Follow what ended last back to the beginning."""
-    # Neighbours of one kind on one actor are one step: a reader wants stages and transfers, not a thousand blocks.
+    """Follow the last instruction to end back to the beginning."""
+    # Neighbours of one kind on one actor form one step: readers want stages and transfers, not a thousand blocks.
     chain = list(_chain(times))
     chain.reverse()
     steps: list[Step] = []
@@ -95,7 +95,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # What waits for the sums of a push does not wait for its end, at which they have been handed on to second owners.
+    # A consumer of a push's sums does not wait for its end, after the transfer to second owners.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
@@ -107,7 +107,7 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
     order = range(len(times[a].end))
-    # Of those that end last, one that waited for something tells more than one that did not.
+    # If several end last, prefer one that waited for another instruction.
     i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
     while i >= 0:
         yield a, i
@@ -115,7 +115,7 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
 
 
 def _together(actors: Sequence[Actor], one: tuple[int, int], two: tuple[int, int]) -> bool:
-    """Say whether two neighbours are told as one: computations of a stage, or pulls of it."""
+    """Return whether two neighbours form one step: computations of a stage, or pulls of it."""
     first, second = (actors[a].program.instructions[i] for a, i in (one, two))
     return one[0] == two[0] and _KINDS.get(first.op) == _KINDS.get(second.op) and first.op is not Op.RECEIVE
 
@@ -126,7 +126,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     instructions = [actors[x].program.instructions[i] for x, i in run]
     begin = times[a].begin[first]
     end = times[b].end[last]
-    # What slower transfers of others cost is told where it is more than a rounding.
+    # The cost of slower transfers by others is reported if it exceeds rounding.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = f", {took / alone:.2f} x as long as alone, for sharing links" if alone and took > 1.01 * alone else ""

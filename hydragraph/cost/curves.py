@@ -1,4 +1,4 @@
-"""Curves: the seconds of a piece of work for one micro-batch, as constants or as a table of what was measured."""
+"""Curves: the seconds of a piece of work for one micro-batch, as constants or as a table of measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hydragraph.errors import Unsupported
 
-# How far past its largest micro-batch a table may be read, as a multiple of its tokens.
+# Limit of reading a table beyond its largest micro-batch, as a multiple of its tokens.
 BEYOND = 2.0
 
 
@@ -29,30 +29,30 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Say whether the fit failed: no real attention has a = 0, and no real stage b = 0."""
+        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0."""
         return not (self.a > 0 and self.b > 0 and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch of sequences of these lengths."""
+        """Return the seconds of a micro-batch with sequences of these lengths."""
         return self.at(sum(lengths), squares(lengths))
 
     def at(self, tokens: float, squared: float) -> float:
-        """Return the seconds of a micro-batch of so many tokens, by the sum of its squared lengths."""
+        """Return the seconds of a micro-batch from its tokens and the sum of its squared lengths."""
         return self.a * squared + self.b * tokens + self.c
 
     def times(self, factor: float) -> Constants:
-        """Return it this many times as long."""
+        """Return the curve multiplied by a factor."""
         return Constants(self.a * factor, self.b * factor, self.c * factor)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds as they were measured, by (sequences, tokens in all).
+    """Measured seconds, by (sequences, total tokens).
 
-    A micro-batch is placed by its tokens T and its length sum l^2 / sum l, which is the length of its sequences where
+    A micro-batch is located by its tokens T and its length sum l^2 / sum l, which is the length of its sequences if
     they are equal. Measurements of one length are joined by straight lines over T, and those of neighbouring lengths
-    over the length. Below its smallest micro-batch a line goes on as it comes in, but to no less than 0; above its
-    largest one to twice as many tokens.
+    over the length. Below the smallest micro-batch the first line is extended, but not below 0; above the largest one,
+    the last line is extended to twice as many tokens.
 
     Attributes:
         rows: (sequences, tokens, seconds).
@@ -78,14 +78,14 @@ class Table:
         return tuple((length, tuple(sorted(points))) for length, points in sorted(by_length.items()))
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch of sequences of these lengths; see `at`."""
+        """Return the seconds of a micro-batch with sequences of these lengths; see `at`."""
         return self.at(sum(lengths), squares(lengths))
 
     def at(self, tokens: float, squared: float) -> float:
-        """Return the seconds of a micro-batch of so many tokens, by the sum of its squared lengths.
+        """Return the seconds of a micro-batch from its tokens and the sum of its squared lengths.
 
         Raises:
-            Unsupported: it is more than twice as large as what was measured.
+            Unsupported: it is more than twice as large as the largest measurement.
         """
         if tokens <= 0:
             return 0.0
@@ -96,9 +96,10 @@ class Table:
                 where="profile",
                 remedy="measure larger micro-batches, or cut this one",
             )
-        # Micro-batches of the same tokens differ in attention, which goes by the sum of l^2: so in this mean length.
+        # Micro-batches of equal tokens differ in attention, which depends on the sum of l^2, and thus on this mean
+        # length.
         length = squared / tokens
-        # Lines of the neighbouring lengths, each read at these tokens, and joined by a line over the length.
+        # Read the lines of the neighbouring lengths at these tokens, and join them by a line over the length.
         at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
             return _on_line(self._lines[min(at, len(self._lines) - 1)][1], tokens)
@@ -109,8 +110,8 @@ class Table:
         return shorter + (longer - shorter) * (length - low) / (high - low)
 
     def least_per_token(self, low: float, high: float) -> float:
-        """Return seconds per token that it is nowhere below, for micro-batches of `low` to `high` tokens."""
-        # On a straight line, seconds per token are least at one of its ends; between two lengths, they are a mean.
+        """Return a lower bound of the seconds per token, for micro-batches of `low` to `high` tokens."""
+        # On a straight line, seconds per token are smallest at one of its ends; between two lengths, they are a mean.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:
@@ -119,15 +120,15 @@ class Table:
         return min(least)
 
     def constants(self) -> Constants:
-        """Return constants that come near it, which search goes by; tables of one length show no quadratic part."""
+        """Return approximate constants for search; tables of one length show no quadratic part."""
         import numpy as np
-        from scipy.optimize import nnls  # which only fitting needs
+        from scipy.optimize import nnls  # only needed for fitting
 
         rows = np.array([[tokens * tokens / n, tokens, 1.0] for n, tokens, x in self.rows if x > 0])
         if not len(rows):
             return Constants(0.0, 0.0, 0.0)
-        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count as much
-        # Of one length, l^2 and l are in proportion: only one of them can be told.
+        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count equally
+        # At a single length, l^2 and l are proportional: only one of them can be fitted.
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)
         constants = np.zeros(3)
@@ -136,7 +137,7 @@ class Table:
         return Constants(a, b, c)
 
     def times(self, factor: float) -> Table:
-        """Return it this many times as long."""
+        """Return the table multiplied by a factor."""
         return Table(tuple((s, t, x * factor) for s, t, x in self.rows))
 
 
@@ -144,26 +145,26 @@ Curve = Constants | Table
 
 
 def squares(lengths: Sequence[int]) -> int:
-    """Return the sum of squared lengths, which with that of the lengths is all that a curve asks of a micro-batch."""
+    """Return the sum of squared lengths, which together with their sum determines a curve's value."""
     return sum(map(mul, lengths, lengths))
 
 
 def curve_record(curve: Curve) -> Any:
-    """Return what JSON can hold: {a, b, c} or a list of [sequences, tokens, seconds]."""
+    """Return a JSON value: {a, b, c} or a list of [sequences, tokens, seconds]."""
     if isinstance(curve, Constants):
         return {"a": curve.a, "b": curve.b, "c": curve.c}
     return [list(row) for row in curve.rows]
 
 
 def read_curve(data: Any) -> Curve:
-    """Read what `curve_record` returned."""
+    """Read the result of `curve_record`."""
     return Constants(**data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
 
 
 def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:
     if len(points) == 1:
         return points[0][1] * tokens / points[0][0]
-    # Outside of what was measured, the nearest two points' line goes on.
+    # Outside the measurements, the line of the nearest two points is extended.
     i = min(max(1, bisect_left([at for at, _ in points], tokens)), len(points) - 1)
     low, early = points[i - 1]
     high, late = points[i]

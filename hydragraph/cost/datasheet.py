@@ -1,9 +1,9 @@
-"""A profile of what nobody measured: a model's floating-point operations at a stated part of a datasheet's rate.
+"""A profile without measurements: a model's floating-point operations at a given fraction of a datasheet's rate.
 
-A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in all);
-attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it where it is causal, and
-twice that backward. What a block recomputes, its backward computes once more. Tensor-parallel sums are priced apart,
-by the links of the ranks that make them.
+A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in total);
+attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and
+twice that backward. A block's backward also repeats its recomputed operations. Tensor-parallel sums are priced
+separately, from the links of their ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 
-# Of a datasheet's FLOP/s: what well-tuned training of dense models reaches (Megatron-LM, 2021).
+# Fraction of a datasheet's FLOP/s reached by well-tuned training of dense models (Megatron-LM, 2021).
 EFFICIENCY = 0.45
 # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
@@ -37,7 +37,7 @@ def datasheet(
     """Return a profile for every type of device of a cluster.
 
     Args:
-        efficiency: the part of `flops_per_s` that computation reaches, above 0.
+        efficiency: the fraction of `flops_per_s` that computation reaches, above 0.
         degrees: the tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
     """
     if not 0 < efficiency <= 1:
@@ -78,7 +78,7 @@ def _of_type(
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
     for tp in degrees or range(1, ranks + 1):
-        # What does not divide the heads cannot cut attention.
+        # Attention can only be cut by a divisor of the heads.
         if all(heads % tp == 0 for heads in program.heads):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
@@ -88,14 +88,14 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
 def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piece:
     try:
         a, b, parameters, frozen = operations(program, block, kind.tp)
-    except Unsupported:  # this degree does not cut this block; who asks for it is told when it is lowered
+    except Unsupported:  # this degree does not cut this block; lowering reports it
         a, b, parameters, frozen = operations(program, block, 1)
         a /= kind.tp
         b /= kind.tp
         parameters //= kind.tp
         frozen //= kind.tp
     forward = Constants(a / rate, b / rate, 0.0)
-    # Backward computes the gradients of both operands of a product: twice forward.
+    # Backward computes the gradients of both operands of a product: twice the forward's operations.
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants(2 * forward.a + again.a, 2 * forward.b + again.b, 0.0)
     return Piece.apart(
@@ -108,7 +108,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piec
 
 
 def operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
-    """Return the first rank's operations per token^2 and per token, and its elements of weights, and of frozen ones."""
+    """Return the first rank's operations per token^2 and per token, and its elements of weights and of frozen ones."""
     graph = program.templates[block.template].graph.graph
     # An embedding is looked up, not multiplied: its weight adds no operations.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ def operations(program: Program, block: Block, tp: int) -> tuple[float, float, i
 
 
 def _attention(node: fx.Node) -> float:
-    """Return the operations per token^2."""
+    """Return the operations of an attention node per token^2; 0 for other nodes."""
     if node.target is not torch.ops.hydragraph.varlen_attention.default:
         return 0.0
     query = node.args[0]
@@ -136,6 +136,6 @@ def _attention(node: fx.Node) -> float:
 
 
 def _sums(program: Program, block: Block) -> tuple[int, int]:
-    """Return how many hidden states the ranks of a stage add up, forward and backward."""
+    """Return how many hidden states the ranks of a stage sum, forward and backward."""
     where = [n.args[1] for n in program.templates[block.template].graph.graph.nodes if n.target is communicate]
     return where.count("exit"), where.count("enter")

@@ -1,4 +1,4 @@
-"""How a runtime moves data: hydragraph's own way, and that of others, whose measured runs costs can be held against."""
+"""Data movement of a runtime: hydragraph's own, and those of others, so that costs can be compared with their runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Stack:
     Attributes:
         parts: each tensor-parallel rank sends its part of a hidden state, and the receivers gather the whole; else each
             receiver gets it whole.
-        blocking: messages hold up the stages at both of their ends, which exchange them between two computations; else
-            they travel while those compute.
-        buffer_bytes: a message of at most so many bytes lets its sender go on at once, where `blocking`.
-        staging: receivers first make a whole hidden state of zeros in pageable host memory, and copy it to the device
-            over this link; None: it is made on the device, at once.
+        blocking: messages block the stages at both of their ends, which exchange them between two computations; else
+            they travel during computation.
+        buffer_bytes: maximum size of a message whose sender continues immediately, if `blocking`.
+        staging: receivers first allocate a whole hidden state of zeros in pageable host memory, and copy it to the
+            device over this link; None: it is allocated on the device.
         all_reduce: gradients are all-reduced over the replicas of a stage, and every replica updates all of its
             weights, after the last backward; else home shards own them (pull and push).
     """
@@ -31,7 +31,7 @@ class Stack:
 
     @property
     def own(self) -> bool:
-        """Whether it is hydragraph's."""
+        """Whether it is hydragraph's own."""
         return self == Stack()
 
 

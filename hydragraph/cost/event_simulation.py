@@ -1,14 +1,14 @@
-"""The event simulation itself: when every instruction of every actor begins and ends.
+"""The event simulation: when every instruction of every actor begins and ends.
 
-Computation is a chain: an actor runs ahead for as long as all that it waits for has a known end. Transfers share
-ports and cards, so their ends are known only when the clock reaches them (`cost.flows`). Nothing begins before the
-clock: what becomes known at some time was made then or later.
+Computation is a chain: an actor runs ahead as long as the ends of all its inputs are known. Transfers share ports and
+cards, so their ends are known only when the clock reaches them (`cost.flows`). Events never begin before the clock: a
+value known at some time was made then or later.
 
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
     queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
-    hand    what first owners hand on to second ones: the second half of a push, in a queue of its own; the push ends
-            with it, but lets the next one begin when its sums are there
+    hand    transfer from first to second owners: the second half of a push, in a queue of its own; the push ends with
+            it, but lets the next one begin when its sums have arrived
     ready   when an instruction can begin;  cause: the one that it waited for last, for the critical path
 
 Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
@@ -40,12 +40,12 @@ _PULL, _PUSH, _SEND, _HAND = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """When an actor's instructions begin and end, in seconds, and what each began after: an actor's instruction.
+    """Begin and end of an actor's instructions, in seconds, and the one (of any actor) that each waited for last.
 
     Attributes:
         begin, end: by index.
-        actor, index: what the beginning waited for last; -1: for nothing.
-        alone: of a transfer: what it would have taken alone; of others 0.
+        actor, index: the last instruction waited for; -1: none.
+        alone: the time of a transfer without other traffic; 0 for other instructions.
     """
 
     begin: array[float]
@@ -57,18 +57,18 @@ class Times:
 
 @dataclass(eq=False)
 class _Meeting:
-    """One exchange: who is still missing for each actor, when the last of them came, and which it was."""
+    """One exchange: the partners missing for each actor, and the time and number of the last one that came."""
 
     passage: Passage
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    # Actor -> its instruction, when it came, and what let it enter.
+    # Actor -> its instruction, when it came, and the cause of its entry.
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
 class Engine:
-    """One run."""
+    """One run of the simulation."""
 
     def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
         self.actors = actors
@@ -76,7 +76,7 @@ class Engine:
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
-        # A transfer is priced for all ranks of an actor together: the slowest of them counts.
+        # A transfer is priced for all ranks of an actor together, by the slowest of them.
         handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
         self._roads = Roads(cluster, group, handling)
         self._flows = Flows()
@@ -90,17 +90,17 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when the sums of pushes were there, to hand on
-        self._at = [0] * len(actors)  # how far each actor is in its compute queue
-        self._clock = [0.0] * len(actors)  # when its last computation ended
-        self._latest = [-1] * len(actors)  # and which that was
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when the sums of pushes were ready to hand on
+        self._at = [0] * len(actors)  # position of each actor in its compute queue
+        self._clock = [0.0] * len(actors)  # end of its last computation
+        self._latest = [-1] * len(actors)  # the index of that computation
         self._queues = [
             (p.pulls, p.pushes, p.sends, tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))))
             for p in (actor.program for actor in actors)
         ]
         self._handed_on = [frozenset(queues[_HAND]) for queues in self._queues]
         self._next = [[0] * 4 for _ in actors]
-        self._free: list[list[float]] = [[0.0] * 4 for _ in actors]  # UNKNOWN while one is under way
+        self._free: list[list[float]] = [[0.0] * 4 for _ in actors]  # UNKNOWN while a transfer is in flight
         self._before = [[-1] * 4 for _ in actors]
         self._open = [
             len(p.pulls) + len(p.pushes) + len(p.sends) + len(p.receives) for p in (a.program for a in actors)
@@ -118,7 +118,7 @@ class Engine:
         Raises:
             ValueError: the programs never end.
         """
-        # Everything that needs no transfer first; then whatever the end of each transfer lets begin.
+        # First everything that needs no transfer; then what the end of each transfer allows to begin.
         self._dirty.extend(range(len(self.actors)))
         self._settle()
         for now, flow in self._flows.ended():
@@ -144,8 +144,8 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        # Until nobody can go on without the clock. Computing makes values that transfers wait for, and a commit moves
-        # other actors on, which marks them again.
+        # Until no actor can continue without the clock. Computing makes values that transfers wait for, and a commit
+        # advances other actors, which marks them again.
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
@@ -153,11 +153,11 @@ class Engine:
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
-        """Run an actor's computations for as long as all that they wait for has a known end."""
+        """Run an actor's computations as long as the ends of all their inputs are known."""
         program = self.actors[a].program
         times = self.times[a]
         durations = self._durations[a]
-        # Local names: this loop runs once per instruction, of which there are millions.
+        # Local names: this loop runs once per instruction, millions of times.
         queue = program.compute
         needs = program.needs
         begin = times.begin
@@ -182,11 +182,11 @@ class Engine:
             if ready < 0:
                 break
             seconds = durations[i]
-            # The commit is the one instruction whose end depends on the other actors.
+            # Only the commit's end depends on the other actors.
             if seconds < 0:
                 if not self._commit(a, i, ready, cause):
                     break
-                # The commit has moved every actor on, this one too.
+                # The commit has advanced every actor, including this one.
                 at = self._at[a]
                 clock = self._clock[a]
                 latest = self._latest[a]
@@ -201,8 +201,8 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Let an actor come to the commit, which waits for its transfers; say whether all are there."""
-        # Transfers of its own must have ended, received messages too; those of others are theirs to wait for.
+        """Let an actor reach the commit, which waits for its transfers; return whether all actors have arrived."""
+        # Its own transfers must have ended, including received messages; other actors wait for theirs.
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -228,7 +228,7 @@ class Engine:
         return True
 
     def _transfer(self, a: int, queue: int) -> None:
-        """Begin the next transfer of a queue, if the one before it has ended and what it waits for is made."""
+        """Begin the next transfer of a queue, if the one before it has ended and its inputs are ready."""
         while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
             i = self._queues[a][queue][self._next[a][queue]]
             ready = self._free[a][queue]
@@ -266,7 +266,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the second half: a push is alone while it waits between its halves, too
+        if i in self._summed[a]:  # the second half: the wait between the halves also counts as time alone
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready
@@ -275,9 +275,9 @@ class Engine:
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        """Let an actor enter an exchange; whoever has all its partners there begins."""
+        """Let an actor enter an exchange; actors whose partners are all there begin."""
         meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
-        # Who exchanges nothing, as both ends are on one rank, passes at once.
+        # Both ends are on one rank, so the exchange completes immediately.
         row = meeting.passage.partners[a]
         if not row[a]:
             self._begin(a, i, ready, (a, cause), 0.0, ())
@@ -285,11 +285,11 @@ class Engine:
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
             if len(meeting.entered) == len(self.actors):
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones the first that came
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones, the first that came
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
-        # Every partner waits for the last of its own partners, and partners differ: groups that exchange nothing with
-        # each other do not wait for each other.
+        # Every partner waits for the last of its own partners. Partners differ: groups that do not exchange data do not
+        # wait for each other.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a
@@ -349,11 +349,11 @@ class Engine:
         self._dirty.append(a)
 
     def _arrive(self, a: int, i: int, now: float) -> None:
-        """Let a message be there once all ranks of the other stage have it."""
+        """Deliver a message once all ranks of the other stage have it."""
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)
-        # Where the other stage has more ranks, this one sends several times: only the last of these completes it.
+        # If the other stage has more ranks, this one sends several times: only the last send completes the message.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]
@@ -373,7 +373,7 @@ def _receives(actor: Actor) -> dict[StageMessage, int]:
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
-    """Return the seconds of every instruction of the compute queue; -1 for the commit, which all come to."""
+    """Return the seconds of every instruction of the compute queue; -1 for the commit, which all actors share."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

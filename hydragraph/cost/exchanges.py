@@ -1,4 +1,4 @@
-"""Elements that an exchange of one bucket moves between ranks, by its home layout and the stages that use it."""
+"""Elements that an exchange of one bucket moves between ranks, from its home layout and the stages using it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.ir.parameter import Bucket
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return how many elements each rank sends to each other in a pull or a push [ranks, ranks].
+    """Return the number of elements that each rank sends to each other rank in a pull or a push [ranks, ranks].
 
     Args:
         op: pull or push.
@@ -22,7 +22,7 @@ def elements_sent(
         splits_tokens: whether ranks of a stage see different tokens, so that their gradients are partial sums.
         ranks: size of the world.
     """
-    from hydragraph.ir.link_volume import copied, reduced  # it needs numba, which prices without traffic do not
+    from hydragraph.ir.link_volume import copied, reduced  # needs numba, which prices without traffic do not
 
     sums = GradientKind.PARTIAL if splits_tokens else GradientKind.REPLICA
     users = propagation(bucket, stages, {parameter.name: sums for parameter in bucket.parameters})

@@ -1,4 +1,4 @@
-"""What one compiled block holds for one micro-batch: its graphs' values, each storage counted once."""
+"""Memory of one compiled block for one micro-batch: its graphs' values, each storage counted once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one block makes for one micro-batch, in bytes.
+    """Memory of one block for one micro-batch, in bytes.
 
     Attributes:
         output: its hidden state (the last block: its loss).
         saved: what its forward saves beyond inputs and output.
-        keeps: which inputs it saves as they are: "hidden", "aux"; or "output".
-        forward, backward: the most that its graphs' own values take at once, results included.
+        keeps: the values that it saves unchanged: "hidden", "aux" or "output".
+        forward, backward: the peak of its graphs' own values, results included.
         gradients: of its parameters.
     """
 
@@ -73,9 +73,9 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> Held:
-    """Return a block's footprint as lines over its tokens, which go through those of 1,024 and of 2,048 per rank.
+    """Return a block's footprint as lines over its tokens, through those at 1,024 and 2,048 tokens per rank.
 
-    One sequence is assumed: more of them add 4 bytes each to the bounds that an attention keeps.
+    One sequence is assumed: each further one adds 4 bytes to the bounds that an attention keeps.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp
@@ -96,7 +96,7 @@ def held_by(variant: Variant, part: StagePart) -> Held:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    """Return the bytes of a graph's results for a micro-batch, those left out that it was given."""
+    """Return the bytes of a graph's results for a micro-batch, without those that are inputs."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
@@ -104,14 +104,14 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
-    """Return the bytes per token of a graph's first result: of a block's, the hidden state."""
+    """Return the bytes per token of a graph's first result, which is the hidden state for a block."""
     hidden = value_of(_results(graph)[0])
     return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Turns the sizes that a graph was traced with into those of a micro-batch.
+    """Converts the sizes of a traced graph to those of a micro-batch.
 
     Attributes:
         tokens: the symbol of the token count.
@@ -125,7 +125,7 @@ class Sizes:
 
     @staticmethod
     def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
-        """Learn them from a block's inputs."""
+        """Derive the sizes from a block's inputs."""
         nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
         if "hidden" in nodes:
             return Sizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
@@ -133,19 +133,19 @@ class Sizes:
 
     @staticmethod
     def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> Sizes:
-        """Learn them from inputs [1, tokens / parts, ...]."""
+        """Derive the sizes from inputs [1, tokens / parts, ...]."""
         size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
-        if size is None:  # nothing depends on the tokens
+        if size is None:  # sizes do not depend on the tokens
             return Sizes("", 1.0, 1 + micro_batch.sequences)
         factor = micro_batch.tokens / (hint_of(size) * parts)
         return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
-        """Return the storages of a node's value -> bytes; of a view, those of the view."""
+        """Return the storages of a node's value and their bytes; for a view, the bytes of the view."""
         return {key: self._bytes(tensor) for key, tensor in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the bytes that an operator takes beside its results while it runs: a fused head, for its chunk."""
+        """Return the temporary bytes of an operator while it runs: those of a fused head's chunk."""
         operands = _head_operands(node)
         if operands is None:
             return 0
@@ -163,7 +163,7 @@ class Sizes:
 
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
-    """Return the most that a graph's own values take at once; each goes after its last use, results stay."""
+    """Return the peak of a graph's own values; each is freed after its last use, results stay."""
     lives = _lives_of(graph, sizes.tokens)
     held = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)
@@ -179,16 +179,16 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """When a graph's own storages begin and end, and their bytes: constant x factor^tokens x bounds^bounds.
+    """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds.
 
-    The same for every micro-batch, and planners ask for hundreds. A storage [1, tokens, 4096] of float32, traced with
-    26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
+    They are the same for every micro-batch, and planners ask for hundreds. A storage [1, tokens, 4096] of float32,
+    traced with 26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
 
     Attributes:
         nodes: of the graph.
         begin, end: the first node that makes a storage, and the last that reads it.
         constant, tokens, bounds: of its bytes, see `Sizes`.
-        heads: nodes that take bytes beside their results while they run.
+        heads: nodes with temporary bytes while they run.
     """
 
     nodes: int
@@ -234,7 +234,7 @@ def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
 
 
 def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
-    """Return what a tensor's bytes are made of: a number, and how often the tokens and the bounds are factors."""
+    """Return the factors of a tensor's bytes: a constant, and the exponents of the tokens and the bounds."""
     constant = float(tensor.dtype.itemsize)
     of_tokens = of_bounds = 0
     for size in tensor.shape:

@@ -1,14 +1,15 @@
-"""Candidate owners of one bucket: parts of it by rank, which add up to 1.
+"""Candidate owners of one bucket: fractions of it by rank, which sum to 1.
 
 Let a stage of t ranks need 1 / t of the bucket on each of them. Candidates for strategies s with weights w_s are
 
-    by need      parts as ranks need the bucket under one strategy, or on average over all
-    groups       the ranks of one stage alone; of two strategies, the ranks that both use
-    all          equal parts of all ranks
+    by need      the fractions that ranks need under one strategy, or on average over all
+    groups       the ranks of one stage alone; for two strategies, the ranks that both use
+    all          equal fractions of all ranks
     subsets      every set of ranks, in worlds of at most `FEW` ranks
 
-A rank's part is then multiplied by its ability (its share where the user gives shares, the inverse of its rate): a rank
-without any owns nothing. Of two copies, candidates on one node get their second copy from the ranks of other nodes.
+A rank's fraction is then multiplied by its ability (its share if the user gives shares, the inverse of its rate): a
+rank with ability 0 owns no part. With two copies, candidates on one node get their second copy from the ranks of other
+nodes.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # stages of one strategy, or second nodes, that are candidates by themselves
-PLACES = 9  # decimals by which two candidates are the same
+MOST = 8  # maximum number of stages of one strategy, or of second nodes, that are separate candidates
+PLACES = 9  # decimals for comparing two candidates
 
 
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return candidates, without repetition, the one by mean need first.
+    """Return candidates without repetition, the one by mean need first.
 
     Args:
         users: by the strategy's number, the stages that use the bucket.
         weights: of the strategies.
-        ability: of each rank, 0: it owns nothing [ranks].
+        ability: of each rank, 0: it owns no part [ranks].
         copies: of the state.
         nodes: of each rank.
-        wide: whether more than needs are looked at.
+        wide: whether to consider more candidates than those by need.
     """
     ranks = len(ability)
     needs = {number: needed(stages, ranks) for number, stages in users.items()}
@@ -56,7 +57,7 @@ def candidates(
 
 
 def needed(stages: Stages, ranks: int) -> Parts:
-    """Return the part of a bucket that each rank needs for its stage."""
+    """Return the fraction of a bucket that each rank needs for its stage."""
     parts = np.zeros(ranks)
     for stage in stages:
         parts[list(stage)] += 1 / len(stage)
@@ -64,13 +65,13 @@ def needed(stages: Stages, ranks: int) -> Parts:
 
 
 def subsets(ranks: int) -> list[Parts]:
-    """Return equal parts of every set of ranks."""
+    """Return equal fractions for every set of ranks."""
     sets = (chosen for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size))
     return [_of(chosen, ranks) for chosen in sets]
 
 
 def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iterator[Parts]:
-    """Yield parts of two copies together, of which no node has more than half.
+    """Yield fractions of two copies together, with at most half on each node.
 
     Args:
         parts: of one copy.
@@ -93,7 +94,7 @@ def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iter
 
 
 def unlike(every: Sequence[Parts]) -> list[Parts]:
-    """Return parts without repetition, in their order."""
+    """Return the candidates without repetition, in their order."""
     return list({tuple(np.round(parts, PLACES)): parts for parts in reversed(every)}.values())[::-1]
 
 

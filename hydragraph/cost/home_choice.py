@@ -1,24 +1,24 @@
-"""The choice of a home: which ranks own each bucket's state, for the strategies that run.
+"""The choice of a home: the ranks that own each bucket's state, for given strategies.
 
-Every iteration a bucket b is pulled by the stages that use it and its gradients are pushed back. With x_b the parts of
-b that ranks own (`cost.home_candidates`), let p_s(x), q_s(x) and h_s(x) be the seconds of the slowest rank for pulling
-it, pushing it and handing it to second owners under strategy s, from the bytes of its links (`ir.exchanged`) on the
-cluster (`cost.traffic`). Of strategies that run with the frequencies w_s, choose
+In every iteration, the stages that use a bucket b pull it and push its gradients back. With x_b the parts of b that
+ranks own (`cost.home_candidates`), let p_s(x), q_s(x) and h_s(x) be the seconds of the slowest rank for pulling it,
+pushing it and handing it to second owners under strategy s, from the bytes of its links (`ir.exchanged`) on the cluster
+(`cost.traffic`). For strategies with frequencies w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and of equal ones the one that moves fewest bytes, then the one whose largest part is smallest. Ranks enter the
-exchanges of buckets one after another in the same order, so what an iteration exchanges takes at most the sum over
-buckets: the choice is separable, each bucket by itself, as long as every rank has room for what it then owns. Where one
-does not, a linear program over the same candidates chooses for all buckets at once (`cost.home_room`).
+and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Ranks enter the
+exchanges of buckets one after another in the same order, so the exchanges of an iteration take at most the sum over
+buckets: the choice is separable, each bucket by itself, as long as every rank has room for what it then owns.
+Otherwise, a linear program over the same candidates chooses for all buckets at once (`cost.home_room`).
 
-Buckets of equal form that the same stages use are one class, whose choice is made once: a model has few of them. For
-one strategy on links that are all alike, parts by need are the choice (but for stages of unlike degrees in small
-worlds): each rank then receives what it does not own of its need, in balance with what it sends, and a stage that is
-alone with a bucket exchanges nothing.
+Buckets of equal form used by the same stages are one class with a single choice: a model has few classes. For one
+strategy on equal links, parts by need are the choice (except for stages of unlike degrees in small worlds): each rank
+then receives the part of its need that it does not own, in balance with what it sends, and a stage that alone uses a
+bucket has no exchange.
 
 Example: two pipelines of two stages, <[0]x2,[1]x2> + <[2]x2,[3]x2>. The first layers go to ranks 0 and 2 in halves, the
-others to 1 and 3. Alone, <[0]x2,[1]x2> would have them on ranks 0 and 1, and exchange nothing.
+others to 1 and 3. With <[0]x2,[1]x2> alone, ranks 0 and 1 would own them without any exchange.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-SAME = 1e-9  # relative difference of seconds, and of bytes, that counts as none
+SAME = 1e-9  # relative difference of seconds, and of bytes, that counts as zero
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a choice goes by; ranks that have the same make the same choice.
+    """Inputs of a choice; ranks with equal inputs make the same choice.
 
     Attributes:
         outline, buckets: of the model.
         strategies: that run.
         cluster: one device per rank, their nodes and links.
-        home: its rule, copies, nodes, shares (of the ranks relative to each other) and buckets that are not chosen.
-        itemsize: bytes of a weight that is pulled.
-        weights: how often each strategy runs; None: equally often.
-        health: rates of ranks: a slow one owns less of a bucket, a lost one nothing.
+        home: its rule, copies, nodes, shares (of the ranks relative to each other) and fixed buckets.
+        itemsize: bytes of a pulled weight.
+        weights: frequencies of the strategies; None: all equal.
+        health: rates of ranks: a slow rank owns less of a bucket, a lost one none.
         room: elements that each rank has memory for; None: enough.
     """
 
@@ -76,7 +76,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Class:
-    """Buckets of equal form that the same stages use.
+    """Buckets of equal form used by the same stages.
 
     Attributes:
         buckets: of the model.
@@ -88,10 +88,10 @@ class Class:
 
 
 def choose_home(question: Question) -> Home:
-    """Return a home without a rule; one that has none is returned as it is. A pure function.
+    """Return a home without a rule; a home without one is returned unchanged. A pure function.
 
     Raises:
-        ValueError: the home has shares for other ranks, or asks for a copy on another node where there is none.
+        ValueError: the home has shares for other ranks, or needs a copy on another node but there is only one.
     """
     home = question.home
     if home.rule is None:
@@ -110,7 +110,7 @@ def choose_home(question: Question) -> Home:
 
 
 def expected_s(question: Question, home: Home) -> float:
-    """Return the seconds of exchanges that an iteration is expected to have under a home: the sum of e_b."""
+    """Return the expected seconds of exchanges of an iteration under a home: the sum of e_b."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for each in choice.classes(without=()):
@@ -121,7 +121,7 @@ def expected_s(question: Question, home: Home) -> float:
 
 
 def numbers(parts: Parts) -> tuple[float, ...]:
-    """Return parts as relative shares, whole numbers where they are such."""
+    """Return parts as relative shares, as whole numbers if possible."""
     shares = parts / parts[parts > 0].min()
     whole = np.rint(shares)
     return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))
@@ -142,14 +142,14 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """The shares of what no block uses: those that the home has, of ranks that are not lost."""
+        """The shares for buckets that no block uses: those of the home, for ranks that are not lost."""
         given = self._question.home.shares
         if not self._question.health.lost:
             return None if given is None else tuple(given)
         return numbers(np.where(self._ability > 0, given or (1.0,) * self.ranks, 0.0))
 
     def parts(self) -> dict[str, Parts]:
-        """Return the parts of every bucket that is chosen."""
+        """Return the parts of every chosen bucket."""
         classes = self.classes(without=tuple(self._question.home.buckets))
         narrow = self._question.home.rule == "stages"
         ranked = [self._ranked(each, wide=not narrow and self._mixed(each)) for each in classes]
@@ -159,7 +159,7 @@ class _Choice:
         return self._repaired(classes) or best
 
     def classes(self, without: Sequence[str]) -> list[Class]:
-        """Return the classes of the buckets that blocks use, but for some."""
+        """Return the classes of the buckets that blocks use, except for some."""
         question = self._question
         holders = [
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
@@ -176,7 +176,7 @@ class _Choice:
         return [Class(tuple(buckets), users[key]) for key, buckets in found.items()]
 
     def _mixed(self, each: Class) -> bool:
-        """Return whether more than needs are looked at: several strategies, links that differ, stages cut unlike."""
+        """Return whether to consider more than needs: several strategies, unequal links, or unlike degrees."""
         cluster = self._question.cluster
         if len(self._question.strategies) > 1 or len(cluster.types) > 1 or cluster.pairs:
             return True
@@ -198,7 +198,7 @@ class _Choice:
         return [found[i] for i in order]
 
     def price(self, each: Class, parts: Parts) -> tuple[float, float]:
-        """Return the seconds and the bytes that a bucket of a class is expected to take in an iteration."""
+        """Return the expected seconds and bytes of a bucket of a class in an iteration."""
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
         if key not in self._known:
@@ -230,7 +230,7 @@ class _Choice:
         return any(stage.sequence_parallel for stage in stages)
 
     def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.link_volume import handed_on  # it needs numba, which one strategy does without
+        from hydragraph.ir.link_volume import handed_on  # needs numba, which a single strategy does not
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:
@@ -253,7 +253,7 @@ class _Choice:
         return self._question.home.copies * bucket.size
 
     def _repaired(self, classes: Sequence[Class]) -> dict[str, Parts] | None:
-        """Return parts that ranks have memory for; None: there are none."""
+        """Return parts that fit the memory of ranks; None: there are none."""
         room = np.asarray(self._question.room, float)
         able = np.where(self._ability > 0, np.maximum(room, 0.0), 0.0)
         if not able.sum():

@@ -1,16 +1,16 @@
 """Owners within the ranks' memory: the linear program that repairs the best owners of each bucket alone.
 
-Let class k have n_k buckets of z_k elements, whose candidate c gives rank r the part p_cr and takes e_kc seconds. With
-m copies and room for M_r elements on rank r, choose how much x_kc of the class goes by each candidate:
+Let class k have n_k buckets of z_k elements, whose candidate c gives rank r the fraction p_cr and takes e_kc seconds.
+With m copies and room for M_r elements on rank r, choose the amount x_kc of the class that uses each candidate:
 
     minimise    sum_kc n_k e_kc x_kc
     subject to  sum_c x_kc = 1                            for every class k
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets go by one candidate as far as x allows, and the others of a class share what is left of it in mixed parts,
-so that every rank owns what the program says. Parts of one rank each are among the candidates: with one copy, whatever
-fits in total is feasible.
+Whole buckets use one candidate as far as x allows, and the others of a class share the remainder in mixed fractions, so
+that every rank owns what the program prescribes. The candidates include single ranks: with one copy, anything that fits
+in total is feasible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-FULL = 1 - 1e-6  # of the room, that may be planned: solvers and cuts round
+FULL = 1 - 1e-6  # fraction of the room that may be planned, because solvers and cuts round
 
 
 def within(
@@ -32,15 +32,15 @@ def within(
     seconds: Sequence[Sequence[float]],
     room: Parts,
 ) -> list[list[Parts]] | None:
-    """Return parts for each bucket of each class; None where memory does not suffice.
+    """Return fractions for each bucket of each class; None if memory does not suffice.
 
     Args:
         counts: buckets of each class.
         sizes: elements of a bucket of each class, all copies together.
-        choices, seconds: candidates of each class, and what each takes.
+        choices, seconds: candidates of each class, and the seconds of each.
         room: elements that each rank has memory for [ranks].
     """
-    from scipy.optimize import linprog  # only state that does not fit needs it
+    from scipy.optimize import linprog  # only needed if the best owners do not fit
 
     flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]
     cost = np.array([counts[k] * each for k, _, each in flat])
@@ -61,10 +61,10 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return parts for each of some equal buckets: whole ones by one candidate each, and the others in mixed parts.
+    """Return fractions for each of several equal buckets: whole buckets by candidate, the others in mixed fractions.
 
     Args:
-        chosen: candidates, and how many buckets each is to have; these add up to `count`.
+        chosen: candidates, and the number of buckets of each, which sum up to `count`.
         count: of buckets.
     """
     buckets: list[Parts] = []

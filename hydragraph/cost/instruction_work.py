@@ -1,4 +1,4 @@
-"""Work: what the instructions of one iteration cost."""
+"""Work: the cost of the instructions of one iteration."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 from hydragraph.cost.traffic import Pair, Transfers
 from hydragraph.ir.instruction import Op
 
-# One object for all that moves nothing, as equal transfers are priced once by identity.
+# One object for all empty transfers, since equal transfers are priced once by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 class Priced(Protocol):
-    """What a simulation asks."""
+    """Costs that a simulation needs."""
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """Return the seconds of a block's forward or backward for each micro-batch, on a stage's ranks together.
 
         Args:
-            micro_batches: the numbers of all that the stage runs (`ir.rank_program.Role`).
+            micro_batches: the numbers of all micro-batches of the stage (`ir.rank_program.Role`).
         """
         ...
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """Return what a pull moves between ranks, or a push to first owners."""
+        """Return the transfers of a pull, or of a push to first owners."""
         ...
 
     def handed_on(self, bucket: str) -> Transfers:
-        """Return what a push's first owners then move to second ones; of a home of one copy nothing."""
+        """Return the transfers of a push from first to second owners; empty for a home of one copy."""
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
-        """Return the bytes of a pipeline's micro-batch's hidden state; None: messages take no time at all.
+        """Return the bytes of the hidden state of a pipeline's micro-batch; None: messages take no time.
 
         Args:
             micro_batch: counted within the pipeline.
@@ -47,26 +47,26 @@ class Priced(Protocol):
         ...
 
     def commit_s(self) -> float:
-        """Return what agreeing takes once all ranks are there."""
+        """Return the seconds of the agreement once all ranks have arrived."""
         ...
 
     def handling(self, rank: int) -> float:
-        """Return how many times as long as a healthy rank one takes to begin and end a message: links' latency."""
+        """Return a rank's factor on link latency: its time to start and end a message, relative to a healthy rank."""
         ...
 
 
 @dataclass(frozen=True)
 class Work:
-    """Costs given one by one; what is absent costs nothing.
+    """Explicit costs; absent entries have zero cost.
 
     Attributes:
         seconds: (operation, block or "", rank) -> seconds of one forward or backward of every micro-batch, or of the
-            update; (operation, block, rank, micro-batch) of one of them, which counts before that.
+            update; (operation, block, rank, micro-batch) for a single one, which takes precedence.
         pull_bytes, push_bytes, handed_bytes: bucket -> (sending rank, receiving rank) -> bytes; local movements are
             left out.
         activation_bytes: pipeline -> bytes of one micro-batch's hidden state.
         commit: seconds.
-        rates: how many times as long a rank takes to begin and end a message; 1 where it is absent.
+        rates: factor on the latency of a rank's messages; default 1.
     """
 
     seconds: Mapping[tuple[Op, str, int] | tuple[Op, str, int, int], float]
@@ -117,7 +117,7 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class Without:
-    """Work of which some parts cost nothing; "ending" is commit and update."""
+    """Work with some parts at zero cost; "ending" is commit and update."""
 
     def __init__(self, work: Priced, *parts: Part) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""The bytes that pulls and pushes move, exactly: as the link says, not as a model estimates."""
+"""The exact bytes that pulls and pushes move, computed from the link instead of estimated."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DIRECTIONS: tuple[Direction, ...] = ("pull", "push")
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What one direction moves in one step.
+    """Bytes moved in one direction in one step.
 
     Attributes:
-        src, dst: int64, the sending and the receiving rank of each pair that moves anything, sorted, never the same.
+        src, dst: int64, the sending and the receiving rank of each pair that moves data, sorted, never the same.
         size: int64, bytes of each pair.
         local: bytes that stay on their rank.
     """
@@ -36,7 +36,7 @@ class Traffic:
 
     @staticmethod
     def of(pairs: Mapping[tuple[int, int], int], local: int) -> Traffic:
-        """Return that of (sending rank, receiving rank) -> bytes."""
+        """Convert (sending rank, receiving rank) -> bytes to traffic."""
         rows = np.array([(*pair, size) for pair, size in sorted(pairs.items())], np.int64).reshape(-1, 3)
         return Traffic(rows[:, 0], rows[:, 1], rows[:, 2], local)
 
@@ -48,7 +48,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes between ranks."""
+        """Total bytes between ranks."""
         return int(self.size.sum())
 
     @property
@@ -59,13 +59,13 @@ class Traffic:
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return what a pull (in the compute dtype) or a push (in fp32, of what learns, on to second owners) moves."""
+    """Return the traffic of a pull (in the compute dtype) or a push (fp32, trained buckets, to all owners)."""
     return moved(placed, direction, program.dtype.itemsize)
 
 
 def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
-    """Return what a direction moves, given the bytes of an element as it is pulled."""
-    # Layers that live alike have one layout object (`passes.layouts`), so one link stands for all of them.
+    """Return the traffic of a direction, given the bytes of an element as it is pulled."""
+    # Layers with the same home share one layout object (`passes.layouts`), so one link represents all of them.
     alike: dict[tuple[int, int], list[BucketLayouts]] = {}
     for bucket in placed:
         if direction == "pull" or bucket.bucket.learns:
@@ -82,7 +82,7 @@ def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: i
 
 
 def _by_pair(src: Ints, dst: Ints, size: Ints) -> Ints:
-    """Add up what goes from one rank to another: rows src, dst and size, sorted by src, then dst."""
+    """Sum the sizes of each pair of ranks: rows src, dst and size, sorted by src, then dst."""
     if not len(src):
         return np.zeros((3, 0), np.int64)
     order = np.lexsort((dst, src))

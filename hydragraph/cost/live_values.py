@@ -1,14 +1,14 @@
-"""Values that come and go, the storages that they share, and the bytes of those that somebody still keeps."""
+"""Live values, the storages that they share, and the bytes of storages still in use."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-Storage = tuple[str, str]  # the attribute of Memory that it belongs to, and a name
+Storage = tuple[str, str]  # its attribute of Memory, and a name
 
 
 class Alive:
-    """Values and the storages that each of them keeps."""
+    """Live values and the storages that each of them keeps."""
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
@@ -21,7 +21,7 @@ class Alive:
         return value in self._values
 
     def add(self, value: str, part: str, size: int, *shared: str) -> None:
-        """Let a value begin, with a storage of its own, and keeping those of some other values too."""
+        """Start a value with its own storage, which also keeps the storages of other values."""
         self._sizes[part, value] = size
         storages = ((part, value), *(s for other in shared for s in self._values.get(other, ())))
         self._values[value] = storages
@@ -32,7 +32,7 @@ class Alive:
                 self.total += self._sizes[storage]
 
     def drop(self, *values: str) -> None:
-        """End values; what none is left to keep goes."""
+        """End values, and free storages without users."""
         for value in values:
             for storage in self._values.pop(value, ()):
                 self._users[storage] -= 1

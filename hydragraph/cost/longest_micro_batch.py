@@ -1,11 +1,11 @@
-"""How many tokens micro-batches may have: each rank's memory is walked, and tokens are added until it is full.
+"""The maximum tokens of micro-batches: each rank's memory is walked, and tokens are added until it is full.
 
-Walks take a while, so those of stages are left out whose memory surely suffices where that of another one does. Under
+Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does. Under
 1F1B stage s of S has S - s micro-batches in flight: of two stages between the first and the last, built of equal blocks
-on equal terms, the one that comes later holds a micro-batch less, and the one with fewer layers holds less of each.
+under equal conditions, the later one holds a micro-batch less, and the one with fewer layers holds less of each.
 
 Example: <tp2,pp8> of 8 + 8 + ... + 8 layers on equal ranks: stages 0, 1 and 7 are walked, and stages 2 to 6 hold less
-than stage 1. With 10 layers on stage 5, that one is walked, too.
+than stage 1. With 10 layers on stage 5, that one is walked as well.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-# Programs whose peaks are kept, of about a megabyte each.
+# Number of programs whose peaks are cached, of about a megabyte each.
 PEAKS = 256
 
 
 class Memories(Protocol):
-    """What is asked of `Costs`."""
+    """The part of `Costs` used here."""
 
     profile: Profile
     cluster: Cluster
@@ -50,12 +50,12 @@ class Memories(Protocol):
 
 
 class Reach:
-    """How many tokens fit the ranks of a cluster.
+    """Maximum number of tokens that fit the ranks of a cluster.
 
     Args:
         costs: of the model on the cluster.
-        other: of costs with the same profile and types and as many ranks, whose peaks are used too: who is slow, who
-            owns what and where ranks are is not in them.
+        other: from costs with the same profile, types and number of ranks, whose peaks are reused: they do not depend
+            on health, home or nodes.
     """
 
     def __init__(self, costs: Memories, other: Reach | None = None) -> None:
@@ -93,7 +93,7 @@ class Reach:
         most: int | None = None
         for at, rank in self._deciding(pipeline):
             peak = self._stage_peak(pipeline, at, rank)
-            # Most stages are not the one that decides, which one look at them tells.
+            # Most stages do not determine the limit, which a single evaluation shows.
             left = self._left(rank) - beside
             if most is None or not peak.holds(most, left):
                 found = peak.most(left)
@@ -102,10 +102,10 @@ class Reach:
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
-        """Yield positions of stages and ranks of them that may decide: where these have room, all have."""
+        """Yield (stage position, rank) pairs that may determine the limit: if these fit, all fit."""
         ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
         contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
-        looked: list[tuple[StageKind, Counter[object], float]] = []  # between the first and the last
+        looked: list[tuple[StageKind, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1
             for rank in self._unlike(stage):
@@ -119,9 +119,9 @@ class Reach:
                 yield at, rank
 
     def _contents(self, first: int, end: int) -> Counter[object]:
-        """Return what of blocks [first, end) decides their memory, and how often.
+        """Count the properties of blocks [first, end) that determine their memory.
 
-        Of each block its template, and whether it runs a backward; of all of them the buckets, which blocks may share.
+        These are each block's template and whether it runs a backward, and the buckets of all, which blocks may share.
         """
         outline = self._costs.outline
         names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
@@ -131,41 +131,41 @@ class Reach:
 
     @cached_property
     def _kinds(self) -> dict[str, int]:
-        """The number of each bucket's kind: equal ones take as much."""
+        """The number of each bucket's kind: buckets of one kind need the same memory."""
         numbers: dict[object, int] = {}
         kinds = {bucket.name: (bucket.form, bucket.learns) for bucket in self._costs.buckets}
         return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
     def _unlike(self, stage: Stage) -> list[int]:
-        """Return one rank of each kind: of a stage, those of one type that own as much are alike."""
+        """Return one rank of each kind in a stage: ranks of one type that own the same number of elements are alike."""
         costs = self._costs
         kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        """Return what a rank of a pipeline's stage holds under 1F1B, by the tokens of its micro-batches."""
-        # A pipeline's memory does not depend on the others, except that all ranks share what lives at home.
+        """Return the memory of a rank of a pipeline's stage under 1F1B, as a function of its micro-batches' tokens."""
+        # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
         shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
         return self._peak((shape, at), Strategy((pipeline,)), [telling(len(pipeline.stages), at)], rank)
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
-        """Return what a rank of a stage holds that pipelines share, by the tokens of all their micro-batches.
+        """Return the memory of a rank of a shared stage, as a function of all its micro-batches' tokens.
 
-        In whatever turns they come, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last
-        stage of a model one in all.
+        In any order of turns, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last stage
+        of a model one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        # GPipe has all of them in flight at once; one more for what 1F1B has received for its next forward.
+        # GPipe has all of them in flight at once; one more for the input that 1F1B has received for its next forward.
         last = left[0] == 1
         flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
         counts = left if last else [left[0] + 1, *left[1:]]
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
-        """Return what a rank holds of a strategy beside what it owns, by the tokens of all its micro-batches.
+        """Return the memory of a rank in a strategy without its state, as a function of all micro-batches' tokens.
 
         Args:
-            form: what it depends on: all devices hold the same of the same stage.
+            form: cache key: all devices hold the same for the same stage.
         """
         if form not in self._peaks:
             if len(self._peaks) >= PEAKS:
@@ -182,5 +182,5 @@ class Reach:
         return self._peaks[form]
 
     def _left(self, rank: int) -> float:
-        """Return the bytes that a rank may use beside what it owns."""
+        """Return the bytes that a rank may use in addition to its state."""
         return self._costs.memory_of(rank) - self._costs.owned_bytes(rank)

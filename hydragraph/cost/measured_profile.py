@@ -1,4 +1,4 @@
-"""Measured constants: what a micro-batch costs under each scheme, and what fits into memory (Hydraulis, section 6).
+"""Measured constants: time of a micro-batch under each scheme, and memory limits (Hydraulis, section 6).
 
 Formulas of Hydraulis -> functions:
 
@@ -33,21 +33,21 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import regular_pipeline
 
-# Where no link was measured, as on one rank, which has none.
+# Used if no link was measured, as on a single rank.
 INSTANT = Interconnect(1e300, 0.0)
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """What the planner knows of one pipeline.
+    """Planner's data on one pipeline.
 
     Attributes:
         a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
         stages: its depth PP.
-        max_len: tokens that a micro-batch may have.
-        util_len: tokens from which a micro-batch uses the device well.
-        devices: how many it occupies.
-        parts: its stages one by one; empty where they are only known to be alike.
+        max_len: maximum number of tokens of a micro-batch.
+        util_len: number of tokens from where on a micro-batch uses the device well.
+        devices: number of devices.
+        parts: its stages one by one; empty if they are only known to be alike.
         schedule: "1f1b" or "gpipe".
     """
 
@@ -63,19 +63,19 @@ class PipelineCost:
 
     @property
     def envelope(self) -> Constants:
-        """The constants of its slowest stage, which search goes by."""
+        """The constants of its slowest stage, used by search."""
         return Constants(self.a, self.b, self.c)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return when it ends, exactly, for micro-batches of these lengths in this order.
+        """Return its exact end for micro-batches of these lengths in this order.
 
-        Where its stages are only known to be alike, a forward is a third of a micro-batch's time.
+        If its stages are only known to be alike, a forward is a third of a micro-batch's time.
         """
         return stages_end(self.stage_costs, micro_batches, self.schedule)
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Its stages one by one, alike where nothing else is known of them."""
+        """Its stages one by one, all alike if they are not known individually."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
@@ -97,25 +97,25 @@ class Profile:
         schemes: the constants of each measured scheme; those whose fit failed are in `failed`, not here.
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
         memory: the memory model; None: only `limits` bound a micro-batch.
-        limits: MaxLen by scheme where it was measured rather than modelled.
-        hetero_sync_s: what an iteration pays where its pipelines are not all alike.
+        limits: MaxLen by scheme, where it was measured instead of modelled.
+        hetero_sync_s: extra seconds of an iteration whose pipelines are not all alike.
         failed: schemes whose fit failed, and why.
         blocks: the template of every block of the model, in order; the first is the prologue, the last the epilogue.
-        pieces: what each template costs in each kind of stage; any pipeline can be priced from them. AUX stands for
-            what every stage computes once per micro-batch, such as rotary tables.
+        pieces: cost of each template in each kind of stage; any pipeline can be priced from them. AUX stands for values
+            that every stage computes once per micro-batch, such as rotary tables.
         unfit: kinds of stage whose fit failed, and why.
-        device: where the pieces were measured.
+        device: device on which the pieces were measured.
         link: between two ranks, fitted to `messages`.
         messages: bytes of a message between two ranks, and the seconds it took.
-        residuals: root mean square relative error of each scheme's constants over what was measured.
-        notes: what else a reader of these numbers has to know.
-        type: the type of device that it was measured on, as clusters name it; "": any.
-        sizes: of the model; None: as far as the pieces tell (`model_sizes`).
+        residuals: root mean square relative error of each scheme's constants on the measurements.
+        notes: further remarks for readers of these numbers.
+        type: the measured type of device, as clusters name it; "": any.
+        sizes: of the model; None: derived from the pieces as far as possible (`model_sizes`).
         update: seconds of an optimizer's step, and per element of a rank's home shard.
-        commit_s: of what ranks agree on before it.
-        norm_s: of the gradients' norm, which that begins with, per element of a rank's home shard.
-        efficiency: the part of a datasheet's FLOP/s that it was computed with; None: it was measured.
-        others: what was measured on other types of device (`merge`).
+        commit_s: seconds of the agreement between ranks before it.
+        norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.
+        efficiency: the assumed fraction of a datasheet's FLOP/s; None: it was measured.
+        others: profiles of other types of device (`merge`).
     """
 
     name: str
@@ -143,12 +143,12 @@ class Profile:
 
     @classmethod
     def merge(cls, profiles: Sequence[Profile]) -> Profile:
-        """Return one profile of a model on several types of device; the first one's link and notes count.
+        """Return one profile of a model on several types of device, with the link and notes of the first one.
 
         Raises:
-            ValueError: they are of different models, or two of them of one type.
+            ValueError: they are for different models, or two of them for one type.
         """
-        # Merged profiles may be merged again: they are taken apart first.
+        # Merged profiles may be merged again, so they are taken apart first.
         every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
             raise ValueError("no profiles: give at least one to merge")
@@ -168,10 +168,10 @@ class Profile:
         return replace(first, others=tuple(every[1:]))
 
     def of(self, type_: str) -> Profile:
-        """Return what was measured on a type of device.
+        """Return the profile of a type of device.
 
         Raises:
-            Unsupported: nothing was.
+            Unsupported: there is none.
         """
         for profile in (self, *self.others):
             if profile.type == type_:
@@ -188,23 +188,23 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[tuple[int, bool], ...]:
-        """The tensor-parallel degrees that were measured, each without and with sequence parallelism, ascending."""
+        """The measured tensor-parallel degrees, each without and with sequence parallelism, ascending."""
         every = (self, *self.others)
         kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
         return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
 
     def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
-        """Return what was measured of stages of one tensor-parallel degree, with or without sequence parallelism."""
+        """Return the part for stages of one tensor-parallel degree, with or without sequence parallelism."""
         pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel) == (tp, sequence_parallel)}
         schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
         others = tuple(other.of_cut(tp, sequence_parallel) for other in self.others)
         return replace(self, pieces=pieces, schemes=schemes, others=others)
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return as many ranks as there are here, where it was measured: one node, joined by the measured link.
+        """Return a cluster of `ranks` measured devices: one node, joined by the measured link.
 
         Raises:
-            Unsupported: it does not say what its device's memory is.
+            Unsupported: the memory of its device is not known.
         """
         if self.device is None:
             raise Unsupported(
@@ -217,7 +217,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """The model's sizes; rough ones where only the elements of blocks are known; None where nothing is."""
+        """The model's sizes; rough ones if only the elements of blocks are known; None if those are unknown."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -225,7 +225,8 @@ class Profile:
             of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
             return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
         if self.memory is not None:
-            # Published constants give bytes per element of H^2; at home's bytes per element that is so many elements.
+            # Published constants give bytes per element of H^2; divided by home's bytes per element, they give
+            # elements.
             hidden = self.memory.hidden
             layer = round(hidden**2 * self.memory.states / HOME_BYTES)
             sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
@@ -239,7 +240,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             FileNotFoundError, ValueError: with the command that writes one.
@@ -260,13 +261,13 @@ class Profile:
             raise ValueError(f"{path}: no profile ({error!r}); write one with hydragraph profile") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         data = profile_record.saved({f.name: getattr(self, f.name) for f in fields(self)})
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @property
     def layers(self) -> int | None:
-        """The number of layers of the model that was measured; None where the profile does not say."""
+        """The number of layers of the measured model; None if the profile does not contain it."""
         if self.blocks:
             return len(self.blocks) - 2
         return self.memory.layers if self.memory is not None else None
@@ -275,7 +276,7 @@ class Profile:
         """Return the constants of a scheme.
 
         Raises:
-            Unsupported: it was not measured, or its fit failed; nothing is extrapolated.
+            Unsupported: it was not measured, or its fit failed; constants are never extrapolated.
         """
         if scheme in self.schemes:
             return self.schemes[scheme]
@@ -304,9 +305,9 @@ class Profile:
         return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen: how many tokens a micro-batch may have, 0 where none fits; `devices` share the state."""
+        """Return MaxLen: the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
         self.constants(scheme)
-        # A measured limit knows what no model does, such as an allocator's losses.
+        # A measured limit includes effects that models do not, such as an allocator's losses.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -324,7 +325,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: tokens from which a micro-batch uses the device well."""
+        """Return UtilLen: the number of tokens from where on a micro-batch uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise Unsupported(
@@ -335,22 +336,22 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return what the planner needs of a pipeline of this scheme among `devices` devices."""
+        """Return the planner's data on a pipeline of this scheme among `devices` devices."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, min(useful, max(limit, 1)), scheme[0] * scheme[1])
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return what published constants say of a regular pipeline of plain stages; `Costs` prices any from blocks.
+        """Return the cost of a regular pipeline of plain stages by published constants; `Costs` prices any pipeline.
 
         Args:
             pipeline: of a strategy for the model of this profile.
-            devices: how many share the optimizer state: those of the whole strategy.
+            devices: number of devices that share the optimizer state: those of the whole strategy.
 
         Raises:
-            Unsupported: it is no such pipeline, its scheme was not measured, or a fit failed.
-            ValueError: it has another number of layers than the model.
+            Unsupported: it is another kind of pipeline, its scheme was not measured, or a fit failed.
+            ValueError: its number of layers differs from the model's.
         """
         if self.layers is not None and pipeline.layers != self.layers:
             raise ValueError(
@@ -367,21 +368,21 @@ class Profile:
         return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return them for a strategy's schemes, in their order; its devices are their sum."""
+        """Return the pipelines of a strategy's schemes, in order; the strategy uses the sum of their devices."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return what published constants add to a strategy's iterations: one number, where pipelines are not alike."""
+        """Return the seconds that published constants add to an iteration: one number, if pipelines differ."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return the same: it costs a search nothing."""
+        """Return `charge`: computing it takes a search no time."""
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:
-        """Return it with these schemes alone."""
+        """Return the profile with these schemes only."""
         return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
 
 

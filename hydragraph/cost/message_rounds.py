@@ -1,6 +1,6 @@
-"""What messages take that begin together, compiled: a loop over the pairs of a thousand ranks, of which there are 10^6.
+"""Time of messages that begin together, compiled: a loop over the pairs of a thousand ranks, 10^6 of them.
 
-`cost.traffic` says what is assumed: a rank's messages go one after another, and those that cross nodes share cards.
+`cost.traffic` states the assumptions: a rank's messages go one after another, and those that cross nodes share cards.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """Which link is between two ranks: by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
+    """The link between two ranks, by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
 
     Attributes:
         node, kind, card: of each rank [R].
-        kinds: K, how many kinds of nodes there are.
-        cards: how many cards there are.
-        handling: how many times as long as a healthy one each rank takes to begin and end a message [R].
+        kinds: K, the number of kinds of nodes.
+        cards: number of cards.
+        handling: slowdown of each rank's message latency relative to a healthy one [R].
         latency_s, bytes_per_s: of each link [2 K K].
-        first: where a link's measured points begin, and where those of the last end [2 K K + 1]; a link may have none.
-        logs, speeds: of each point, the logarithm of the message's bytes, and bytes a second.
+        first: index of a link's first measured point, and the end of the last link's [2 K K + 1]; a link may have none.
+        logs, speeds: of each point, the logarithm of the message's bytes, and bytes per second.
     """
 
     node: Ints
@@ -44,7 +44,7 @@ class Links:
 
 
 def together(links: Links, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return, of messages between pairs of ranks, seconds that each travels and fills a card, and those of each rank.
+    """Return the seconds that each message travels and occupies a card, and the seconds of each rank.
 
     Args:
         links: of the cluster.
@@ -100,7 +100,7 @@ def _together(
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card carries what all its ranks send to other nodes, and as much the other way at the same time.
+    # A card carries what all its ranks send to other nodes, and what they receive at the same time.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:
@@ -112,7 +112,7 @@ def _together(
 
 @compiled
 def _speed(log: float, link: int, bytes_per_s: Floats, first: Ints, logs: Floats, speeds: Floats) -> float:
-    """Return a link's bytes a second for a message: measured ones are read by the logarithm of its size."""
+    """Return a link's bytes per second for a message: measured points are interpolated in the logarithm of its size."""
     begin, end = first[link], first[link + 1]
     if begin == end:
         return float(bytes_per_s[link])

@@ -1,4 +1,4 @@
-"""The sizes of a model that a profile remembers, so that whoever has only its file can price the traffic of a strategy.
+"""Model sizes stored in a profile, so that its file suffices to price the traffic of a strategy.
 
 Plain data: planning processes read profiles without importing torch.
 """
@@ -53,9 +53,9 @@ class ModelSizes:
         blocks: their names, in order.
         weights: its buckets.
         hidden_bytes: of one token's hidden state, which stages send each other.
-        itemsize: bytes of an element in the dtype that it computes in, and in which weights are pulled.
-        heads: query head counts, each of which a tensor-parallel degree must divide.
-        sequences: whether it takes several sequences in a micro-batch.
+        itemsize: bytes of an element in the compute dtype, which is also that of pulled weights.
+        heads: query head counts; a tensor-parallel degree must divide each of them.
+        sequences: whether it accepts several sequences in a micro-batch.
     """
 
     blocks: tuple[str, ...]
@@ -83,8 +83,8 @@ class ModelSizes:
 
     @classmethod
     def rough(cls, sizes: tuple[int, ...], hidden_bytes: int, itemsize: int) -> ModelSizes:
-        """Return a model of which only the elements of each block are known: all of them cut evenly."""
-        # Cut evenly along one dimension: no names or shapes are known, only how much there is to move.
+        """Return a model with only the elements of each block known: all of them cut evenly."""
+        # Cut evenly along one dimension: names and shapes are unknown, only the volume matters.
         last = len(sizes) - 1
         names = tuple("embed" if i == 0 else "head" if i == last else f"layer.{i - 1}" for i in range(len(sizes)))
         weights = tuple(
@@ -95,10 +95,10 @@ class ModelSizes:
         return cls(names, weights, hidden_bytes, itemsize)
 
     def outline(self) -> Outline:
-        """Return what rank programs are built from."""
+        """Return the outline that rank programs are built from."""
         from hydragraph.ir.program_outline import Outline
 
-        # Buckets that no block uses have a home, but no instruction pulls or pushes them.
+        # Buckets that no block uses have a home, but are never pulled or pushed.
         used = [w for w in self.weights if w.blocks]
         return Outline(
             self.blocks,
@@ -108,7 +108,7 @@ class ModelSizes:
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets as links are made from; the same objects on every call."""
+        """Return the buckets in the form that links need; the same objects on every call."""
         return self._buckets
 
     @cached_property
@@ -127,12 +127,12 @@ class ModelSizes:
         return tuple(buckets)
 
     def to_record(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return a JSON value."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, data: Mapping[str, Any]) -> ModelSizes:
-        """Read what `to_record` returned."""
+        """Read the result of `to_record`."""
         weights = []
         for record in data["weights"]:
             tensors = tuple(

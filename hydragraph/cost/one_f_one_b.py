@@ -1,4 +1,4 @@
-"""When a pipeline finishes under 1F1B with unequal micro-batches, exactly; and the order in which it finishes first.
+"""The exact end of a 1F1B pipeline with unequal micro-batches, and the order of micro-batches that ends first.
 
     S              stages (PP)
     V              micro-batches; `count` in code
@@ -7,12 +7,12 @@
     F(s, m)        when the forward of m ends on stage s; `ends_f`, below 0 while it is not known
     B(s, m)        when its backward ends there; `ends_b`
 
-The recurrence: stage s does one thing after the other, and each begins when the stage is free and its input is there:
+The recurrence: a stage runs one computation at a time, and each begins when the stage is free and its input is ready:
 
     F(s, m) = max(end of what s did before, F(s - 1, m)) + forward's part of seconds[s, m]
     B(s, m) = max(end of what s did before, B(s + 1, m)) + the rest of them;  the last stage waits for F(s, m) instead
 
-Example: two stages, micro-batches of 3 and 6 seconds on each, a third of which is the forward.
+Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third.
 
     stage 0  F0 0-1, F1 1-3, B0 4-6, B1 10-14  two forwards ahead of the backwards, at most
     stage 1  F0 1-2, B0 2-4, F1 4-6, B1 6-10   one
@@ -36,7 +36,7 @@ from hydragraph.kernels.numba_compiler import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# The forward's part of a micro-batch's time on a stage: backward computes two products for each of forward's.
+# The forward's fraction of a micro-batch's time on a stage: backward computes two products for each of forward's.
 FORWARD = 1 / 3
 
 
@@ -49,8 +49,8 @@ def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
 
     Args:
         seconds: forward and backward of each micro-batch on each stage [S, V].
-        order: in which the micro-batches run, on all stages.
-        forward: the forward's part of them.
+        order: order of the micro-batches, on all stages.
+        forward: the forward's fraction of them.
     """
     stages, count = seconds.shape
     ends_f = np.full((stages, count), -1.0)
@@ -59,13 +59,14 @@ def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
     done_f = np.zeros(stages, np.int64)
     done_b = np.zeros(stages, np.int64)
     left = 2 * stages * count
-    # No queue of events: each stage goes on until it waits for a neighbour, round after round. A round always does
-    # something, as 1F1B never lets all stages wait for one another.
+    # No queue of events: each stage continues until it waits for a neighbour, round after round. Every round makes
+    # progress, since under 1F1B stages never all wait for one another.
     while left:
         for s in range(stages):
             while done_b[s] < count:
                 ahead = min(stages - s, count)  # micro-batches whose forward may be done before their backward
-                # 1F1B: forwards until as many are under way as there are stages from here on, then one per backward.
+                # 1F1B: forwards until the number in flight equals the number of stages from here on, then one per
+                # backward.
                 if done_f[s] < count and done_f[s] - done_b[s] < ahead:
                     m = order[done_f[s]]
                     ready = ends_f[s - 1, m] if s else 0.0
@@ -88,7 +89,7 @@ def one_f_one_b(seconds: Floats, order: Ints, forward: float) -> float:
 
 @compiled
 def equal_stages(costs: Floats, stages: int) -> Floats:
-    """Return [S, V] of stages that take the same time."""
+    """Return [S, V] for stages that take the same time."""
     result = np.empty((stages, len(costs)))
     for s in range(stages):
         for j in range(len(costs)):
@@ -98,14 +99,14 @@ def equal_stages(costs: Floats, stages: int) -> Floats:
 
 @compiled
 def longest_to_shortest(seconds: Floats) -> Ints:
-    """Return the micro-batches by their seconds on all stages, descending."""
+    """Return the micro-batches ordered by their seconds on all stages, descending."""
     stages, count = seconds.shape
     descending = np.arange(count)
     totals = np.zeros(count)
     for j in range(count):
         for s in range(stages):
             totals[j] += seconds[s, j]
-        # Insertion sort keeps equal ones in order, which numba's default sort does not promise.
+        # Insertion sort is stable, which numba's default sort does not promise.
         at = j
         while at and totals[descending[at - 1]] < totals[j]:
             descending[at] = descending[at - 1]
@@ -121,7 +122,7 @@ def starting_order(descending: Ints, shape: int) -> Ints:
     if shape == 0:
         return descending.copy()
     trial = np.empty(count, np.int64)
-    # Filled from both ends by turns, what comes last lies in the middle: the largest if the smallest come first.
+    # Filled alternately from both ends, the last ones lie in the middle: the largest if the smallest come first.
     low = 0
     high = count - 1
     for i in range(count):
@@ -140,7 +141,7 @@ def starting_order(descending: Ints, shape: int) -> Ints:
 
 @compiled
 def climbed(seconds: Floats, order: Ints, end: float, forward: float, rounds: int) -> float:
-    """Improve an order in place by swapping two micro-batches, while that helps and `rounds` last; return its end."""
+    """Improve an order in place by swaps of micro-batches, for at most `rounds` while that helps; return its end."""
     count = len(order)
     # The end has no formula in the order, so every swap is tried by running the recurrence, and undone if it is worse.
     for _ in range(rounds):
@@ -163,13 +164,13 @@ def climbed(seconds: Floats, order: Ints, end: float, forward: float, rounds: in
 def best_order(seconds: Floats, forward: float, climb: int) -> tuple[float, Ints]:
     """Return the end and the order of micro-batches that finish first among those tried.
 
-    Tried are the given order, descending and ascending ones, the largest in the middle and at both ends; each is
+    These are the given order, descending and ascending ones, the largest in the middle and at both ends; each is
     improved by at most `climb` rounds of swapping.
 
     Args:
         seconds: forward and backward of each micro-batch on each stage [S, V].
-        forward: the forward's part of them.
-        climb: how many rounds.
+        forward: the forward's fraction of them.
+        climb: number of rounds.
     """
     stages, count = seconds.shape
     best_order = np.arange(count)
@@ -195,12 +196,12 @@ def published_seconds(costs: Sequence[float], stages: int) -> float:
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, forward: float = FORWARD) -> float:
-    """Return the 1F1B recurrence of micro-batches, in their order, on stages that take the same time.
+    """Return the end of the 1F1B recurrence for micro-batches, in their order, on stages that take the same time.
 
     Args:
         costs: seconds of one stage for each micro-batch, forward and backward.
         stages: PP.
-        forward: the forward's part of those seconds.
+        forward: the forward's fraction of those seconds.
     """
     if not len(costs):
         return 0.0

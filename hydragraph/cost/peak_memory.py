@@ -1,10 +1,10 @@
-"""How many tokens a rank's memory holds: its peak is a largest of lines, evaluated where it is asked for and kept.
+"""The maximum tokens that fit a rank's memory: its peak is a maximum of lines, evaluated on demand and cached.
 
-A micro-batch's tokens are looked at in whole steps, so that they divide by every tensor-parallel degree; between two
-steps the peak is taken to be a line. Newton's method from any step lands at or above the answer, since a largest of
-lines is convex, and few further ones reach it. The answer is the same from wherever it starts.
+A micro-batch's tokens are evaluated in whole steps, so that every tensor-parallel degree divides them; between two
+steps the peak is assumed linear. Newton's method from any step lands at or above the answer, since a maximum of lines
+is convex, and few further iterations reach it. The answer does not depend on the starting point.
 
-Example: 3 GB of weights and 1 MB a token, later 2 MB a token beside 1 GB: 3 + t / 1000 GB, then 1 + t / 500 GB from
+Example: 3 GB of weights and 1 MB a token, later 2 MB a token plus 1 GB: 3 + t / 1000 GB, then 1 + t / 500 GB from
 2,000 tokens on. For 9 GB the first line crosses at 6,000, where the second one gives 4,000: the answer.
 """
 
@@ -17,10 +17,10 @@ ROUNDS = 8  # of Newton's method: a peak of few lines needs three
 
 
 class Peak:
-    """Bytes that a rank holds when it holds most, by the tokens of equal micro-batches; never less for more tokens.
+    """Peak bytes of a rank as a function of the tokens of equal micro-batches; non-decreasing.
 
     Args:
-        bytes_at: of a number of tokens, a multiple of the step; each is asked for once.
+        bytes_at: bytes for a number of tokens, a multiple of the step; called once per number.
         step: tokens.
     """
 
@@ -28,18 +28,18 @@ class Peak:
         self._bytes_at = bytes_at
         self._step = step
         self._known: dict[int, float] = {}
-        self._start = step  # near the last answer: the next one is seldom far
+        self._start = step  # near the last answer: the next one is usually close
 
     def holds(self, tokens: int, limit: float) -> bool:
-        """Return whether so many tokens surely fit; those up to the next step are asked about."""
+        """Return whether `tokens` tokens are certain to fit, judged at the next multiple of the step."""
         return self.needs(tokens) <= limit
 
     def needs(self, tokens: int) -> float:
-        """Return the bytes that so many tokens need at most: those of the next step."""
+        """Return an upper bound of the bytes for `tokens` tokens: those of the next multiple of the step."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
-        """Return the most tokens that fit into so many bytes; 0, where not even a step does, or none matters."""
+        """Return the most tokens that fit into `limit` bytes; 0 if not even a step fits, or tokens take no memory."""
         if self._at(self._step) > limit:
             return 0
         tokens = 0.0
@@ -52,7 +52,7 @@ class Peak:
             tokens = at + (limit - here) / slope
             before, at = at, max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # Lines bend upwards only: one that goes on to behind the answer has not bent before it.
+            # Lines bend only upwards: a line that continues past the answer has not bent before it.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

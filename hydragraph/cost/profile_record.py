@@ -1,4 +1,4 @@
-"""A profile as plain data, field by field as `Profile` takes them: its JSON file, and tables of published constants."""
+"""A profile as plain data, field by field as in `Profile`: its JSON file, and tables of published constants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hydragraph.spec.stage_kind import StageKind
 
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile's fields as what JSON can hold."""
-    # Keys become text and tuples lists; what is None stays None, so that a reader sees what was not measured.
+    """Return a profile's fields as JSON values."""
+    # Keys become text and tuples lists; None stays None, so that a reader sees what was not measured.
     memory = fields["memory"]
     device = fields["device"]
     link = fields["link"]
@@ -48,7 +48,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that `saved` returned; those that only measured profiles have may be missing."""
+    """Return the fields given to `saved`; those that only measured profiles have may be missing."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")
@@ -87,7 +87,7 @@ def _piece_record(piece: Piece) -> dict[str, Any]:
 
 
 def _read_piece(data: Mapping[str, Any]) -> Piece:
-    """Read a piece; those of older files have neither curves of their own nor details of what they hold."""
+    """Read a piece; those of older files have no separate curves and no details of their memory."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
     # JSON has no tuples: lines over the tokens come back as lists.
     record = data.get("held")
@@ -135,7 +135,7 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what JSON has no form for: keys that are numbers, and tuples."""
+    """Convert values that JSON cannot represent: keys that are numbers, and tuples."""
     return {
         "activation": {int(tp): a for tp, a in memory["activation"].items()},
         "gap": tuple((int(n), float(g)) for n, g in memory["gap"]),
@@ -152,6 +152,6 @@ def _scheme(text: str) -> Scheme:
 
 
 def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
-    """Return (up to so many devices, bytes), ascending; "node" is any number of devices from a node's on."""
+    """Return (maximum number of devices, bytes), ascending; "node" covers any number from a whole node on."""
     sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in by_name.items()}
     return tuple(sorted(sizes.items()))

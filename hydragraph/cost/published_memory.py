@@ -1,16 +1,16 @@
-"""What fits into a device by published constants: a model of memory for whole schemes (Hydraulis, Appendix B.1).
+"""Memory limits from published constants: a model of memory for whole schemes (Hydraulis, Appendix B.1).
 
     H, V     hidden size, entries of the vocabulary
     N        devices that share the sharded state
     A        bytes of activations per element of a layer's hidden state, by tensor-parallel degree
     B        bytes of states per element of H^2 and layer
-    alpha    the part of states that is sharded over all devices
+    alpha    the fraction of states that is sharded over all devices
 
 Formulas of Hydraulis -> functions, all for a device of the first stage:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the embedding's likewise    `MemoryModel.states_bytes`
-    (layers / PP) (l H / TP) A per micro-batch, of which PP are in flight: per token  `MemoryModel.token_bytes`
-    MaxLen(P), the l at which they reach the device's memory less a margin            `MemoryModel.max_len`
+    (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
+    MaxLen(P), the length l that fills the device's memory less a margin              `MemoryModel.max_len`
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from hydragraph.cost.block_pieces import Scheme
 
-# Per element of an embedding where a stage holds one: fp32 weight and moments, 16-bit weight and gradient.
+# Per element of an embedding, if a stage holds one: fp32 weight and moments, 16-bit weight and gradient.
 EMBEDDING_BYTES = 16
-# Where one stage holds the embedding and the head.
+# If one stage holds both the embedding and the head.
 FUSED_EMBEDDING_BYTES = 32
 
 
@@ -36,8 +36,8 @@ class MemoryModel:
         activation: bytes that backward keeps per element of a layer's hidden state [l, hidden], by tensor-parallel
             degree.
         states: bytes per element of a layer's hidden^2, over master weights, optimizer state, weights and gradients.
-        sharded: the part of them that is sharded over all devices (alpha), 0 to 1.
-        gap: bytes that the allocator and the communicators lose, by number of devices up to which it holds.
+        sharded: the fraction of them that is sharded over all devices (alpha), 0 to 1.
+        gap: bytes lost to the allocator and the communicators, each with the maximum number of devices it applies to.
         margin: bytes to leave free.
         device: capacity in bytes.
     """
@@ -55,7 +55,7 @@ class MemoryModel:
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
         """Return the bytes of weights, gradients and optimizer state on one device of the first stage."""
         tp, pp = scheme
-        # The embedding is on the first stage alone, so PP does not divide it; on a single stage the head is there too.
+        # The embedding is on the first stage alone, so PP does not divide it; a single stage also holds the head.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
@@ -67,12 +67,12 @@ class MemoryModel:
         return self.layers * self.hidden / tp * self.activation[tp]
 
     def gap_bytes(self, scheme: Scheme) -> float:
-        """Return what the allocator and the communicators of a pipeline take."""
+        """Return the bytes lost to the allocator and the communicators of a pipeline."""
         used = scheme[0] * scheme[1]
-        # The last entry holds beyond its number of devices, too.
+        # The last entry also applies beyond its number of devices.
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return how many tokens a micro-batch may have, 0 where none fits; `devices` share the state."""
+        """Return the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
         free = self.device - self.margin - self.gap_bytes(scheme) - self.states_bytes(scheme, devices)
         return max(0, math.floor(free / self.token_bytes(scheme)))

@@ -1,10 +1,10 @@
 """Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
 
-At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` says
-what another optimizer keeps); 4 where it is frozen, or the loss does not reach it. Beyond that, what its instructions
-make: the program is walked, values come and go as the executor lets them, and the largest sum counts. Views share a
-storage, and a storage is counted once. Left out is what operators use inside a kernel, and what the optimizer uses
-while it updates.
+At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` for
+other optimizers); 4 bytes if the element is frozen, or the loss does not reach it. Beyond that, the values of its
+instructions: the program is walked, values are created and freed as in the executor, and the largest sum counts. Views
+share a storage, and a storage is counted once. Memory inside kernels, and that of the optimizer during its update, is
+not included.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from hydragraph.spec.strategy import Strategy
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
-Compiled = Callable[[Block, StagePart], Variant]  # (block, which part of it) -> its graphs
+Compiled = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> its graphs
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank holds at the moment when it holds most, in bytes.
+    """Memory of one rank at its peak, in bytes.
 
     Attributes:
         state: home weights and optimizer state.
         shard: the home gradients.
         weights, gradients: of the rank's stage.
         activations: the mini-batch, hidden states and what forwards save for backwards.
-        working: what a block's graph makes and drops again.
-        messages: what is copied for sending, or received and not yet added up.
+        working: temporary values of a block's graph.
+        messages: copies for sending, and received data that is not yet summed.
     """
 
     state: int
@@ -69,19 +69,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         kept = self.state + self.shard + self.weights + self.gradients
         return kept + self.activations + self.working + self.messages
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one rank holds over an iteration.
+    """Memory of one rank over an iteration.
 
     Attributes:
-        peak: in its parts, when it is most.
-        peak_s: when that is, in seconds from the start.
-        points: (seconds, bytes): it holds so many from then on; short peaks within an instruction are in `peak` only.
+        peak: the largest memory, in its parts.
+        peak_s: time of the peak, in seconds from the start.
+        points: (seconds, bytes): the memory from that time on; short peaks within an instruction are in `peak` only.
     """
 
     peak: Memory
@@ -89,7 +89,7 @@ class MemoryCurve:
     points: tuple[tuple[float, int], ...]
 
     def at(self, seconds: float) -> int:
-        """Return the bytes that it holds at a time."""
+        """Return the bytes held at a time."""
         size_then = self.points[0][1] if self.points else self.peak.total
         for begin, size in self.points:
             if begin > seconds:
@@ -99,7 +99,7 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """What a walk needs to know of a model: compiled graphs tell it exactly, a profile's lines nearly so."""
+    """Model data for a walk: exact from compiled graphs, approximate from a profile's lines."""
 
     @property
     def outline(self) -> Outline:
@@ -108,7 +108,7 @@ class Blocks(Protocol):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """What is pulled and pushed together."""
+        """The groups of parameters that are pulled and pushed together."""
         ...
 
     @property
@@ -127,11 +127,11 @@ class Blocks(Protocol):
         ...
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """Return what a block holds."""
+        """Return the memory of a block."""
         ...
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """Say whether products of a block add gradients up where they are kept."""
+        """Return whether products of a block accumulate gradients in place."""
         ...
 
     def aux_bytes(self, batch: MicroBatch) -> int:
@@ -143,7 +143,7 @@ class CompiledBlocks:
     """A captured model and its compiled graphs.
 
     Args:
-        compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
+        compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
     """
 
     def __init__(self, program: Program, compiled: Compiled) -> None:
@@ -151,7 +151,7 @@ class CompiledBlocks:
         self._compiled = compiled
         self._blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
-        # Asked for again and again while a program is walked: which of the graphs it is takes longer to find out.
+        # Looked up repeatedly while a program is walked; finding the right graph takes longer.
         self._variants: dict[tuple[str, StagePart], Variant] = {}
         self._aux_bytes: dict[MicroBatch, int] = {}
         self.outline = program.outline
@@ -200,14 +200,14 @@ def rank_memory(
     Args:
         program: the model.
         strategy: on ranks below `ranks`.
-        micro_batches: for each pipeline, those that it runs.
-        compiled: gives a block's graphs, as `runtime.variants.Variants.get` does.
-        messages: count what pull and push need too, as if all were under way until they must have arrived; False:
-            what the strategy itself needs.
-        home: who owns state; None: equal shares of all ranks. Without nodes, each rank counts as one.
+        micro_batches: of each pipeline.
+        compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
+        messages: include the messages of pull and push, assumed to be in flight until they must have arrived; False:
+            only the memory of the strategy itself.
+        home: owners of the state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 
     Raises:
-        ValueError: when these do not fit one another.
+        ValueError: the arguments do not fit one another.
     """
     blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
@@ -220,21 +220,21 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def telling(stages: int, position: int) -> int:
-    """Return how many micro-batches show the most that a stage holds under 1F1B: more only add their tokens.
+    """Return how many micro-batches reach a stage's peak under 1F1B: more only add their tokens.
 
-    The first of S stages holds S of them, and what comes back for one. Stage s behind it has S - s of its own and, once
-    its gradients are whole, the hidden state of the next, which comes early, and two gradients on their way back. With
-    one micro-batch alone, gradients would be sent as they come, and never be whole.
+    The first of S stages holds S micro-batches, and the gradient that returns for one. A later stage s holds S - s and,
+    once its gradients are complete, the next hidden state, which arrives early, and two gradients in transit. With a
+    single micro-batch, gradients would be sent immediately and never be complete.
     """
     return stages + 1 if position == 0 else stages - position + 3
 
 
 def exchange_name(op: Op, bucket: str) -> str:
-    """Return what a walk calls a pull or a push that is under way."""
+    """Return the name of a pending pull or push in a walk."""
     return f"{op.value} {bucket}"
 
 
-HomeOf = Callable[[Bucket], Layout]  # who owns a bucket
+HomeOf = Callable[[Bucket], Layout]  # the owners of a bucket
 
 
 class Walk:
@@ -242,12 +242,12 @@ class Walk:
 
     Args:
         blocks: the model.
-        strategy, micro_batches, rank, ranks, messages: as of `rank_memory`.
-        home_of: who owns state; default: equal shares of all ranks.
-        state_bytes: per element at home that learns: its weight and what the optimizer keeps; default: AdamW's.
-        over: by the index of an instruction, the exchanges (`exchange_name`) that a rank has ended when it gets there,
-            because they are over; those that it waits for by name need not be among them. None: nobody knows when
-            they are over, so they are under way until they must have arrived.
+        strategy, micro_batches, rank, ranks, messages: as for `rank_memory`.
+        home_of: owners of the state; default: equal shares of all ranks.
+        state_bytes: per trained element at home: its weight and optimizer state; default: AdamW's.
+        over: by the index of an instruction, the finished exchanges (`exchange_name`) that a rank has ended when it
+            reaches it; exchanges that it waits for by name may be omitted. None: unknown, so exchanges stay in flight
+            until they must have arrived.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk of the same program with as many other micro-batches: most of what it asks for is known."""
+        """Return a walk of the same program with the same number of other micro-batches, reusing most results."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -302,9 +302,9 @@ class Walk:
 
     @cached_property
     def at_home(self) -> Memory:
-        """What the rank holds in any case."""
+        """The rank's constant memory."""
         layouts = [self._home_of(bucket) for bucket in self._model.buckets]
-        # Equal buckets have the same layout.
+        # Equal buckets share a layout.
         owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
         both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
         learning = sum(size for learns, size in both if learns)
@@ -316,7 +316,7 @@ class Walk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the largest sum, the instruction in which it is reached, and the sum after each instruction."""
+        """Return the largest sum, the instruction that reaches it, and the sum after each instruction."""
         at_home = self.at_home
         home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches.values())
@@ -337,9 +337,9 @@ class Walk:
         return best, at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
-        """Follow one instruction; yield passing bytes wherever the sum may be largest."""
+        """Follow one instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:  # an exchange is over for both sides: what this rank gave has left, too
+            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
                 self._alive.drop(exchange_name(Op.PULL, value.bucket))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.bucket))
@@ -362,12 +362,12 @@ class Walk:
             self._alive.drop(*instruction.reads)
 
     def _send(self, instruction: Instruction) -> None:
-        # The message keeps what it sends until the program frees it.
+        # The message keeps the sent value until the program frees it.
         (message,) = instruction.writes
         self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
-        """Keep what a message needs until it has arrived, at the commit at the latest."""
+        """Keep a message's memory until it has arrived, at the latest at the commit."""
         if self._messages:
             self._alive.add(message, "messages", size, *shared)
             self._in_flight.append(message)
@@ -380,7 +380,7 @@ class Walk:
         layouts = self._layouts(bucket)
         key = (Op.PULL, id(layouts))
         if key not in self._known_links:
-            # What is sent and received beside the weights takes longer to find out.
+            # Message sizes take longer to compute than to look up.
             self._known_links[key] = (
                 pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
                 if self._messages
@@ -401,13 +401,13 @@ class Walk:
             self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
         link = self._known_links[key]
         total = gradients(bucket)
-        kept = () if link.outgoing else (total,)  # what is not copied is itself the message
-        size = max(link.outgoing + link.incoming, link.handed)  # one behind the other
+        kept = () if link.outgoing else (total,)  # without a copy, the value itself is the message
+        size = max(link.outgoing + link.incoming, link.handed)  # one after the other
         self._fly(exchange_name(Op.PUSH, bucket), size, *kept)
         self._alive.drop(total)
 
     def _layouts(self, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's home layout, and that of the stages which use it; equal buckets get the same objects."""
+        """Return a bucket's home layout, and that of the stages using it; equal buckets get the same objects."""
         if name in self._layouts_of:
             return self._layouts_of[name]
         bucket = self._buckets[name]
@@ -421,7 +421,7 @@ class Walk:
         return self._layouts_of[name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
-        # Of what each rank of a stage holds whole; what is cut has one holder, so its kind makes no difference.
+        # Only affects parameters that each rank of a stage holds whole; a cut parameter has a single holder.
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
@@ -435,7 +435,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         (enters, leaves) = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of what came whole
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of the whole input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
@@ -450,7 +450,7 @@ class Walk:
         block = self._footprint(instruction.target, instruction.micro_batch)
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
-        if self._model.adds(instruction.target, self._part):  # while it runs
+        if self._model.adds(instruction.target, self._part):  # during the computation
             self._begin_sums(sums)
         yield block.backward
         self._alive.drop(instruction.reads[0])
@@ -478,8 +478,8 @@ class Walk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Say whether sequence-parallel ranks take a block's input, or give its output, as a whole: between stages."""
-        # Pipelines that share a stage agree on its layers, and so on whether others come before and behind.
+        """Return whether sequence-parallel ranks get a block's input, or give its output, whole: between stages."""
+        # Pipelines that share a stage agree on its layers, and thus on whether there are stages before and after.
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None

@@ -1,6 +1,6 @@
-"""When a pipeline ends whose stages take different times and send each other messages that take time, exactly.
+"""The exact end of a pipeline with unequal stages and messages that take time.
 
-`stage_ends` is for messages that travel while stages compute, `exchanged_end` for those that hold them up.
+`stage_ends` is for messages that travel during computation, `exchanged_end` for blocking ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
 
 def pipeline_end(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = "1f1b") -> float:
-    """Return when the last backward ends; arguments as of `stage_ends`."""
+    """Return when the last backward ends; arguments as for `stage_ends`."""
     return max(stage_ends(early, forward, backward, ahead, back, schedule), default=0.0)
 
 
@@ -20,9 +20,9 @@ def stage_ends(
 ) -> list[float]:
     """Return when the last backward of each stage ends.
 
-    A stage s of S runs min(S - 1 - s, V) forwards, then a forward and a backward in turn, then what backwards remain;
+    A stage s of S runs min(S - 1 - s, V) forwards, then a forward and a backward in turn, then the remaining backwards;
     under GPipe all forwards come first. A forward waits for its own on the stage before, a backward for its own on the
-    stage after, and for the message from there.
+    stage after, and both for the message from there.
 
     Args:
         early: seconds of what a stage computes before a forward without waiting for its message [S][V].
@@ -39,7 +39,7 @@ def stage_ends(
     ends_b: list[list[float]] = [[] for _ in range(stages)]
     clock = [0.0] * stages
     left = 2 * stages * count
-    # As in `planner.one_f_one_b`: each stage goes on until it waits for a neighbour, round after round.
+    # As in `planner.one_f_one_b`: each stage continues until it waits for a neighbour, round after round.
     while left:
         for s in range(stages):
             # GPipe is 1F1B that may be any number of forwards ahead.
@@ -52,7 +52,7 @@ def stage_ends(
                 if m < count and m - len(mine_b) < most:
                     if s and len(ends_f[s - 1]) <= m:
                         break
-                    # Auxiliary values need no message, so they are computed while it is still under way.
+                    # Auxiliary values need no message, so they are computed while it is still in flight.
                     now += early[s][m]
                     if s:
                         now = max(now, ends_f[s - 1][m] + ahead[s - 1][m])
@@ -76,10 +76,10 @@ def exchanged_end(
 ) -> float:
     """Return when the last backward ends of a 1F1B pipeline whose neighbours exchange between computations.
 
-    Stage s of S computes the forward of micro-batch m in slot 2 m + s, and its backward in slot 2 m + 2 S - 1 - s: next
-    to a stage in a forward there is one in a backward. Before stage s + 1's forward it gives the last gradient back,
-    and gets the next hidden state, one after the other (DeepSpeed, TrainSchedule). Both ends are there from a message's
-    beginning to its end, except that the sender of a buffered one goes on at once.
+    Stage s of S computes the forward of micro-batch m in slot 2 m + s, and its backward in slot 2 m + 2 S - 1 - s, so
+    the neighbour of a stage in a forward is in a backward. Before its forward, stage s + 1 sends the last gradient
+    back, then receives the next hidden state (DeepSpeed, TrainSchedule). Both ends are occupied from a message's begin
+    to its end, except that the sender of a buffered message continues immediately.
 
     Example, S = 2, V = 1, forward 1, backward 2, messages 3: 1 + 3 + (1 + 2) + 3 + 2 = 12.
 
@@ -87,7 +87,7 @@ def exchanged_end(
         forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
         ahead: seconds of a hidden state from each stage to the next [S - 1][V].
         back: seconds of its gradient, from stage s + 1 to s [S - 1][V].
-        buffered: whether hidden state and gradient are [S - 1][V].
+    buffered: whether hidden state and gradient are buffered [S - 1][V].
     """
     stages = len(forward)
     count = len(forward[0]) if forward else 0

@@ -1,7 +1,7 @@
-"""What schemes cost, for searches that choose how many pipelines of each: from `Costs`, or from published constants.
+"""Costs of schemes, for searches for the number of pipelines of each: from `Costs`, or from published constants.
 
-A profile that has blocks is asked through `Costs`, like everything else. Published constants know whole schemes only,
-and one number for pull and push (`Profile.charge`): they are read as they are.
+A profile with blocks is priced by `Costs`, like everything else. Published constants describe whole schemes only, with
+one number for pull and push (`Profile.charge`), and are used unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Schemes(Protocol):
-    """What a search over schemes asks; `Profile` says what each means."""
+    """Costs for a search over schemes; see `Profile` for their meaning."""
 
     @property
     def name(self) -> str: ...
@@ -43,11 +43,11 @@ class Schemes(Protocol):
 
 
 class CostedSchemes:
-    """Schemes of a profile that has blocks, as `Costs` prices their pipelines.
+    """Schemes of a profile with blocks, as `Costs` prices their pipelines.
 
     Args:
-        costs: of the cluster that they are to run on.
-        schemes: to choose from; default: those that were measured.
+        costs: of the cluster on which they run.
+        schemes: to choose from; default: the measured ones.
     """
 
     def __init__(self, costs: Costs, schemes: Sequence[Scheme] | None = None) -> None:
@@ -58,18 +58,18 @@ class CostedSchemes:
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
         self.limits = profile.limits
-        self.memory = None  # what fits is walked, not modelled
+        self.memory = None  # memory is walked, not modelled
         self._known: dict[Scheme, PipelineCost] = {}
         self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
 
     @cached_property
     def _fullest(self) -> tuple[int, ...]:
-        """Ranks by what they own, most first: a scheme that fits there fits anywhere."""
+        """Ranks by their owned elements, most first: a scheme that fits there fits anywhere."""
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen, on the ranks that own most of the state; all ranks share it, `devices` or not."""
+        """Return MaxLen on the ranks that own most of the state; all ranks share it, regardless of `devices`."""
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
@@ -77,7 +77,7 @@ class CostedSchemes:
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return what a pipeline of a scheme costs, on the ranks that own most of the state."""
+        """Return the cost of a pipeline of a scheme, on the ranks that own most of the state."""
         if scheme not in self._known:
             stages = regular_pipeline(*scheme, self._costs.outline.layers, 0)
             on = iter(self._fullest)
@@ -86,21 +86,21 @@ class CostedSchemes:
         return self._known[scheme]
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return what the pipelines of a strategy cost, on the ranks that they run on."""
+        """Return the costs of a strategy's pipelines, on the ranks that they run on."""
         for pipeline in self._strategy(schemes).pipelines:
             if pipeline not in self._placed:
                 self._placed[pipeline] = self._costs.pipeline(pipeline)
         return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return what pull, push, commit and update add to a strategy's iterations."""
+        """Return the seconds that pull, push, commit and update add to a strategy's iterations."""
         key = tuple(schemes)
         if key not in self._charges:
             self._charges[key] = self._costs.fixed(self._strategy(schemes))
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0: it takes a simulation to tell, which those that a search ends with are worth."""
+        """Return 0: the charge needs a simulation, which only final candidates of a search are worth."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -116,16 +116,16 @@ class CostedSchemes:
 def schemes_of(
     profile: Profile, ranks: int, home: Home | None = None, schemes: Sequence[Scheme] | None = None
 ) -> Schemes:
-    """Return what a profile says of schemes on so many ranks, where it was measured.
+    """Return the costs of schemes on `ranks` devices of the measured kind.
 
     Args:
-        profile: with blocks, or of published constants, which know no home.
+        profile: with blocks, or of published constants, which ignore the home.
         ranks: of the whole world.
         home: where state lives; None: in equal shares.
-        schemes: to choose from; default: those that were measured.
+        schemes: to choose from; default: the measured ones.
     """
     if profile.blocks and profile.device is not None:
-        from hydragraph.cost.costs import Costs  # it needs PyTorch, which published constants do without
+        from hydragraph.cost.costs import Costs  # needs PyTorch, which published constants do not
 
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
     return profile if schemes is None else profile.only(schemes)

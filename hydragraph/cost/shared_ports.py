@@ -1,13 +1,13 @@
 """Flows that share ports and network cards: the part of a simulation that needs a clock.
 
-A flow occupies a resource for a part of its time alone: a message of 1 GB over a card of 10 GB/s that takes 0.2 s for
-other reasons occupies the card for a half. While the parts of all flows on a resource come to more than 1, each of
-them goes on at 1 / their sum of its speed; a flow goes at the speed of its slowest resource. So no resource ever
-carries more than it can, and what does not meet anybody takes what it takes alone, to the last bit.
+A flow occupies a resource for a fraction of its time alone: a message of 1 GB over a card of 10 GB/s that takes 0.2 s
+for other reasons occupies the card for a half. While the fractions of all flows on a resource sum to more than 1, each
+of them runs at 1 / their sum of its speed; a flow runs at the speed of its slowest resource. A resource thus never
+exceeds its capacity, and a flow without contention takes exactly its time alone, to the last bit.
 
 Example: A takes 1 s alone and B 0.4 s; both begin at 0 and fill 0.8 of one card, together 1.6.
 
-    0 to 0.64     both go at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
+    0 to 0.64     both run at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
     0.64 to 1.24  A's other 0.6 s, alone again: it ends at 1.24 and not at 1
 """
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-# Parts that come to 1 but for rounding do not slow each other.
+# Fractions that exceed 1 only by rounding do not slow each other.
 FULL = 1 + 1e-9
 
 Used = tuple[tuple[int, float], ...]  # (resource, part)
 
 
 class Flow:
-    """One transfer under way: `left` seconds alone, at `rate` of its speed since `since`."""
+    """One transfer in progress: `left` seconds alone, at `rate` of its speed since `since`."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -34,22 +34,22 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # grows whenever its rate changes: an end that was computed before no longer counts
+        self.version = 0  # grows whenever its rate changes, which invalidates the ends computed before
 
 
 class Flows:
-    """All flows: those that will begin, and those under way."""
+    """All flows, in the future and in progress."""
 
     def __init__(self) -> None:
-        # A heap of beginnings and ends. An end stays in it when its flow's rate changes; its version is then outdated,
-        # and it is passed over when its time comes. The turn settles ties in the order in which they were pushed.
+        # A heap of begins and ends. An end stays in it when its flow's rate changes; its version is then outdated, and
+        # it is skipped when its time comes. The turn settles ties in the order in which they were pushed.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}
         self._users: dict[int, set[Flow]] = {}
 
     def begin(self, at: float, flow: Flow) -> None:
-        """Let a flow begin at a time that has not passed."""
+        """Start a flow at a time that has not passed."""
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
@@ -84,7 +84,7 @@ class Flows:
             users.discard(flow)
             if self._load[resource] > FULL:
                 freed |= users
-            # 0 where nobody is left, so that rounding does not add up over a long run.
+            # Exactly 0 without users, so that rounding errors do not accumulate over a long run.
             self._load[resource] = self._load[resource] - part if users else 0.0
         self._set_rates(now, freed)
 
@@ -95,7 +95,7 @@ class Flows:
             rate = 1.0 if most <= FULL else 1.0 / most
             if rate == flow.rate:
                 continue
-            # What it did at the old rate is done; the rest takes the new one.
+            # The past counts at the old rate; the rest runs at the new one.
             flow.left = max(0.0, flow.left - (now - flow.since) * flow.rate)
             flow.since = now
             flow.rate = rate

@@ -1,15 +1,15 @@
-"""What stages take for a micro-batch, as arrays that compiled code reads; and when a pipeline of them ends.
+"""Time of stages for a micro-batch, as arrays for compiled code; and the end of a pipeline of them.
 
     K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
-    seconds[k, s, r, part]  [K, S, R, 5, 3]  what it takes per token^2, per token, and whatever is in the micro-batch
+    seconds[k, s, r, part]  [K, S, R, 5, 3]  seconds per token^2, per token, and per micro-batch
     row[s, part]            [S, 5]           a micro-batch's seconds on each stage: of the slowest of its ranks
 
-A micro-batch counts by sum l^2 and sum l over its sequences alone: so constants and links say what `cost.stages` says,
-to the last digits. Tables and links with measured points are no such sums; constants that come near them stand for them
-in the search, and what it finds is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
+A micro-batch is described only by sum l^2 and sum l over its sequences, so constants and links give the same result as
+`cost.stages`, up to the last digits. Tables and links with measured points have no such form; the search uses
+approximate constants for them, and its result is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
 
-Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. Of a micro-batch of 4 and 6
-tokens it takes max(20, 31) = 31.
+Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. A micro-batch of 4 and 6 tokens
+takes max(20, 31) = 31.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PARTS = 5
 
 
 class StageTerms(NamedTuple):
-    """Kinds of pipelines; see the head of this file.
+    """Kinds of pipelines; see the module docstring.
 
     Attributes:
         seconds: [K, S, R, 5, 3].
         stages: of each kind [K].
         gpipe: it runs all forwards first [K].
-        faithful: its numbers are what `PipelineCost.seconds` computes with [K].
+        faithful: its numbers are those of `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
@@ -57,7 +57,7 @@ class StageTerms(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory that `end_of` writes to: when forwards and backwards end [S, V], and each stage's progress [S]."""
+    """Buffers of `end_of`: the ends of forwards and backwards [S, V], and each stage's progress [S]."""
 
     ends_f: Floats
     ends_b: Floats
@@ -71,8 +71,8 @@ def stage_terms(kinds: Sequence[PipelineCost], shortest: int | None = None) -> S
 
     Args:
         kinds: of pipelines.
-        shortest: tokens that any micro-batch has at least; with it, tables and links with measured points are
-            replaced by lines that are nowhere above them, as bounds need, and not by such as come near them.
+        shortest: minimum tokens of any micro-batch; if given, tables and links with measured points are replaced by
+            lines below them, for bounds, instead of approximations.
     """
     arrays = [_kind(kind, shortest) for kind in kinds]
     deepest = max(len(array) for array, _ in arrays)
@@ -81,7 +81,7 @@ def stage_terms(kinds: Sequence[PipelineCost], shortest: int | None = None) -> S
     for k, (array, _) in enumerate(arrays):
         stages, ranks = array.shape[:2]
         seconds[k, :stages, :ranks] = array
-        seconds[k, :stages, ranks:] = array[:, :1]  # the same kind of rank twice changes nothing
+        seconds[k, :stages, ranks:] = array[:, :1]  # a repeated kind of rank has no effect
     return StageTerms(
         seconds,
         np.array([len(array) for array, _ in arrays], dtype=np.int64),
@@ -109,7 +109,7 @@ def _kind(kind: PipelineCost, shortest: int | None) -> tuple[Floats, bool]:
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # tokens of a micro-batch, at least and at most, where a line may nowhere be above
+Span = tuple[int, int] | None  # minimum and maximum tokens of a micro-batch, where a line must not lie above
 
 
 def _added(parts: Parts, span: Span) -> Floats:
@@ -127,7 +127,7 @@ def _constants(curve: Curve, span: Span) -> Constants:
 
 
 def _per_byte(link: Interconnect, span: Span) -> float:
-    """Return seconds per byte; of a link with measured points, those of its quickest one where they may not be more."""
+    """Return seconds per byte; of a link with measured points, those of its fastest one if a lower bound is needed."""
     quickest = max([link.bytes_per_s, *(speed for _, speed in link.points)])
     return 1 / (link.bytes_per_s if span is None else quickest)
 
@@ -141,7 +141,7 @@ def _ring(ring: Ring, span: Span) -> Floats:
 def _hop(hop: Hop | None, span: Span) -> Floats:
     if hop is None:
         return np.zeros(3)
-    # Together they are never quicker than one alone, where bandwidth does not depend on the size.
+    # Concurrent messages are never faster than one alone, if bandwidth does not depend on the size.
     size = hop.token_bytes * hop.part * max(1, hop.sharing)
     per_token = size * sum(_per_byte(link, span) for link in hop.links)
     return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
@@ -151,7 +151,7 @@ def _faithful(stage: StageCost) -> bool:
     curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
     hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
     links = [*(ring.link for ring in stage.rings or ()), *(link for hop in hops for link in hop.links)]
-    # Messages that hold up stages are another recurrence, in which nothing ends sooner than in this one.
+    # Blocking messages follow another recurrence, which never ends earlier than this one.
     return (
         all(isinstance(curve, Constants) for curve in curves)
         and not any(link.points for link in links)
@@ -161,7 +161,7 @@ def _faithful(stage: StageCost) -> bool:
 
 @compiled
 def scratch_of(stages: int, count: int) -> Scratch:
-    """Return memory for pipelines of so many stages and micro-batches."""
+    """Return buffers for pipelines of `stages` stages and `count` micro-batches."""
     return Scratch(
         np.empty((stages, count)),
         np.empty((stages, count)),
@@ -173,12 +173,12 @@ def scratch_of(stages: int, count: int) -> Scratch:
 
 @compiled
 def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float) -> None:
-    """Write what each stage takes for a micro-batch.
+    """Write the seconds of each stage for a micro-batch.
 
     Args:
         row: [S, 5] to write to.
         seconds: of the pipeline's kind [S, R, 5, 3].
-        stages: how many it has.
+        stages: number of stages.
         squares: sum l^2 over the micro-batch's sequences.
         tokens: sum l.
     """
@@ -198,10 +198,10 @@ def end_of(rows: Floats, order: Ints, count: int, stages: int, gpipe: bool, scra
     Args:
         rows: seconds of micro-batches, by number [M, S, 5].
         order: the number of the micro-batch at each position; the first `count` are read.
-        count: how many micro-batches there are.
+        count: number of micro-batches.
         stages: of the pipeline.
         gpipe: all forwards come first.
-        scratch: of at least so many stages and micro-batches.
+        scratch: for at least `stages` stages and `count` micro-batches.
     """
     if count == 0:
         return 0.0
@@ -211,7 +211,7 @@ def end_of(rows: Floats, order: Ints, count: int, stages: int, gpipe: bool, scra
         done_f[s] = 0
         done_b[s] = 0
     left = 2 * stages * count
-    # Stages in turn, each as far as it gets: forwards travel with the turns down the pipeline, backwards with those up.
+    # Stages in turn, each as far as possible: forwards travel in passes down the pipeline, backwards in passes up.
     down = True
     while left:
         for turn in range(stages):

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline takes for a micro-batch: its blocks' curves, on the slowest of its ranks."""
+"""Time of a pipeline stage for a micro-batch: its blocks' curves, on the slowest of its ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hydragraph.cost.curves import Constants, Curve, Table, squares
 from hydragraph.cost.schedule_replay import Rows, exchanged_end, pipeline_end
 from hydragraph.spec.cluster import Interconnect
 
-Parts = tuple[tuple[float, Curve], ...]  # (how many times, of what)
+Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What tensor-parallel ranks add up, where their curves leave it out: a ring of 2 (t - 1) messages each time.
+    """Tensor-parallel sums that the curves exclude: a ring of 2 (t - 1) messages each.
 
     Attributes:
         ranks: t.
-        times: how many hidden states they add up for one micro-batch.
+        times: number of hidden states summed for one micro-batch.
         token_bytes: of one token's hidden state.
-        link: the slowest between neighbours.
+        link: the slowest link between neighbours.
     """
 
     ranks: int
@@ -37,17 +37,17 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Messages from one stage to the next, which its ranks send at once.
+    """Messages from one stage to the next, which its ranks send at the same time.
 
     Attributes:
-        links: those of its messages that the slowest rank sends, one after another.
+        links: of the messages that the slowest rank sends, one after another.
         token_bytes: of one token's hidden state.
-        sharing: the most that go through one network card together.
-        part: of a hidden state that each message is.
-        blocking: it holds up both of its ends.
-        buffer_bytes: a message of at most so many bytes does not hold up its sender.
-        gathering: how many receivers put their parts together, and over which link; None: nothing is to be gathered.
-        staging: over which each receiver fetches room for a hidden state from its host; None: it need not.
+        sharing: the maximum number of messages through one network card.
+        part: fraction of a hidden state in each message.
+        blocking: whether a message blocks both of its ends.
+        buffer_bytes: maximum size of a message that does not block its sender.
+        gathering: number of receivers that gather their parts, and the link for it; None: no gather is needed.
+        staging: link over which each receiver fetches a buffer for a hidden state from its host; None: not needed.
     """
 
     links: tuple[Interconnect, ...]
@@ -60,11 +60,11 @@ class Hop:
     staging: Interconnect | None = None
 
     def buffered(self, tokens: int) -> bool:
-        """Say whether a sender goes on before its message has arrived."""
+        """Return whether a sender continues before its message has arrived."""
         return tokens * self.token_bytes * self.part <= self.buffer_bytes
 
     def receiving_s(self, tokens: int) -> float:
-        """Return what a receiver takes to make room and put parts together: a copy, and a ring of t - 1 messages."""
+        """Return a receiver's seconds to allocate a buffer and gather parts: a copy and a ring of t - 1 messages."""
         size = tokens * self.token_bytes
         seconds = self.staging.seconds(size) if self.staging is not None else 0.0
         if self.gathering is not None:
@@ -77,7 +77,7 @@ class Hop:
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
-            # Messages through one card move together no faster than the card's full bandwidth.
+            # Messages through one card together are limited by the card's full bandwidth.
             together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
             total += max(link.seconds(size), together)
         return total
@@ -88,10 +88,10 @@ class StageCost:
     """One stage.
 
     Attributes:
-        forward, backward: of each different kind of rank in it (a type of device at some rate), what it computes.
-        aux: of each, what it computes first, whether or not its message is there.
-        rings: forward and backward.
-        ahead, back: messages to the next stage, and the gradients from there; None behind the last.
+        forward, backward: the computation of each different kind of rank in it (a type of device at some rate).
+        aux: the computation of each kind of rank before its forward, which does not wait for the message.
+        rings: of forward and backward.
+        ahead, back: messages to the next stage, and the gradients from there; None on the last stage.
     """
 
     forward: tuple[Parts, ...]
@@ -102,7 +102,7 @@ class StageCost:
     back: Hop | None = None
 
     def slower(self, factor: float) -> StageCost:
-        """Return a stage whose ranks take so many times as long, for example as others have them, too."""
+        """Return the stage slowed down by a factor, for example because other pipelines use its ranks as well."""
         forward, backward, aux = (
             tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
             for every in (self.forward, self.backward, self.aux)
@@ -114,7 +114,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of forward, aux included, and backward for a micro-batch of sequences of these lengths."""
+        """Return the seconds of forward, aux included, and backward for a micro-batch of these lengths."""
         early, one, two = self.apart(lengths)
         return early + one, two
 
@@ -123,8 +123,8 @@ class StageCost:
         return self.at(sum(lengths), squares(lengths))
 
     def at(self, tokens: int, squared: int) -> tuple[float, float, float]:
-        """Return the same of a micro-batch of so many tokens, by the sum of its squared lengths."""
-        # The slowest kind of rank counts, and it may be another one forward than backward.
+        """Return the seconds of aux, forward and backward from a micro-batch's tokens and sum of squared lengths."""
+        # The slowest kind of rank counts, and may differ between forward and backward.
         early, one, two = (
             max((sum(n * curve.at(tokens, squared) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)
@@ -135,7 +135,7 @@ class StageCost:
 
     @property
     def constants(self) -> Constants:
-        """Constants of forward and backward together, for search: of the kind of rank with the largest b."""
+        """Constants of forward and backward together, for search, from the kind of rank with the largest b."""
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             a = b = c = 0.0
@@ -144,7 +144,7 @@ class StageCost:
                 a += times * k.a
                 b += times * k.b
                 c += times * k.c
-            # Rings are lines over the tokens, so they add to b and c exactly where the link is latency and bandwidth.
+            # Rings are linear in the tokens, so they add exactly to b and c if the link is latency and bandwidth.
             for ring in self.rings or ():
                 messages = ring.times * 2 * (ring.ranks - 1)
                 b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
@@ -154,10 +154,10 @@ class StageCost:
 
 
 def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = "1f1b") -> float:
-    """Return when a pipeline ends, whose micro-batches have sequences of these lengths and run in this order."""
+    """Return the end of a pipeline whose micro-batches have sequences of these lengths and run in this order."""
     if not micro_batches:
         return 0.0
-    # Equal micro-batches cost the same: of each different one, the five seconds that `pipeline_end` asks for, by stage.
+    # Equal micro-batches cost the same: for each different one, the five seconds that `pipeline_end` needs, by stage.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
         tokens = sum(m)
@@ -185,10 +185,10 @@ def _exchanged_end(
     backward: Rows,
     ways: tuple[Rows, Rows],
 ) -> float:
-    """Return when a pipeline ends whose messages hold up their ends; what receivers do with them is computing."""
+    """Return the end of a pipeline with blocking messages; work of receivers on messages counts as computing."""
     nothing = [0.0] * len(tokens)
-    arrived: list[list[float]] = [nothing]  # what a stage does with the hidden state that it receives
-    returned: list[list[float]] = []  # and with the gradient
+    arrived: list[list[float]] = [nothing]  # work of a stage on the hidden state that it receives
+    returned: list[list[float]] = []  # and on the gradient
     buffered: list[list[tuple[bool, bool]]] = []
     for stage in stages:
         if stage.ahead is not None and stage.back is not None:

@@ -1,10 +1,10 @@
 """Simulate: price the rank programs of one iteration, instruction by instruction.
 
-Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, the values it
-waits for are made, and whoever takes part is there too: a stage's ranks for a computation, the ranks it exchanges with
-for a pull or push, all ranks for the commit. A receive holds up nothing but the computation that reads it. Transfers
-share ports and network cards, those of other streams and of other ranks (`cost.flows`); a rank's tensor-parallel
-traffic is part of its computation.
+Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, its inputs
+are ready, and all participants have arrived: a stage's ranks for a computation, the ranks it exchanges with for a pull
+or push, all ranks for the commit. A receive delays only the computation that reads it. Transfers share ports and
+network cards with those of other streams and ranks (`cost.flows`); a rank's tensor-parallel traffic is part of its
+computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """When an instruction ran: its index in its rank's program, itself, and its start and end in seconds."""
+    """An instruction with its index in the rank's program, and its start and end in seconds."""
 
     index: int
     instruction: Instruction
@@ -39,12 +39,12 @@ class SimulatedSpan:
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """Duration of the instruction."""
         return self.end_s - self.start_s
 
 
 class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
-    """Each rank's spans, made when they are asked for: a thousand ranks have millions."""
+    """Each rank's spans, made on access: a thousand ranks have millions."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -68,8 +68,8 @@ class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
 def _aligned(
     instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
 ) -> Iterator[SimulatedSpan]:
-    """Give a rank that sends less often than the first of its stage the times of what it shares with it."""
-    # Sends are what ranks of a stage differ in; all else they run at the same times, in the same order.
+    """Give a rank that sends less often than the first of its stage the times of the instructions they share."""
+    # Ranks of a stage differ only in their sends; everything else runs at the same times, in the same order.
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
@@ -86,12 +86,12 @@ def _aligned(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When every rank runs what, in seconds from the start of the iteration.
+    """Times of every rank's instructions, in seconds from the start of the iteration.
 
     Attributes:
-        actors: who acted: ranks of a stage as one.
-        times: of each of them.
-        curves: gives what each rank holds over time.
+        actors: the simulated units; ranks of a stage are one.
+        times: of each actor.
+        curves: returns the memory of each rank over time.
     """
 
     actors: tuple[Actor, ...]
@@ -100,7 +100,7 @@ class Timeline:
 
     @cached_property
     def actor_of(self) -> dict[int, int]:
-        """The number of the actor that each rank belongs to."""
+        """The number of each rank's actor."""
         return {
             rank: a for a, actor in sorted(enumerate(self.actors), key=lambda p: p[1].ranks) for rank in actor.ranks
         }
@@ -112,17 +112,17 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """When the last instruction ends."""
+        """End of the last instruction."""
         return max((max(times.end, default=0.0) for times in self.times), default=0.0)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """What the end waited for; `str` tells it in words."""
+        """The chain of waits that determines the end; `str` describes it in words."""
         return critical_path(self.actors, self.times)
 
     @cached_property
     def memory(self) -> Sequence[MemoryCurve]:
-        """What each rank holds over time.
+        """Memory of each rank over time.
 
         Raises:
             ValueError: this timeline was not made from costs, which know the sizes.
@@ -132,7 +132,7 @@ class Timeline:
         return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:
-        """Return how long a rank's stream is at work."""
+        """Return how long a rank's stream is busy."""
         return self._busy[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property
@@ -140,7 +140,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
-            until: dict[Stream, float] = {}  # while sums of one push are handed on, the next one goes on beside it
+            until: dict[Stream, float] = {}  # while one push hands its sums on, the next one already runs
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
                 begin = max(begin, until.get(stream, 0.0))
@@ -151,10 +151,10 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return how long a rank's computation, or its commit, waits for what a stream brings.
+        """Return how long a rank's computation, or its commit, waits for values of a stream.
 
-        Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, and what is waited
-        for may itself not have begun, as for an activation that another stage has yet to compute.
+        Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, including the time
+        before they begin, as for an activation that another stage has yet to compute.
         """
         return self._exposed(self.actor_of[rank]).get(stream, 0.0)
 
@@ -169,16 +169,16 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of time, from 0 to 1, in which ranks that compute anything do not; 0 when there are none."""
-        # Ranks without a stage only hold state; they do not wait for anybody's computation.
+        """The fraction of time, from 0 to 1, in which computing ranks are idle; 0 if no rank computes."""
+        # Ranks without a stage only hold state; they do not wait for computation.
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
         busy = sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
-        return max(0.0, 1 - busy)  # sums of spans round
+        return max(0.0, 1 - busy)  # sums of spans have rounding errors
 
     def save_trace(self, path: str | Path) -> None:
-        """Write it in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
+        """Write the timeline in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
         from hydragraph.cost.trace_file import Event, write_events
         from hydragraph.ir.instruction_text import instruction_text
 
@@ -191,7 +191,7 @@ class Timeline:
         write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
 
     def __str__(self) -> str:
-        """One line per rank: milliseconds that each stream is at work, and how much of the time is no computation."""
+        """One line per rank: the busy milliseconds of each stream, and the idle fraction of computation."""
         names = "".join(f"{stream.value:>12}" for stream in Stream)
         lines = [f"rank{names}        idle"]
         for rank in range(len(self.actor_of)):
@@ -202,16 +202,16 @@ class Timeline:
 
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
-    """Yield each wait of a rank's computation: for which stream, and its seconds."""
+    """Yield each wait of a rank's computation: its stream and seconds."""
     maker: dict[Value, int] = {}  # of each value
-    latest: dict[Stream, int] = {}  # of each stream, what ended last
-    free = 0.0  # when computation could go on
+    latest: dict[Stream, int] = {}  # of each stream, the last to end
+    free = 0.0  # when computation could continue
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE:
             continue
         if instruction.stream is Stream.COMPUTE:
             needed = [maker[value] for value in instruction.after]
-            # The commit waits for all transfers, not for values: for what ends last on each stream.
+            # The commit waits for all transfers instead of values: for the last to end on each stream.
             if instruction.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
@@ -231,11 +231,10 @@ def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) ->
     Args:
         programs: one per rank, in the order of the ranks; verified (`hydragraph.ir.verify`).
         cluster: one device per rank.
-        work: what their instructions cost.
+        work: costs of their instructions.
 
     Raises:
-        ValueError: when ranks and devices differ in number, ranks of a stage in their programs, or the programs never
-            end.
+        ValueError: ranks and devices differ in number, ranks of a stage in their programs, or the programs never end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")

@@ -1,8 +1,8 @@
-"""Traces of real and of simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
+"""Traces of real and simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
 
 A slice has a short name, such as "backward layer.0 [0]" or "send h2.0 to rank 3", and the operation as its category;
-its arguments say the rest, the whole instruction among them. What drops values takes no time worth a slice, and has
-none.
+its arguments contain the rest, including the whole instruction. Instructions that free values take negligible time, and
+have no slice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydragraph.spec.assignment import Assignment
 
 
 class Event(NamedTuple):
-    """Something that took time on one rank: when it began and ended, in seconds."""
+    """A span of time on one rank: its begin and end, in seconds."""
 
     step: int
     stream: str
@@ -30,12 +30,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a traced iteration ran, so that it can be simulated.
+    """Description of a traced iteration, sufficient to simulate it.
 
     Attributes:
         step: its number, which its events carry.
         strategy: its text.
-        assignment: which pipeline computed which sequences.
+        assignment: the sequences of each pipeline.
         seconds: of the whole step on rank 0, without waiting for a plan.
     """
 
@@ -58,7 +58,7 @@ class Trace:
     ranks: tuple[tuple[Event, ...], ...]
 
     def of(self, step: int) -> tuple[tuple[Event, ...], ...]:
-        """Return by rank the events of one step."""
+        """Return the events of one step, by rank."""
         return tuple(tuple(event for event in events if event.step == step) for events in self.ranks)
 
 
@@ -68,12 +68,12 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path, steps: Sequenc
     Args:
         per_rank: events by rank.
         path: a .json file.
-        steps: what the iterations of a real run ran; readers of the format that do not know them pass them over.
+        steps: the iterations of a real run; other readers of the format ignore them.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []
     every = [list(events) for events in per_rank]
-    # Clocks of real runs begin anywhere; what a reader wants is the time since the first event.
+    # Clocks of real runs have arbitrary origins; readers want the time since the first event.
     first = min((event.begin for events in every for event in events), default=0.0)
     for rank, events in enumerate(every):
         records.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
@@ -101,7 +101,7 @@ def write_events(per_rank: Iterable[Iterable[Event]], path: Path, steps: Sequenc
 
 
 def _instruction(name: str) -> Instruction | None:
-    """Return the instruction that an event is named after; None: it is a wait, or a message under way."""
+    """Return the instruction that an event is named after; None: it is a wait, or a message in flight."""
     try:
         return parse_instruction(name, 0)
     except ValueError:
@@ -109,7 +109,7 @@ def _instruction(name: str) -> Instruction | None:
 
 
 def _short(instruction: Instruction) -> str:
-    """Return what fits into a narrow slice: what is done, with which block or value."""
+    """Return a name for a narrow slice: the operation and its block or value."""
     op, target = instruction.op, instruction.target
     match op:
         case Op.FORWARD | Op.BACKWARD:
@@ -136,10 +136,10 @@ def _arguments(instruction: Instruction) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what `write_events` wrote of a real run.
+    """Read a real run's trace written by `write_events`.
 
     Raises:
-        ValueError: it is no trace, or does not say what was run.
+        ValueError: it is not a trace, or does not describe the iterations.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
-"""What messages take on a cluster when they go together, and which ports and cards they occupy meanwhile.
+"""Time of concurrent messages on a cluster, and the ports and cards that they occupy.
 
-A rank's messages in, and its messages out, each go one after another, both directions at once. Ranks that share a
-network card share its bandwidth: whatever crosses nodes through it cannot take less than all its bytes over the card's
+A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks that share a
+network card share its bandwidth: traffic between nodes through it takes at least all its bytes over the card's
 bandwidth. Everything is per *group* of ranks that act as one, such as a stage's: the slowest of them counts.
 
-A slow rank begins and ends its messages slowly: its rate scales their latency, and the slower end counts. What carries
-the bytes is the card, which is as quick as ever.
+A slow rank starts and ends its messages slowly: its rate scales their latency, and the slower end counts. The bytes
+themselves are carried by the card, whose speed is unaffected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Transfers:
 
     @classmethod
     def of(cls, pairs: Mapping[Pair, float]) -> Transfers:
-        """Return them from a mapping."""
+        """Convert a mapping to transfers."""
         ranks = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
         return cls(ranks[:, 0], ranks[:, 1], np.array(list(pairs.values()), dtype=np.float64))
 
@@ -53,18 +53,18 @@ class Transfers:
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """Sum of all bytes."""
         return float(self.size.sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """How groups of ranks make an exchange together.
+    """One exchange between groups of ranks.
 
     Attributes:
-        seconds: of each group, alone on the cluster; 0 for one that takes no part [G].
-        partners: which groups exchange anything with which; each with itself, if it takes part [G, G].
-        occupied: for each group, (resource, part of its seconds in which it uses it).
+        seconds: of each group, alone on the cluster; 0 for a group that takes no part [G].
+        partners: whether two groups exchange any data; a participating group is its own partner [G, G].
+        occupied: for each group, (resource, fraction of its seconds in which it uses it).
     """
 
     seconds: Floats
@@ -73,7 +73,7 @@ class Passage:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether all groups exchange something with all."""
+        """Whether every group exchanges data with every other."""
         return bool(self.partners.all())
 
 
@@ -83,7 +83,7 @@ class _Exchange:
 
     Attributes:
         src, dst: of each message [M].
-        moving, filling: seconds in which it travels, and that it fills a card [M].
+        moving, filling: seconds that it travels, and that it occupies a card [M].
         across: whether it crosses nodes [M].
         rank_s: seconds of each rank [R].
     """
@@ -103,8 +103,8 @@ class Roads:
 
     Args:
         cluster: one device per rank, their nodes and links.
-        group: which group each rank is in [R].
-        handling: how many times as long as a healthy one each rank takes to begin and end a message [R]; default: 1.
+        group: the group of each rank [R].
+        handling: slowdown of each rank's message latency relative to a healthy one [R]; default: 1.
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
@@ -122,7 +122,7 @@ class Roads:
         }
         self._card = np.array([cards[int(n), cluster.card_of(r)] for r, n in enumerate(nodes)], dtype=np.int64)
         self._cards = len(cards)
-        # Equal nodes have equal links: these are kept by pairs of kinds of nodes, of which there are few.
+        # Equal nodes have equal links, so links are stored for pairs of the few kinds of nodes.
         kinds: dict[object, int] = {}
         numbers = {
             number: kinds.setdefault(cluster.node(number), len(kinds)) for number in dict.fromkeys(nodes.tolist())
@@ -138,7 +138,7 @@ class Roads:
     @cached_property
     def _links(self) -> Links:
         """All links as arrays; equal nodes have equal ones."""
-        from hydragraph.cost.message_rounds import Links  # it needs numba, which only exchanges need
+        from hydragraph.cost.message_rounds import Links  # needs numba, which only exchanges need
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
@@ -160,21 +160,21 @@ class Roads:
         )
 
     def _link(self, a: int, b: int, across: bool) -> Interconnect | None:
-        """Return the link between nodes of two kinds; None, where no two nodes have it."""
+        """Return the link between nodes of two kinds; None if no two nodes have it."""
         one = self._of_kind[a][0]
         other = one if not across else next((n for n in self._of_kind[b] if n != one), None)
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
-        """Return what the slowest rank takes for an exchange whose messages all begin together."""
+        """Return the seconds of the slowest rank for an exchange whose messages all begin together."""
         return float(self._exchanged(moved).rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
-        """Return what an exchange takes, whose messages all begin together."""
+        """Return an exchange whose messages all begin together."""
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst
-        # A group ends with its slowest rank, and takes part only with whom it exchanges anything.
+        # A group ends with its slowest rank, and takes part only with groups that it exchanges data with.
         seconds = np.zeros(groups)
         np.maximum.at(seconds, self._group, exchange.rank_s)
         partners = np.zeros((groups, groups), dtype=np.bool_)
@@ -200,7 +200,7 @@ class Roads:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # the busiest port of a group stands for all
+        for base, at in ((0, src), (groups, dst)):  # the busiest port of a group represents all
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):
@@ -213,7 +213,7 @@ class Roads:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return what messages of one size, each between ranks of its own, take together, and what they occupy."""
+        """Return the seconds of concurrent messages of one size between disjoint pairs, and the used resources."""
         if pairs not in self._ways_of:
             self._ways_of[pairs] = self._ways(pairs)
         seconds = 0.0
@@ -229,7 +229,7 @@ class Roads:
         return seconds, tuple((resource, busy / seconds) for resource, busy in used.items() if busy > 0)
 
     def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]:
-        """Return, for every pair, its link, and the ports and cards that it goes through."""
+        """Return the link of every pair, and the ports and cards on its way."""
         ways = []
         groups = self._groups
         for a, b in pairs:

@@ -1,4 +1,4 @@
-"""What one rank's part of a bucket's exchange takes beside the weights and gradients themselves, in bytes."""
+"""Additional bytes of one rank's part of a bucket's exchange, beyond the weights and gradients themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """A bucket's exchange as one rank sees it, in bytes: what is copied to be sent, and what is received.
+    """A bucket's exchange on one rank, in bytes: copies for sending, and received data.
 
     Attributes:
         outgoing, incoming: of weights, and of gradients on their way to first owners.
-        handed: both together, of gradients that these then hand on to second owners.
+        handed: both together, of gradients that first owners hand on to second ones.
     """
 
     outgoing: int
@@ -26,11 +26,11 @@ class MessageBytes:
 
 
 def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) -> MessageBytes:
-    """Return what pulling a bucket's weights takes.
+    """Return the message bytes of pulling a bucket's weights.
 
     Args:
-        owners, users: its home layout, and that of the stages which use it.
-        rank, ranks: whose part.
+        owners, users: its home layout, and that of the stages using it.
+        rank, ranks: the rank, and their number.
         itemsize: bytes of an element as it travels.
     """
     incoming = pulled_bytes(owners, users, rank, itemsize)
@@ -41,16 +41,16 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
     sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    # From two owners, parts come in the order of ranks, not of elements, and are then put in their places.
+    # From two owners, parts come in the order of ranks, not of elements, and are then put in place.
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     if not staged and stays(owners, users):
-        return MessageBytes(0, incoming)  # what is put side by side, or cast, are the weights
+        return MessageBytes(0, incoming)  # after concatenation or a cast, these are the weights
     copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
     return MessageBytes(copied * itemsize, incoming)
 
 
 def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
-    """Return what of a bucket's weights a rank then holds beside its home shard; arguments as for `pulled`."""
+    """Return the bytes of a bucket's pulled weights beyond a rank's home shard; arguments as for `pulled`."""
     if itemsize == WEIGHT_BYTES and stays(owners, users):
         sends, receives = copy(owners, users, rank).of(rank)
         if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
@@ -59,17 +59,17 @@ def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int
 
 
 def summed_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return what a rank adds a bucket's gradients up in, beside its home shard; arguments as for `pulled`."""
+    """Return the bytes for accumulating a bucket's gradients beyond a rank's home shard; arguments as for `pulled`."""
     own = users.local_size(rank)
     if sums_stay(users, owners):
         sends, receives = reduce(users, owners, rank).of(rank)
         if _same(sends, own, receives, owners.local_size(rank)):
-            return 0  # they are added up at home
+            return 0  # they are accumulated at home
     return GRADIENT_BYTES * own
 
 
 def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-    """Return what pushing a bucket's gradients takes; arguments as for `pulled`."""
+    """Return the message bytes of pushing a bucket's gradients; arguments as for `pulled`."""
     if sums_stay(users, owners) and not len(owners.second.rank):
         return MessageBytes(0, 0)
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -85,7 +85,7 @@ def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BY
 
 
 def _copied(slices: Slices, at: Ints) -> int:
-    """Return the elements that pieces of a shard need beside it: none where, one after another, they are a part."""
+    """Return the elements to copy for pieces of a shard; 0 if they are contiguous."""
     if not len(slices):
         return 0
     straight = _in_order(at - at[0], slices.hi - slices.lo, slices.elements)
@@ -93,7 +93,7 @@ def _copied(slices: Slices, at: Ints) -> int:
 
 
 def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
-    """Say whether what stays on a rank is one whole buffer, and in the same place in the other."""
+    """Return whether the local data is one whole buffer, at the same place in the source and the target."""
     lengths = sends.hi - sends.lo, receives.hi - receives.lo
     return (
         source == target
@@ -103,5 +103,5 @@ def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:
-    """Say whether pieces, one after another, are the whole buffer, which then needs no copy."""
+    """Return whether consecutive pieces form the whole buffer, which then needs no copy."""
     return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size

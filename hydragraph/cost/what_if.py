@@ -1,4 +1,4 @@
-"""What if one number were another: costs with a slower device, or with other links."""
+"""What-if changes of costs: a slower device, or other links."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def what_if(costs: Costs, text: str) -> Costs:
     """Return the costs with one number changed.
 
     Args:
-        text: "device 3 x2.57": that rank takes so many times as long; "type l4 x2": all ranks of a type do;
-            "between_nodes x0.5", "within_node x2": links have so many times the bandwidth.
+        text: "device 3 x2.57": slow that rank down by this factor; "type l4 x2": all ranks of a type;
+            "between_nodes x0.5", "within_node x2": multiply the bandwidth of links.
 
     Raises:
-        ValueError: it is none of these, or names what is not there.
+        ValueError: it has another form, or names a missing rank or type.
     """
     change = _FORM.fullmatch(text.strip())
     try:
@@ -39,7 +39,7 @@ def what_if(costs: Costs, text: str) -> Costs:
         if not change["name"].isdecimal() or int(change["name"]) >= costs.ranks:
             raise ValueError(f"{text!r}: the cluster has ranks 0 to {costs.ranks - 1}")
         ranks = [int(change["name"])]
-    # Health only slows down, by definition: a rate of 1 is a healthy device.
+    # Health can only slow a device down: rate 1 is a healthy device.
     if factor < 1:
         raise ValueError(f"{text!r}: a device is at most as fast as a healthy one: give a factor of at least 1")
     rates = dict(costs.health.rates)

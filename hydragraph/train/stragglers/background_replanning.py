@@ -50,7 +50,8 @@ class Question:
         first: the strategies it chose from initially, which may be the best again once all ranks are healthy.
         request: how it chooses among `running`, with the rates known at that time.
         policy: how mini-batches are planned.
-        deadline_s: time limit of the search, which then returns its best plan; None: equal questions have equal answers.
+        deadline_s: search time limit; the best plan so far is then taken; None: equal questions have equal
+            answers.
         at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
     """
 
