@@ -87,7 +87,7 @@ def exchanged_end(
         forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
         ahead: seconds of a hidden state from each stage to the next [S - 1][V].
         back: seconds of its gradient, from stage s + 1 to s [S - 1][V].
-    buffered: whether hidden state and gradient are buffered [S - 1][V].
+        buffered: whether hidden state and gradient are buffered [S - 1][V].
     """
     stages = len(forward)
     count = len(forward[0]) if forward else 0

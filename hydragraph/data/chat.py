@@ -1,4 +1,4 @@
-"""Documents as tokens: of conversations and completions only what a model is to say is a target."""
+"""Documents as tokens; in conversations and completions, only the model's output is a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# The same for tokenizers without these tokens. Nothing follows the last turn, so a document ends with the token END.
+# The same for tokenizers without these tokens. The last turn ends the document, with the token END.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -35,7 +35,7 @@ _BASE_CHATML = (
 
 
 def chatml(special: Collection[str], end: str) -> str:
-    """Return ChatML for a tokenizer; one that has no `<|im_end|>` ends turns with its own end-of-text token.
+    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token.
 
     Otherwise a base model would never learn the token that ends what it generates.
 
@@ -48,11 +48,11 @@ def chatml(special: Collection[str], end: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Turns documents into tokens.
+    """Converts documents to tokens.
 
     Attributes:
         tokenizer: without truncation and padding.
-        end: the id that ends a text, and an answer whose template ends it with no special token.
+        end: the id that ends a text, and an answer whose template does not end it with a special token.
         template: for conversations; None: there is none.
     """
 
@@ -74,7 +74,7 @@ class Encoder:
 
     @cached_property
     def begin(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text of its own accord."""
+        """The tokens that the tokenizer adds before a text."""
         around: list[int] = self.tokenizer.encode("").ids
         return around[:1] if around and around[0] != self.end else []
 
@@ -82,7 +82,7 @@ class Encoder:
         """Return a document as tokens; a text is ended by `end`.
 
         Raises:
-            ValueError: nothing in it is a target, or its template refuses it; it names the place.
+            ValueError: it contains no target, or its template rejects it; the error names the place.
         """
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
@@ -99,7 +99,7 @@ class Encoder:
         return ids
 
     def _begun(self, text: str) -> list[int]:
-        """Return the tokens of a text that begins a document."""
+        """Return the tokens of a text at the beginning of a document."""
         ids = self._ids(text)
         return ids if ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
 
@@ -114,7 +114,7 @@ class Encoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode prompt and completion apart, as a model is given the prompt when it generates."""
+        """Encode prompt and completion separately, as in generation the model gets the prompt alone."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:
@@ -128,7 +128,7 @@ class Encoder:
                 "or to the file of a template"
             )
         text, spans = self.template.spans(conversation, place, self._special.values())
-        # The template writes the tokens that begin and end, so the tokenizer adds none.
+        # The template writes the begin and end tokens, so the tokenizer adds none.
         encoding = self._exact.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
@@ -137,13 +137,13 @@ class Encoder:
                 f"{place}: what the assistant says has no token, so there is nothing to learn: leave it out"
             )
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # The end follows what the model says at once, without the blanks that the template may add.
+            # The end directly follows the model's output, without blanks added by the template.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)
 
     def _ends(self, ids: Sequence[int]) -> bool:
-        """Say whether a conversation ends with a special token, white space after it aside."""
+        """Return whether a conversation ends with a special token, ignoring white space after it."""
         for token in reversed(ids):
             if token in self._special or token == self.end:
                 return True
@@ -153,9 +153,9 @@ class Encoder:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Say of each token whether it holds a character of a span; spans are in order and apart.
+    """Return for each token whether it contains a character of a span; spans are in order and disjoint.
 
-    A token without characters, which a normalizer may have added, belongs to the character that follows.
+    A token without characters, which a normalizer may have added, belongs to the following character.
     """
     starts = [start for start, _ in spans]
     within = []

@@ -20,15 +20,15 @@ from hydragraph.data.documents import PLAIN, Document, Fields, Format, texts_of
 
 @dataclass
 class CorpusReport:
-    """What a reading met; `documents` fills it in while it is consumed.
+    """Report on a reading; `documents` fills it in while it is consumed.
 
     Attributes:
-        documents: how many were yielded.
-        empty: how many were left out because they hold no text (an empty file or string, or a null).
+        documents: number of yielded documents.
+        empty: number of documents without text (an empty file or string, or a null), which are left out.
         undecodable: the files, lines and rows that were left out because they are not valid UTF-8 text.
-        unread: fields of records that hold something and are not read, in the order they were met.
+        unread: non-empty fields of records that are not read, in the order of their first occurrence.
         bytes: of all the corpus's files.
-        read: bytes of them that were read; of a table, once all of it was.
+        read: number of these bytes that were read; a table counts when all of it was read.
     """
 
     documents: int = 0
@@ -40,7 +40,7 @@ class CorpusReport:
 
     @property
     def part(self) -> float:
-        """How much of the corpus was read, of 1."""
+        """The fraction of the corpus that was read."""
         return min(self.read / self.bytes, 1.0) if self.bytes else 0.0
 
     def sentence(self) -> str:
@@ -63,11 +63,11 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         paths: files, taken whatever their suffix, and directories. Inside a directory, hidden entries and
             `__pycache__` are skipped, and links to directories are not followed; of one that `datasets` saved, its
             Arrow files are taken.
-        suffixes: which files of a directory to take, such as `(".py", ".md")`; None: its files of records (.jsonl,
-            .parquet, ...) where it has any, and else all that would be read as text if they were named.
+        suffixes: suffixes of the files to take from a directory, such as `(".py", ".md")`; None: its files of records
+            (.jsonl, .parquet, ...) if it has any, and else all files that would be read as text if named.
 
     Raises:
-        ValueError: a path does not exist, a file is reached twice, a suffix lacks its dot, or there is no file.
+        ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
@@ -91,7 +91,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class Placed:
-    """A document, or None for one that is empty, and where it is: "chat.jsonl:3", "table.parquet: row 7"."""
+    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7"."""
 
     place: str
     document: Document | None
@@ -106,11 +106,11 @@ def documents(
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
     Texts keep their line ends; a leading byte-order mark is dropped. Documents without text and undecodable ones are
-    left out, counted in `report`, and logged in one sentence at the end (a warning where any was undecodable).
+    left out, counted in `report`, and logged in one sentence at the end (as a warning if any was undecodable).
 
     Args:
         paths, suffixes: as for `files`.
-        fields: which fields of a .jsonl object, or columns of a table, hold what.
+        fields: names of the fields of a .jsonl object, or columns of a table, by content.
         report: filled in while documents are drawn; None: only logged.
 
     Raises:
@@ -126,7 +126,7 @@ def texts(
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
 ) -> Iterator[str]:
-    """Yield what is written in the documents, such as a tokenizer is trained on; as for `documents`."""
+    """Yield the text of documents, for example to train a tokenizer; arguments as for `documents`."""
     return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report)))
 
 
@@ -136,12 +136,12 @@ def placed_documents(
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
 ) -> Iterator[Placed]:
-    """Yield what `documents` does, each with its place."""
+    """Yield the documents of `documents`, each with its place."""
     return _draw(files(paths, suffixes), fields, CorpusReport() if report is None else report)
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return what the files of a corpus hold, by the first record of each; nothing where none holds text.
+    """Return the formats of a corpus's files, from the first record of each; empty if no file has text.
 
     Raises:
         ValueError: a first record cannot be used; it names the file and the line.
@@ -161,7 +161,7 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
     return found
 
 
-_LOOKED_AT_RECORDS = 100  # of a file, to see which fields it has
+_LOOKED_AT_RECORDS = 100  # of a file, to find its fields
 _LINES = (".jsonl", ".ndjson")  # files with a JSON object in each line
 _LOOKED_AT = 4096  # bytes of a file, to see whether it is text
 
@@ -170,14 +170,14 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do
 
 
 def _is_text(start: bytes) -> bool:
-    """Say whether the first bytes of a file may begin a text in UTF-8; the last character may be cut."""
+    """Return whether the first bytes of a file may begin a UTF-8 text; the last character may be cut."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
         return False
     if _BINARY.search(text):
         return False
-    return bool(text.strip()) or len(start) == _LOOKED_AT  # behind so many blanks there may be some
+    return bool(text.strip()) or len(start) == _LOOKED_AT  # text may follow that many blanks
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
@@ -190,7 +190,7 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
 
 
 def _found_otherwise(path: str) -> str:
-    """Say what to do about a path that is none: perhaps the name of something that is not on this machine."""
+    """Return advice for a path that does not exist, which may be a name of remote data."""
     if re.match(r"\w+:/", path):
         return "fetch what is behind the address, and name the file"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
@@ -201,7 +201,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Formats that people name and mean what is in them; in a directory, of code say, they are texts like others.
+# Formats that users name for their contents; inside a directory, for example of code, they are read as text.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
     **dict.fromkeys((".csv", ".tsv"), "make it Parquet, pandas.read_csv(...).to_parquet(...); or call it .txt"),
@@ -212,7 +212,7 @@ _NO_TEXTS: dict[str, str] = {
 
 
 def _check_named(path: Path) -> None:
-    """Refuse a file that somebody names for what it holds, where its bytes would be trained on."""
+    """Reject a file named for its contents whose raw bytes would be trained on."""
     way = _NO_TEXTS.get(path.suffix.lower())
     if way is not None:
         raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
@@ -235,13 +235,13 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files of the directories among `paths` that are not read because of what they are."""
+    """Return the files of the directories among `paths` that are not read because of their type."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
 
 def unread(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> list[str]:
-    """Return the fields that hold something and are not read, by the first records of each file."""
+    """Return the non-empty fields that are not read, from the first records of each file."""
     report = CorpusReport()
     for path in files(paths, suffixes):
         if _has_records(path):
@@ -255,7 +255,7 @@ def _has_records(path: Path) -> bool:
 
 
 def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
-    """Yield the files of a directory in sorted order, whatever is in them."""
+    """Yield all files of a directory in sorted order."""
     for folder, folders, names in os.walk(root, onerror=_raise):
         saved = tables.saved_files(Path(folder))
         if saved is not None:
@@ -265,14 +265,14 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
-            # is_file: opening a pipe would block forever, and a dangling link has nothing to read.
+            # is_file: opening a pipe would block forever, and a dangling link cannot be read.
             matches = suffixes is None or path.suffix.lower() in {suffix.lower() for suffix in suffixes}
             if matches and not name.startswith(".") and path.is_file():
                 yield path
 
 
 def _raise(error: OSError) -> None:
-    """Make os.walk report a directory that it cannot list, instead of passing it over."""
+    """Make os.walk report a directory that it cannot list, instead of skipping it."""
     raise error
 
 
@@ -321,7 +321,7 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
 def _read_jsonl(
     path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
 ) -> Iterator[Placed]:
-    """Yield one document per line that is not blank; `formats` is told what they hold."""
+    """Yield one document per non-blank line; their formats are added to `formats`."""
     format: Format | None = None
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -346,9 +346,9 @@ def _read_jsonl(
 
 
 def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
-    """Return what the records of a file hold, by its first."""
+    """Return the format of a file's records, from the first one."""
     if fields.format == "text":
-        return "text"  # whose absence is told with the fields that are texts
+        return "text"  # a missing field is reported when it is read
     return fields.format_of(record, place)
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens")
-TRAIN_ON = ("assistant", "last", "all")  # which tokens of a conversation count
-OVERLONG = ("cut", "drop", "refuse")  # what becomes of documents that are longer than the context
+TRAIN_ON = ("assistant", "last", "all")  # the trained tokens of a conversation
+OVERLONG = ("cut", "drop", "refuse")  # handling of documents longer than the context
 
 Format = Literal["text", "chat", "completion", "alpaca", "tokens"]
 
-# Names of the speakers in ShareGPT's conversations, in LLaMA-Factory's too. A call of a function is what the assistant
-# says; its text is kept as it is.
+# Names of the speakers in ShareGPT's and LLaMA-Factory's conversations. A function call is spoken by the assistant, and
+# its text is kept unchanged.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-# Fields of Alpaca's records, and of Dolly's, which name two of them otherwise.
+# Fields of Alpaca's records, and of Dolly's, which differ in two names.
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
@@ -40,7 +40,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, whose tokens are no targets, and what follows it, whose tokens are."""
+    """A prompt, whose tokens are not targets, and its completion, whose tokens are."""
 
     prompt: str
     completion: str
@@ -48,11 +48,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them: mappings with a role and, mostly, a content.
+    """Messages in the form of chat templates: mappings with a role and, usually, a content.
 
     Attributes:
-        messages: one with `weight` 0 is not trained, although the assistant says it.
-        tools: on offer in the conversation.
+        messages: a message with `weight` 0 is not trained, even if it is the assistant's.
+        tools: available in the conversation.
         arguments: of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -62,13 +62,13 @@ class Conversation:
 
     @property
     def texts(self) -> list[str]:
-        """What is said in it, for training a tokenizer."""
+        """The text of its messages, for training a tokenizer."""
         return [text for message in self.messages if isinstance(text := message.get("content"), str)]
 
 
 @dataclass(frozen=True)
 class Instruction(Conversation):
-    """A record of Alpaca's kind: a conversation where there is a chat template, and else a completion.
+    """A record of Alpaca's kind: a conversation if there is a chat template, else a completion.
 
     Attributes:
         completion: the last turn, with Alpaca's own prompt.
@@ -79,7 +79,7 @@ class Instruction(Conversation):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids that another program has made, and whether each is a target (None: all are)."""
+    """Token ids made by another program, and whether each is a target (None: all are)."""
 
     ids: tuple[int, ...]
     targets: tuple[bool, ...] | None = None
@@ -90,14 +90,14 @@ Document = str | Completion | Conversation | TokenIds
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a record (a .jsonl object, a row of a table) hold what.
+    """Names of the fields of a record (a .jsonl object, a row of a table), by content.
 
     Attributes:
-        format: "text", "chat", "completion", "alpaca" or "tokens"; "auto": what the fields of a file's first record
-            say.
+        format: "text", "chat", "completion", "alpaca" or "tokens"; "auto": derived from the fields of a file's first
+            record.
         text: of a text.
         messages: of a conversation: a list of {role, content}, or of ShareGPT's {from, value}.
-        tools: of the tools on offer in it; a record may lack it.
+        tools: of the tools available in it; optional in a record.
         prompt, completion: of a pair, both texts or both lists of messages.
     """
 
@@ -115,7 +115,7 @@ class Fields:
         return tuple(dict.fromkeys(name for format in formats for name in self.read(format)))
 
     def read(self, format: Format) -> tuple[str, ...]:
-        """Return the fields that are read of a record of this format."""
+        """Return the fields that are read from a record of this format."""
         fields: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
@@ -126,16 +126,16 @@ class Fields:
         return fields[format]
 
     def unread(self, record: Mapping[str, Any], format: Format) -> list[str]:
-        """Return the fields of a record that hold something and are not read."""
+        """Return the non-empty fields of a record that are not read."""
         read = self.read(format)
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return what records with fields of these names hold.
+        """Return the format of records with fields of these names.
 
         Args:
             place: of the first of them, for errors.
-            kind: what the names are called: "field" or "column".
+            kind: the term for the names: "field" or "column".
 
         Raises:
             ValueError: a field is missing, or "auto" could mean several things.
@@ -160,7 +160,7 @@ class Fields:
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
-        # A pair whose fields somebody has named is meant, whatever else the record has.
+        # A pair whose fields were named by the user takes precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
@@ -170,10 +170,10 @@ class Fields:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | None:
-        """Return a record's document; None where its text is null.
+        """Return a record's document; None if its text is null.
 
         Raises:
-            ValueError: a field is missing, or of another kind; it names the place.
+            ValueError: a field is missing, or of another kind; the error names the place.
         """
         if format == "text":
             if self.text not in record:
@@ -204,7 +204,7 @@ class Fields:
         )
 
     def _no_text(self, record: Mapping[str, Any], place: str) -> str:
-        """Say what to write where a record has no field of text."""
+        """Return advice for a record without a text field."""
         lacks = f"{place}: no field {self.text!r}"
         if "conversations" in record:
             return f"{lacks}: set messages_field to 'conversations'"
@@ -220,7 +220,7 @@ class Fields:
         if texts:
             return f"{lacks}: set text_field to one of {texts}"
         for name in record:
-            _text(record[name], name, place)  # says what it is instead
+            _text(record[name], name, place)  # raises an error that names its type
         write = " or ".join(f"{{{json.dumps(name)}: ...}}" for name in (self.text, self.messages))
         return f"{lacks}, nor any other: write {write}"
 
@@ -229,7 +229,7 @@ PLAIN = Fields()
 
 
 def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:
-    """Return a record of Alpaca's kind, whose input, system and history may be missing."""
+    """Return a record of Alpaca's kind; its input, system and history are optional."""
     instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)
@@ -254,7 +254,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:
 
 
 def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
-    """Return the token ids of a record, without what its attention mask leaves out."""
+    """Return the token ids of a record, without those excluded by its attention mask."""
     ids = _field(record, _IDS, place)
     columns = {_IDS: ids, **{name: record[name] for name in (_LABELS, _MASK) if record.get(name) is not None}}
     for name, values in columns.items():
@@ -278,7 +278,7 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
 
 
 def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return the arguments that a record has for its chat template."""
+    """Return a record's arguments for its chat template."""
     arguments = record.get(_TEMPLATE_ARGUMENTS)
     if isinstance(arguments, str):
         arguments = _json(arguments, _TEMPLATE_ARGUMENTS, place)
@@ -308,7 +308,7 @@ def _text(value: object, name: str, place: str) -> str | None:
 
 
 def _messages(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Check a conversation, and write it as templates read it."""
+    """Check a conversation, and convert it to the form of templates."""
     if isinstance(value, str):
         value = _json(value, name, place)
     if not isinstance(value, list) or not value:
@@ -320,7 +320,7 @@ def _messages(value: object, name: str, place: str) -> tuple[Mapping[str, Any], 
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
-    # Tables fill fields that only other messages have with null, which templates would write out.
+    # Tables fill absent fields of messages with null, which templates would write out.
     found = {name: value for name, value in message.items() if value is not None}
     if "role" not in found and "from" in found:
         speaker = found.pop("from")
@@ -348,12 +348,12 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         found["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} without content or tool_calls: give it a content")
-    found.setdefault("content", "")  # which templates add to other texts
+    found.setdefault("content", "")  # templates concatenate it with other texts
     return found
 
 
 def _parts(parts: Sequence[object], where: str) -> str:
-    """Return the text of a content that is written in parts."""
+    """Return the text of a content given as parts."""
     texts: list[str] = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
@@ -365,7 +365,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
-    """Return calls of tools, with arguments as the file has them: a mapping, or text in JSON."""
+    """Return tool calls with their arguments as in the file: a mapping, or text in JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
     checked: list[Mapping[str, Any]] = []
@@ -395,7 +395,7 @@ def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...
 
 
 def _json(text: str, name: str, place: str) -> object:
-    """Read a list that a table holds as text."""
+    """Parse a list stored as text in a table."""
     try:
         found: object = json.loads(text)
     except json.JSONDecodeError as error:
@@ -404,7 +404,7 @@ def _json(text: str, name: str, place: str) -> object:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return what is written in a document, for training a tokenizer."""
+    """Return the text of a document, for training a tokenizer."""
     if isinstance(document, str):
         return [document]
     if isinstance(document, Completion):
@@ -415,7 +415,7 @@ def texts_of(document: Document) -> list[str]:
 
 
 def characters_of(document: Document) -> int:
-    """Return about how long a document is."""
+    """Return the approximate length of a document."""
     if isinstance(document, TokenIds):
         return len(document.ids)
     return sum(map(len, texts_of(document)))

@@ -14,7 +14,7 @@ from hydragraph.data.token_file import TokenFile
 
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
-IGNORED = -100  # PyTorch's ignore_index: a token with this label is no target
+IGNORED = -100  # PyTorch's ignore_index: a token with this label is not a target
 _SPLIT_STREAM = 0
 _EPOCH_STREAM = 1
 
@@ -24,7 +24,7 @@ class Chunks:
     """Pieces of documents that are short enough to train on, in file order; three int64 arrays of one length.
 
     Attributes:
-        documents: which document each piece is from.
+        documents: the document of each piece.
         starts: its first token in the document.
         lengths: its tokens, from 2 to the maximum.
     """
@@ -57,7 +57,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return the pieces of one split of a corpus of one document, in file order: the held-out ones are its last.
+    """Return the pieces of one split of a single-document corpus, in file order: the last ones are held out.
 
     Args:
         chunks: of the document.
@@ -75,11 +75,11 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
-    """Return the documents of one split, in file order: the held-out ones are the last of a seeded shuffle.
+    """Return the documents of one split, in file order: the last ones of a seeded shuffle are held out.
 
     Args:
         count: documents in the file.
-        split: which part.
+        split: "train" or "heldout".
         heldout: fraction of documents held out, rounded, but at least one on each side; 0: none, all are for training.
         split_seed: another seed holds out other documents.
 
@@ -97,7 +97,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
-# One sequence: its token ids, or those with labels, -100 where a token is no target.
+# One sequence: its token ids, or those with labels, -100 for tokens that are not targets.
 Drawn = Tensor | dict[str, Tensor]
 
 
@@ -109,8 +109,8 @@ def length_of(drawn: Drawn) -> int:
 class MiniBatches(Iterator[list[Drawn]]):
     """Endless mini-batches: every chunk exactly once per epoch, in an order drawn from (seed, epoch).
 
-    A mini-batch takes chunks in that order until the next one would exceed the budget, across the end of an epoch where
-    one falls. The stream depends on nothing else, so every process with the same file and settings sees the same one.
+    A mini-batch takes chunks in that order until the next one would exceed the budget, across the end of an epoch if
+    necessary. The stream depends on nothing else, so every process with the same file and settings sees the same one.
 
     Args:
         file: the tokens.
@@ -171,18 +171,18 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: int64 [length] per sequence, with labels where not every token is a target."""
+        """Return the next mini-batch: int64 [length] per sequence, with labels if not every token is a target."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Pass over the next mini-batch without reading it, and return the lengths of its sequences."""
+        """Skip the next mini-batch without reading it, and return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk once, in file order, by the same budget; the endless stream does not move.
+        """Yield every chunk once, in file order, with the same budget; the endless stream does not advance.
 
-        For validation: each call yields the same mini-batches, of which the last may be small.
+        For validation: each call yields the same mini-batches; the last one may be small.
         """
         chosen: list[int] = []
         room = self._budget
@@ -202,11 +202,11 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def next_length(self) -> int:
-        """Tokens of the chunk that `take` takes next."""
+        """Number of tokens of the chunk that `take` returns next."""
         return int(self.chunks.lengths[self._order[self._position]])
 
     def take(self) -> int:
-        """Step over the next chunk, into the next epoch after the last one, and return it for `read`."""
+        """Advance past the next chunk, into the next epoch after the last one, and return it for `read`."""
         chunk = int(self._order[self._position])
         self._position += 1
         if self._position == len(self.chunks):
@@ -230,17 +230,17 @@ class MiniBatches(Iterator[list[Drawn]]):
         return self._epoch
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return where the next mini-batch starts, with the settings that this position is relative to."""
+        """Return the start of the next mini-batch, with the settings that this position depends on."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, without replaying what came before.
 
         Raises:
-            ValueError: the state is incomplete, or of another file or other settings; the message names both.
+            ValueError: the state is incomplete, or of another file or other settings; the error names both.
         """
         for name, mine in self._settings.items():
-            theirs = state.get(name, "cut" if name == "overlong" else None)  # which earlier versions always did
+            theirs = state.get(name, "cut" if name == "overlong" else None)  # the behaviour of earlier versions
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
@@ -264,7 +264,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         self.lengths = ()
 
     def _fill(self) -> list[int]:
-        """Take the chunks of the next mini-batch, and note their lengths."""
+        """Take the chunks of the next mini-batch, and record their lengths."""
         chosen: list[int] = []
         lengths: list[int] = []
         room = self._budget
@@ -303,9 +303,9 @@ def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_s
 
 
 def _shuffle(count: int, *key: int) -> _Indices:
-    """Return a permutation of range(count) that the key alone decides, in every process and NumPy version.
+    """Return a permutation of range(count) determined by the key alone, in every process and NumPy version.
 
-    It sorts raw random bits: NumPy keeps a bit generator's stream for ever (NEP 19), but not its `permutation`.
+    It sorts raw random bits: NumPy guarantees a bit generator's stream (NEP 19), but not its `permutation`.
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")

@@ -1,4 +1,4 @@
-"""Mini-batches from several corpora by weight, a pure function of what each of them is and how much was drawn."""
+"""Mini-batches from several corpora by weight, a pure function of the corpora and of the number of drawn tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each corpus has its part of the tokens; it is used as `MiniBatches` is.
+    """Endless mini-batches in which each corpus has its share of the tokens; used like `MiniBatches`.
 
-    The next sequence comes from the corpus that is furthest behind its part of all tokens drawn so far, so that after
-    any number of them every part is right to within a sequence. Each corpus goes through epochs of its own.
+    The next sequence comes from the corpus that lags furthest behind its share of all tokens drawn so far, so every
+    share is exact to within a sequence at any time. Each corpus has its own epochs.
 
     Args:
-        members: of each corpus; their budgets do not matter.
+        members: streams of the corpora; their budgets are ignored.
         weights: of their tokens, above 0, in any unit.
         tokens: the budget of one mini-batch, never exceeded.
 
@@ -34,16 +34,16 @@ class Mixture(Iterator[list[Drawn]]):
         self._budget = tokens
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch; its sequences as of `MiniBatches`."""
+        """Return the next mini-batch, with sequences like those of `MiniBatches`."""
         return [self.members[i].read(chunk) for i, chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Pass over the next mini-batch without reading it, and return the lengths of its sequences."""
+        """Skip the next mini-batch without reading it, and return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk of every corpus once, one corpus after the other; the endless stream does not move."""
+        """Yield every chunk of every corpus once, one corpus after the other; the endless stream does not advance."""
         return chain.from_iterable(member.single_pass() for member in self.members)
 
     @property
@@ -52,7 +52,7 @@ class Mixture(Iterator[list[Drawn]]):
         return sum(member.tokens for member in self.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next mini-batch starts, with the settings that this position is relative to."""
+        """Return the start of the next mini-batch, with the settings that this position depends on."""
         states = [member.state_dict() for member in self.members]
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
@@ -60,7 +60,7 @@ class Mixture(Iterator[list[Drawn]]):
         """Continue where `state` was taken, without replaying what came before.
 
         Raises:
-            ValueError: the state is of other corpora, weights or settings.
+            ValueError: the state is for other corpora, weights or settings.
         """
         weights, drawn, states = (state.get(name) for name in ("weights", "drawn", "members"))
         if weights != list(self._weights):
@@ -76,7 +76,7 @@ class Mixture(Iterator[list[Drawn]]):
         self.lengths = ()
 
     def _fill(self) -> list[tuple[int, int]]:
-        """Take the next mini-batch: which corpus, and which of its chunks."""
+        """Take the next mini-batch: pairs of a corpus and one of its chunks."""
         chosen: list[tuple[int, int]] = []
         lengths: list[int] = []
         room = self._budget

@@ -1,4 +1,4 @@
-"""Encoded documents on disk, part by part, so that a long preparation goes on where it was interrupted."""
+"""Encoded documents on disk, part by part, so that a long preparation continues after an interruption."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import Document, characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # of work that an interruption may cost
+_EVERY_S = 20.0  # of work at most lost by an interruption
 
 
 class Parts:
-    """The documents of one corpus that are encoded already.
+    """The already encoded documents of one corpus.
 
     Args:
-        directory: made if missing; each file in it is complete.
-        every_s: seconds of encoding that one file holds at least.
+        directory: created if missing; each file in it is complete.
+        every_s: minimum seconds of encoding per file.
     """
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
@@ -37,12 +37,12 @@ class Parts:
     def encoded(
         self, documents: Iterable[Placed], encoder: Encoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the documents that are missing; yield how many are done, after each part.
+        """Encode the missing documents; yield the number of finished ones after each part.
 
         Args:
             documents: of the whole corpus, always the same ones in the same order.
-            encoder: what makes tokens of them.
-            progress: called now and then with how many are done.
+            encoder: converts them to tokens.
+            progress: called from time to time with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()
@@ -73,7 +73,7 @@ class Parts:
 
     @property
     def targeted(self) -> bool:
-        """Whether some token of some document is no target."""
+        """Whether some token of some document is not a target."""
         for path in self._files:
             with np.load(path) as part:
                 if len(part["targets"]) and not part["targets"].all():
@@ -93,7 +93,7 @@ class Parts:
             return len(part["lengths"])
 
     def _write(self, documents: list[Encoded], before: int) -> int:
-        """Write a part; return how many documents there are with it."""
+        """Write a part; return the number of documents including it."""
         lengths = np.array([len(document.ids) for document in documents], np.int64)
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
         masked = any(document.targets is not None for document in documents)
@@ -110,7 +110,7 @@ class Parts:
 
 
 def _batches(documents: Iterable[Placed], encoder: Encoder) -> Iterator[list[Encoded]]:
-    """Yield documents as tokens, texts a batch at a time in parallel."""
+    """Yield documents as tokens; texts are encoded a batch at a time in parallel."""
     for batch in batched(documents, lambda placed: characters_of(_present(placed))):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):

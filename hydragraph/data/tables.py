@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, which need pyarrow, and the files of a directory that `datasets` saved."""
+"""Rows of Parquet and Arrow files, which need pyarrow, and the files of a directory saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield a table's rows, of the wanted columns only, None for one that is not UTF-8; raises what `columns` does."""
+    """Yield a table's rows, wanted columns only, None for a row that is not UTF-8; errors as for `columns`."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -42,7 +42,7 @@ def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a directory that `Dataset.save_to_disk` wrote, in order; None where it is none.
+    """Return the Arrow files of a directory written by `Dataset.save_to_disk`, in order; None for other directories.
 
     Raises:
         ValueError: it holds several splits, or is damaged.
@@ -89,7 +89,7 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             return
         with pyarrow.memory_map(str(path)) as source:
             try:
-                reader = ipc.open_stream(source)  # as `datasets` writes
+                reader = ipc.open_stream(source)  # the format of `datasets`
                 batches = reader
             except pyarrow.ArrowInvalid:
                 reader = ipc.open_file(source)

@@ -1,4 +1,4 @@
-"""Chat templates: the text of a conversation, and where in it the messages stand that are trained."""
+"""Chat templates: the text of a conversation, and the positions of its trained messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hydragraph.data.documents import Conversation
 ASSISTANT = "assistant"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Special tokens where the tokenizer's are not known.
+# Special tokens, if the tokenizer's are not known.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Replaces the content of a message, to see where the template writes it.
+# Replaces the content of a message, to find where the template writes it.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 
@@ -28,11 +28,11 @@ class Template:
     """A chat template of Hugging Face, in Jinja.
 
     Attributes:
-        text: if it has `{% generation %}` blocks, these are trained. Otherwise a turn begins after the prompt to
-            generate, and ends where the text of the conversation up to it would end.
-        special: tokens that it may name, such as {"bos_token": "<s>"}.
-        train_on: "assistant": what the assistant says; "last": only the last time; "all": every token.
-        arguments: others that it takes, such as {"enable_thinking": False}.
+        text: its `{% generation %}` blocks, if any, are trained. Otherwise a turn begins after the prompt to generate,
+            and ends where the text of the conversation up to it would end.
+        special: tokens that it may use, such as {"bos_token": "<s>"}.
+        train_on: "assistant": the assistant's messages; "last": only the last of them; "all": every token.
+        arguments: further arguments, such as {"enable_thinking": False}.
     """
 
     text: str
@@ -41,15 +41,15 @@ class Template:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def spans(self, conversation: Conversation, place: str, marks: Collection[str] = ()) -> tuple[str, list[Span]]:
-        """Return a conversation's text, and the spans of characters that are trained, in order and apart.
+        """Return a conversation's text, and the disjoint spans of trained characters, in order.
 
         Args:
             conversation: any.
-            place: of it, for errors.
+            place: its place, for errors.
             marks: the texts of the tokenizer's special tokens, which no span may cut.
 
         Raises:
-            ValueError: the template refuses the conversation or leaves a message out, or there is nothing to train.
+            ValueError: the template rejects the conversation or leaves a message out, or no message is trained.
         """
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
@@ -63,7 +63,7 @@ class Template:
         return _GENERATION.search(self.text) is not None
 
     def _trained(self, conversation: Conversation, place: str) -> list[int]:
-        """Return which messages are trained."""
+        """Return the indices of trained messages."""
         messages = conversation.messages
         says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not says:
@@ -79,7 +79,7 @@ class Template:
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
-        """Write a conversation in the first way in which every message stands in its text.
+        """Render a conversation in the first form in which every message appears in its text.
 
         Some templates take contents as lists of parts, and some take the arguments of tool calls as text.
         """
@@ -104,11 +104,11 @@ class Template:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return what the template writes for messages, and the spans that it marks as generated.
+        """Return the template's output for messages, and the spans that it marks as generated.
 
         Args:
-            messages: as the template takes them.
-            conversation: that they are of, for its tools and arguments.
+            messages: in the form of the template.
+            conversation: provides tools and arguments.
             place: for errors.
             prompt: add the prompt to generate.
             mask: return the marks; the template must have some.
@@ -125,7 +125,7 @@ class Template:
                 add_generation_prompt=prompt,
                 **{**self.special, **self.arguments, **conversation.arguments},
             )
-        except Exception as error:  # templates raise what they like, and Jinja its own errors
+        except Exception as error:  # templates may raise anything, and Jinja its own errors
             sentence = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
@@ -136,13 +136,13 @@ class Template:
 
 @dataclass(frozen=True)
 class _Way:
-    """How messages are given to a template: contents as lists of parts, arguments of tool calls as text."""
+    """A form of messages for a template: contents as lists of parts, arguments of tool calls as text."""
 
     parts: bool = False
     texts: bool = False
 
     def message(self, message: Message) -> Message:
-        """Return a message as a template takes it."""
+        """Return a message in the form of the template."""
         given = {name: value for name, value in message.items() if name != "weight"}
         if self.parts and given["content"]:
             given["content"] = [{"type": "text", "text": given["content"]}]
@@ -169,10 +169,10 @@ def _ways(messages: Sequence[Message]) -> Iterator[_Way]:
 
 
 class _Written:
-    """A conversation as a template writes it.
+    """A conversation rendered by a template.
 
     Attributes:
-        text: of all of it.
+        text: the whole text.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class _Written:
         self.text, self._marked = template.render(self._messages, conversation, place, mask=self._masks)
 
     def check(self) -> None:
-        """Check that every message stands in the text.
+        """Check that every message appears in the text.
 
         Raises:
-            ValueError: naming the first that does not; or nothing is marked.
+            ValueError: naming the first that does not; or no text is marked.
         """
         if self._masks and not any(start < end for start, end in self._marked):
             raise ValueError(f"{self._place}: the chat template marks nothing of it as generated: correct the template")
@@ -230,7 +230,7 @@ class _Written:
         """Return the spans that the template marks in these messages.
 
         Raises:
-            ValueError: what one of the messages says is not marked.
+            ValueError: the content of one of the messages is not marked.
         """
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
@@ -254,7 +254,7 @@ class _Written:
         return spans
 
     def _window(self, i: int) -> Span:
-        """Return the part of the text that holds message `i`, between the contents of its neighbours."""
+        """Return the part of the text that contains message `i`, between the contents of its neighbours."""
         before = [region for j in range(i) if (region := self._region(self._messages, j))]
         after = next(
             (region for j in range(i + 1, len(self._messages)) if (region := self._region(self._messages, j))), None
@@ -262,10 +262,10 @@ class _Written:
         return before[-1][1] if before else 0, after[0] if after else len(self.text)
 
     def turn(self, i: int) -> Span:
-        """Return the span of what is generated as message `i`: its content and the token that ends it.
+        """Return the generated span of message `i`: its content and the token that ends it.
 
         Raises:
-            ValueError: it cannot be told from the rest.
+            ValueError: it cannot be separated from the rest.
         """
         before = self._text(self._messages[:i], prompt=True)
         last = i == len(self._messages) - 1
@@ -281,11 +281,13 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Find a turn that is written otherwise at the end of a conversation than where other turns follow.
+        """Find a turn that is rendered differently at the end of a conversation than before other turns.
 
-        Templates write thoughts, default system messages and end tokens by the position of a message. So the turn is
-        found in the final text: where its content stands, how much before it is the header that the prompt to generate
-        writes, and how much after it is what ends it.
+        Templates write thoughts, default system messages and end tokens depending on the position of a message. The
+        turn is
+        therefore located in the final text: from the position of its content, extended to the left by the header of the
+            prompt
+        to generate, and to the right by its ending.
 
         Args:
             i: of the message.
@@ -315,7 +317,7 @@ class _Written:
         return start + header, content[1] + ending
 
     def _common(self, first: str, second: str) -> int:
-        """Return how many characters two texts have in common at their beginning, without cutting a special token."""
+        """Return the length of the common beginning of two texts, without cutting a special token."""
         size = _shared(first, second)
         for mark in self._pattern.finditer(first):
             if mark.start() < size < mark.end():
@@ -323,9 +325,9 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return where the content of a message stands in the text of `messages`; None: it is not written.
+        """Return the position of a message's content in the text of `messages`; None: it is not written.
 
-        Another content is put in its place, and the texts are compared.
+        The content is replaced by another, and the texts are compared.
         """
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
@@ -357,7 +359,7 @@ def _with(messages: Sequence[Message], i: int, message: Message) -> list[Message
 
 
 def _shared(first: str, second: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
+    """Return the length of the common beginning of two texts."""
     differing = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, min(len(first), len(second)))
 
@@ -367,12 +369,12 @@ def _is(one: object, other: object) -> bool:
 
 
 def _said(message: Message) -> str:
-    """Return what must stand in the text of a message: its content without the thoughts that templates remove."""
+    """Return the required text of a message: its content without the thoughts that templates remove."""
     return str(message["content"]).rpartition(_AFTER_THOUGHTS)[2].strip()
 
 
 def _probed(message: Message) -> Message:
-    """Return a message with another content, or with another first tool call where it has none."""
+    """Return a message with another content, or with another first tool call if it has no content."""
     if message["content"] or not message.get("tool_calls"):
         content = message["content"]
         return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}
@@ -384,7 +386,7 @@ def _probed(message: Message) -> Message:
 
 
 def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
-    """Return spans in order, with those joined that overlap."""
+    """Return spans in order, with overlapping ones joined."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start < joined[-1][1]:
@@ -395,6 +397,6 @@ def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
 
 
 def _without(excluded: Sequence[Span], size: int) -> list[Span]:
-    """Return what is left of [0, size) without some spans."""
+    """Return the rest of [0, size) without some spans."""
     edges = [0, *(edge for span in _joined(excluded) for edge in span), size]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -3,12 +3,12 @@
 Little-endian, in this order:
 
     header     128 bytes: the fields of `_Header`, their hash, zeros
-    tokens     uint16 where the vocabulary fits, else uint32; in a file with targets the highest bit of a token says
-               that it is none, which leaves 15 or 31 bits for its id
+    tokens     uint16 if the vocabulary fits, else uint32; in a file with targets the highest bit of a token is set if
+               it is not a target, which leaves 15 or 31 bits for its id
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
-The tokens come first because they stream in before anyone knows how many documents there are.
+The tokens come first because they are written before the number of documents is known.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Header:
         documents, tokens: counts; the end-of-text tokens are included.
         vocabulary: the tokenizer's highest id + 1.
         end_of_text: the id that ends every text.
-        targeted: 1 where tokens say whether they are targets, else 0.
+        targeted: 1 if tokens store whether they are targets, else 0.
         digest: sha256 of all bytes after the header.
     """
 
@@ -70,7 +70,7 @@ class _Header:
 
     @property
     def offsets_at(self) -> int:
-        """Where the offsets start, in bytes."""
+        """Offset of the document offsets, in bytes."""
         return _HEADER_BYTES + -(-self.tokens * self.item_bytes // 8) * 8
 
     @property
@@ -101,7 +101,7 @@ class TokenFile:
     Attributes:
         path: the file.
         lengths: tokens of each document, int64 [documents], the end-of-text token included.
-        vocabulary: every token is below it: the least vocabulary that a model of this file needs.
+        vocabulary: exclusive upper bound of all tokens: the minimum vocabulary of a model for this file.
         end_of_text: the id that ends every text.
         targeted: whether only some tokens are targets (see `targets`); if not, all are.
         fingerprint: a hash of the content, 64 hexadecimal digits.
@@ -118,13 +118,13 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file that `write_tokens` wrote, checking everything but the tokens themselves (`verify` reads those).
+        """Map a file written by `write_tokens`, checking everything except the tokens themselves (see `verify`).
 
         Raises:
-            ValueError: there is no such file, it is no token file or of another version, truncated, or corrupt.
+            ValueError: the file is missing, not a token file, of another version, truncated, or corrupt.
         """
         header = _read_header(path)
-        # asarray: a plain view, because every result computed from a memmap would claim to be one.
+        # asarray: a plain view, because results computed from a memmap would have its type.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -138,7 +138,7 @@ class TokenFile:
         """Read the whole file, a part at a time, and compare its checksum.
 
         Args:
-            progress: called now and then, and at the end, with how many documents are read.
+            progress: called from time to time, and at the end, with the number of documents read.
 
         Raises:
             ValueError: a byte differs from what was written.
@@ -186,7 +186,7 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return how many targets each of some pieces of documents predicts: those behind its first token."""
+        """Return the number of targets in each of some pieces of documents, without the first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
@@ -217,7 +217,7 @@ class TokenFile:
         return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
-        """Pickle as the path: a memory map would be pickled as all its tokens."""
+        """Pickle as the path: pickling a memory map would copy all its tokens."""
         return TokenFile.open, (self.path,)
 
 
@@ -227,7 +227,7 @@ class Encoded:
 
     Attributes:
         ids: of the tokens.
-        targets: which of them are targets, of the same length; None: all.
+        targets: whether each of them is a target, of the same length; None: all are.
     """
 
     ids: Sequence[int]
@@ -243,14 +243,14 @@ def write_tokens(
 ) -> TokenFile:
     """Encode texts, end each with the end-of-text token, and write them to a token file.
 
-    The file appears under its name only when it is complete, replacing any older one. No other token is added around a
+    The file appears under its name only when it is complete, replacing an older one. No other token is added to a
     document; a special token spelled out in a text becomes that token, as everywhere in Hugging Face.
 
     Args:
-        path: the file; its directory is made if missing.
+        path: the file; its directory is created if missing.
         documents: drawn once, never all in memory.
-        tokenizer: without truncation and padding, as `tokenizer.load` gives it.
-        progress: called now and then, and at the end, with documents and tokens written so far.
+        tokenizer: without truncation and padding, as `tokenizer.load` returns it.
+        progress: called from time to time, and at the end, with documents and tokens written so far.
         end_of_text: as for `tokenizer.end_of_text_token`.
 
     Raises:
@@ -264,7 +264,7 @@ def write_tokens(
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return the least vocabulary that holds all of a tokenizer's ids, which in published ones have gaps."""
+    """Return the minimum vocabulary for all of a tokenizer's ids, which have gaps in published tokenizers."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -276,13 +276,13 @@ def write_encoded(
     targeted: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenFile:
-    """Write documents that are tokens already; arguments and errors as for `write_tokens`.
+    """Write documents that are already tokens; arguments and errors as for `write_tokens`.
 
     Args:
         batches: of documents.
-        vocabulary: every token is below it.
+        vocabulary: exclusive upper bound of all tokens.
         end: the id that ends texts.
-        targeted: whether any document may have tokens that are no targets.
+        targeted: whether any document may have tokens that are not targets.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that the rename is atomic; unique, so that two writers never share it.
@@ -306,7 +306,7 @@ def write_encoded(
 def encode_texts(
     documents: Iterable[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
 ) -> Iterator[list[Encoded]]:
-    """Yield a batch of texts at a time as tokens, each begun by `begin` (unless it is already) and ended by `end`."""
+    """Yield batches of texts as tokens, each starting with `begin` (unless it already does) and ending with `end`."""
     begins = list(begin)
     done = 0
     for batch in batched(documents, len):
@@ -394,5 +394,5 @@ def _read_header(path: Path) -> _Header:
 
 
 def _corrupt(path: Path, what: str) -> str:
-    """Return the sentence for a file that cannot be used."""
+    """Return the error message for an unusable file."""
     return f"token file {path} is truncated or corrupt: {what}; delete it and rerun"

@@ -12,14 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 
-# What Hugging Face keeps a tokenizer in; the first is enough.
+# The files of a Hugging Face tokenizer; the first is enough.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# What published tokenizers call it: GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes late, because a
-# vocabulary may also hold it as the HTML tag that it is.
+# The end-of-text tokens of published tokenizers: GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes
+# late, because a vocabulary may also contain it as the HTML tag.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
@@ -53,7 +53,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a directory, without the truncation and padding that it may carry.
+    """Load a tokenizer.json, or the one in a directory, without its truncation and padding.
 
     Raises:
         ValueError: there is no such file, or it is not a tokenizer.
@@ -71,21 +71,21 @@ def load(path: Path) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path, end_of_text: str | None = None) -> None:
-    """Write tokenizer.json, and the configuration with which `transformers.AutoTokenizer` loads the directory.
+    """Write tokenizer.json, and the configuration for `transformers.AutoTokenizer` to load the directory.
 
     Args:
         tokenizer: any; its end-of-text token becomes the directory's `eos_token`.
-        directory: made if missing; other files in it are left alone.
+        directory: created if missing; other files in it are left alone.
         end_of_text: as for `end_of_text_token`.
     """
     end = end_of_text_token(tokenizer, end_of_text)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # The name that transformers 4 and 5 both know.
+        # The name known to both transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
-        # Decoding must give back the text exactly, spaces before punctuation included.
+        # Decoding must reproduce the text exactly, including spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(configuration, indent=2, ensure_ascii=False)
@@ -93,27 +93,27 @@ def save(tokenizer: Tokenizer, directory: Path, end_of_text: str | None = None) 
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy a tokenizer.json, and what Hugging Face keeps beside it, from one directory to another."""
+    """Copy a tokenizer.json and its accompanying Hugging Face files from one directory to another."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in files(source):
         shutil.copyfile(path, directory / path.name)
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the files of a tokenizer that a directory holds."""
+    """Return the files of a tokenizer in a directory."""
     return [path for name in FILES if (path := directory / name).is_file()]
 
 
 def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: str | None = None) -> str:
-    """Return the token that ends a document: `token`, or `declared`, or the first well-known one that there is.
+    """Return the token that ends a document: `token`, or `declared`, or the first well-known one in the vocabulary.
 
     Args:
         tokenizer: any.
-        token: it alone will do.
-        declared: what its configuration calls the end.
+        token: the only accepted token.
+        declared: the end token in its configuration.
 
     Raises:
-        ValueError: the tokenizer lacks `token`, or has no well-known one.
+        ValueError: the tokenizer does not have `token`, or has no well-known one.
     """
     known = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     candidates = known if token is None else (token,)
@@ -125,7 +125,7 @@ def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: 
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of a token that there is."""
+    """Return the id of an existing token."""
     found = tokenizer.token_to_id(token)
     assert found is not None, f"{token} was found in the vocabulary"
     return int(found)
@@ -143,7 +143,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory; the one called "default" of several; None: it has none."""
+    """Return the chat template in a tokenizer's directory; of several, the one named "default"; None: it has none."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def chat_template(directory: Path) -> str | None:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Read one of the JSON files beside a tokenizer.json; {} where it is missing."""
+    """Read a JSON file that accompanies a tokenizer.json; {} if it is missing."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""One rank, executing: prepared programs, the executor, streams and buffers, home state, links, and what is measured.
+"""Execution on one rank: prepared programs, the executor, streams and buffers, home state, links, and measurements.
 
-Processes belong in `cluster/`, files in `checkpoint/`, and what all ranks decide together in `engine/`.
+Processes belong in `cluster/`, files in `checkpoint/`, and decisions of all ranks together in `engine/`.
 """

@@ -1,12 +1,12 @@
-"""Buffers that an iteration's weights, gradients and messages live in, kept for the next iteration.
+"""Buffers for an iteration's weights, gradients and messages, kept for the next iteration.
 
-On the CPU, memory of this size goes back to the system when it is freed, and every step would pay for fresh pages
-again. On CUDA the host runs ahead of the device: what it gives back may still be read there, so a buffer carries the
-mark behind which it is free.
+On the CPU, freed memory of this size returns to the system, and every step would pay for fresh pages again. On CUDA the
+host runs ahead of the device, which may still read a returned buffer, so the buffer carries a mark: it is free once the
+device has passed it.
 
-A buffer is taken from what was given back in this iteration, else from what the last one left, else made. Iterations
-of one strategy ask for the same sizes, so from the second on hardly any is made; what one iteration has no use for is
-dropped when the next begins.
+A buffer is taken from those returned in this iteration, else from those that the last one left, else allocated.
+Iterations of one strategy need the same sizes, so from the second on hardly any is allocated; buffers unused by one
+iteration are dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # buffers of one size that may be in use by the device still, before their reuse waits for it
+AHEAD = 2  # buffers of one size that the device may still use before reuse waits for it
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
 
 
 class Buffers:
-    """Hands out 1-D uninitialised tensors, and hands them out again once they were given back.
+    """Hands out 1-D uninitialised tensors, and reuses them once they are returned.
 
     Args:
-        device: where they live.
+        device: of the buffers.
         streams: the device's queues; default: a CPU's.
     """
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
         self._streams = streams or HostStreams()
-        # What earlier iterations left, and what this one gave back.
+        # Buffers left by earlier iterations, and those returned in this one.
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
         self._taken: dict[int, Tensor] = {}  # by address
 
     def begin(self) -> None:
-        """Start an iteration: what the last one had no use for is dropped, such as what another strategy needed."""
+        """Start an iteration: drop buffers that the last one did not use, such as those of another strategy."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # what a failed iteration never gave back
+        self._taken.clear()  # buffers that a failed iteration never returned
 
     def trim(self) -> None:
-        """Drop what lies idle, so that it does not stand beside what computing takes most memory for."""
+        """Drop idle buffers, so that they do not add to the peak of memory during computation."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier.clear()
@@ -59,7 +59,7 @@ class Buffers:
             self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._streams.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a buffer of so many elements, with any content, for the current stream."""
+        """Return a buffer of `elements` elements, with arbitrary content, for the current stream."""
         kept = self._free(self._returned, (elements, dtype)) or self._free(self._earlier, (elements, dtype))
         if kept is None:
             buffer = torch.empty(elements, dtype=dtype, device=self._device)
@@ -72,17 +72,17 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back what nobody reads once the current stream got here; leave alone what is not one of these."""
-        # By address: what is given back may be another view than what was taken. Views that begin further in are not
+        """Take back a buffer that has no readers once the current stream gets here; ignore other tensors."""
+        # By address, since the returned view may differ from the taken one. Views that begin further in are not
         # recognised, and neither are tensors of the home state.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
-        """Take out the newest that the device is done with, or the oldest where it still uses too many of them."""
-        # Where the device is done with none of them, a new one costs memory and waiting costs time: up to AHEAD it is a
-        # new one, and then the oldest, which the device gets done with first.
+        """Take the newest buffer that the device has finished with, or the oldest if it still uses too many of them."""
+        # If the device still uses all of them, a new one costs memory and waiting costs time: up to AHEAD a new one is
+        # made, then the oldest is used, which the device finishes first.
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:

@@ -1,9 +1,9 @@
-"""What a run keeps the same, and refuses, so that its bits depend on the model and the data alone.
+"""Constraints of deterministic runs, whose bits depend only on the model and the data.
 
 a sequence is computed alone          its activations and gradients are functions of it and of the weights
 gradients and losses are added exactly  no order, grouping or owner changes a sum (`kernels.exact`)
-one tensor-parallel degree            a product that is cut in two is another sum than a whole one
-one thread on a CPU, one kind of device  libraries choose how to add by both
+one tensor-parallel degree            a product that is cut in two has other sums than a whole one
+one thread on a CPU, one kind of device  libraries choose the order of sums by both
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _WHERE = "deterministic"
 
 @dataclass
 class Deterministic:
-    """What stays the same in one process.
+    """Constants of one deterministic process.
 
     Attributes:
         device: the kind of device, which must be the same on all ranks.
-        degree, sequence_parallel: of all stages of all strategies; None: none was seen yet.
+        degree, sequence_parallel: of all stages of all strategies; None: no stage was seen yet.
     """
 
     device: str
@@ -40,7 +40,7 @@ class Deterministic:
 
     @staticmethod
     def begin(device: torch.device, backend: str) -> Deterministic:
-        """Let this process compute in one way from now on: with one thread on a CPU, by PyTorch's rules on a GPU.
+        """Make this process deterministic from now on: with one thread on a CPU, by PyTorch's settings on a GPU.
 
         Raises:
             Unsupported: graphs are compiled by Inductor.
@@ -59,14 +59,14 @@ class Deterministic:
         return Deterministic(f"{processor()}, {torch.backends.cpu.get_cpu_capability()}")
 
     def __str__(self) -> str:
-        """What ranks compare."""
+        """Text that ranks compare."""
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all stages are cut alike, now and in all strategies to come.
+        """Check that all stages are cut alike, in these and all earlier and later strategies.
 
         Raises:
-            Unsupported: two differ, or a stage of more than two names its devices in another order than ascending.
+            Unsupported: two differ, or a stage of more than two devices does not name them in ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -88,16 +88,16 @@ class Deterministic:
                     )
 
     def alike(self, profile: Profile) -> Profile:
-        """Return what was measured of stages that are cut as those that were seen; all of it, where none were."""
+        """Return the measurements of stages cut like those seen so far; all of them if none were seen."""
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
-        """Check that so many sequences are added up exactly.
+        """Check that sums over this number of sequences are exact.
 
         Raises:
             Unsupported: there are too many.
         """
-        # Under tensor parallelism a rank of each place may add its part, and a tied weight gets two.
+        # Under tensor parallelism a rank of each position may add its part, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(
@@ -107,12 +107,12 @@ class Deterministic:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer rounds elements alike wherever shards end.
+        """Check that an optimizer rounds elements alike regardless of the ends of shards.
 
         Raises:
             Unsupported: it does not.
         """
-        # PyTorch's fused kernels on a CPU compute what is left over after whole vectors by another formula.
+        # PyTorch's fused CPU kernels use another formula for the remainder after whole vectors.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
                 "with fused=True the last elements of each shard are rounded otherwise than others",
@@ -127,7 +127,7 @@ def _cut(degree: int, sequence_parallel: bool) -> str:
 
 @cache
 def processor() -> str:
-    """Return what this machine's processor is called."""
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Optimizers that may update flat shards: those that treat every element alike, by code that is known to do so."""
+"""Optimizers that may update flat shards: known classes that treat every element alike."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield attributes that a class redefines of the elementwise class that it derives from."""
+    """Yield attributes of the elementwise class that a derived class redefines."""
     bases = (*ELEMENTWISE, AdamW)
     for derived in kind.__mro__[: next(i for i, c in enumerate(kind.__mro__) if c in bases)]:
         for name, value in vars(derived).items():
@@ -119,5 +119,6 @@ def _not_elementwise(kind: type) -> Unsupported:
     )
 
 
-# PyTorch wraps `step` in classes (profiling) and objects (learning-rate schedulers); what they wrap is compared.
+# PyTorch wraps `step` in classes (profiling) and objects (learning-rate schedulers); the wrapped functions are
+# compared.
 _STEPS = frozenset(inspect.unwrap(kind.step) for kind in (*ELEMENTWISE, AdamW))

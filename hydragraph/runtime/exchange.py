@@ -1,23 +1,22 @@
 """Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks.
 
-A push to a home of two copies is two links: first owners add up what all ranks computed, then hand the sums on.
+A push to a home of two copies is two links: first owners sum the gradients of all ranks, then hand the sums on.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
 
-A gather or scatter that would move every element to where it is already is left out, and so is the buffer behind it:
+A gather or scatter that would not move any element is left out, and so is its result buffer:
 
-    `stays`         no rank sends anything to another: nobody enters a message
-    `is_identity`   besides, the source buffer is the target buffer, element by element: nothing moves
-    `native`        equal shards, whole copies: all-gather or reduce-scatter, without buffers between
-    `in_order`      incoming is the target, element by element: it is received in place
+    `stays`         no rank sends data to another: messages are skipped
+    `is_identity`   also, the source buffer equals the target buffer element by element: no data moves
+    `native`        equal shards, whole copies: all-gather or reduce-scatter, without intermediate buffers
+    `in_order`      incoming equals the target element by element: it is received in place
+    `whole`         every sending rank has the whole target: rows to sum, instead of a scatter that adds
 
-Of a buffer of which a link reads or writes a part only, source or target is that part, from the first element that
-moves to the last.
-    `whole`         every rank that sends has the whole target: rows to add up, instead of a scatter that adds
+If a link reads or writes only a part of a buffer, source or target is that part, from the first moved element to the
+last.
 
-What is summed here is summed in the order of the source ranks, whichever message came first: the same step gives the
-same bits.
+Sums here are in the order of the source ranks, regardless of the order of arrival: the same step gives the same bits.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class Exchange:
     """One rank's part of a link.
 
     Attributes:
-        sends, receives: pieces of the local source and target buffers, peer by peer in rank order; what stays local
-            is the message to oneself.
+        sends, receives: pieces of the local source and target buffers, peer by peer in rank order; local data is the
+            rank's message to itself.
         sent, received: elements per peer.
         source, target: elements of this rank's local buffers, or of the parts of them that take part.
-        native: the collective that does the same, where there is one.
-        source_at, target_at: where these parts begin in the buffers.
-        stays: no rank of the link, this one or another, sends anything to another.
+        native: the equivalent collective, if there is one.
+        source_at, target_at: offsets of these parts in the buffers.
+        stays: no rank of the link, this one included, sends data to another.
         device: of the buffers.
     """
 
@@ -71,26 +70,26 @@ class Exchange:
 
     @cached_property
     def gather(self) -> SliceTable:
-        """What puts the pieces that are sent side by side."""
-        # From where each piece lies to the end of those before it: outgoing is ordered by peer, as `sent` splits it.
+        """Slices that copy the sent pieces one after another."""
+        # From each piece's offset to the end of the pieces before it: outgoing is ordered by peer, as `sent` splits it.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
     @cached_property
     def scatter(self) -> SliceTable:
-        """What puts the pieces that are received in their places, or adds them up there."""
+        """Slices that copy the received pieces to their places, or add them there."""
         at, length = _columns(self.receives)
         return SliceTable.make(length.cumsum(0) - length, at, length, sums=True, device=self.device)
 
     @cached_property
     def whole(self) -> int:
-        """How many peers send the whole target buffer, if every one that sends does; else 0."""
+        """Number of peers that send the whole target buffer, if every sending peer does; else 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
-            # Each peer's pieces must follow one another from 0 to the end, so that its part of incoming is one row.
+            # Each peer's pieces must be consecutive from 0 to the end, so that its part of incoming is one row.
             if offset != at % self.target:
                 return 0
             at += length
@@ -98,7 +97,7 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the target buffer is the source buffer: nothing moves at all."""
+        """Whether the target buffer equals the source buffer, so that no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -106,7 +105,7 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether what is received, in order, is the target buffer, each element once, so that it needs no staging."""
+        """Whether the received data, in order, is the target buffer, each element once, so that it needs no staging."""
         return _is_whole(self.receives, self.target)
 
 
@@ -134,7 +133,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Lower what first owners hand on to second ones, from buffer to the same buffer; None where there are no such."""
+    """Lower the transfer from first to second owners, within the same buffer; None without second owners."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)
@@ -192,7 +191,7 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
     """Start moving values; the returned function waits and gives the 1-D target buffer in `dtype`, one of `buffers`.
 
-    Where the link is the identity and no cast is needed, the target is the home shard itself.
+    If the link is the identity and no cast is needed, the target is the home shard itself.
     """
     if exchange.is_identity and home.dtype == dtype:
         return Finish(lambda: home)
@@ -234,10 +233,10 @@ def start_push(
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
-        gradients: this rank's 1-D contribution, empty where it has none; given back to `buffers` when sent.
+        gradients: this rank's 1-D contribution, empty if it has none; returned to `buffers` when sent.
         home: this rank's 1-D gradient shard, overwritten; of the same dtype.
-        handing: what then hands the sums on to second owners (`hand_exchange`).
-        dtype: what they are rounded to before they are sent; gradients that stay on their rank are not.
+        handing: the transfer of the sums to second owners (`hand_exchange`).
+        dtype: to round to before sending; gradients that stay on their rank are not rounded.
     """
     push = _start_sum(exchange, gradients, _part(home, exchange.target_at, exchange.target), groups, buffers, dtype)
     return _handed_on(push, handing, home, groups, buffers)
@@ -246,7 +245,7 @@ def start_push(
 def _start_sum(
     exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers, dtype: torch.dtype
 ) -> Finish:
-    """Start moving gradients to where they are summed; arguments as of `start_push`."""
+    """Start moving gradients to the owners that sum them; arguments as for `start_push`."""
     if exchange.is_identity:
 
         def stay() -> Tensor:
@@ -269,10 +268,10 @@ def _start_sum(
         return Finish(add_own)
     if (
         exchange.native and dtype == home.dtype and groups.world.backend == "nccl"
-    ):  # gloo's own is slower: it copies what it is given
+    ):  # gloo's own is slower: it copies its input
         message = groups.reduce_scatter(Role.PUSH, home, gradients)
         return _finisher(message, lambda: home, gradients, groups, buffers)
-    # With two large buffers alive at a time instead of three: what is copied is given back before incoming is taken.
+    # Two large buffers are alive at a time instead of three: the copied one is returned before incoming is taken.
     outgoing = _gathered(gradients, exchange, dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
@@ -286,7 +285,7 @@ def _start_sum(
         if exchange.whole > 1:
             _sum(incoming.view(exchange.whole, -1), home)
         else:
-            # Incoming is ordered by peer, and so is its table: every element is summed in the order of the ranks.
+            # Incoming and its table are ordered by peer: every element is summed in the order of the ranks.
             home.zero_()
             slice_copy(incoming, home, exchange.scatter, accumulate=True)
         buffers.give(incoming)
@@ -306,9 +305,9 @@ def start_exact_push(
     """Start moving exact sums (`kernels.exact`), which the returned function adds up, then rounds into `home`.
 
     Args:
-        parts: this rank's, 1-D fp64, each empty where it has none; given back to `buffers` when sent.
+        parts: this rank's, 1-D fp64, each empty if it has none; returned to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
-        handing: as of `start_push`; what is handed on is rounded.
+        handing: as for `start_push`; the sums are rounded before.
     """
     totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
     pushes = [
@@ -324,23 +323,23 @@ def start_exact_push(
             buffers.give(total)
         return home
 
-    push = Finish(finish, pushes[-1].message)  # of one communicator, messages end in the order of their beginning
+    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in the order of their start
     return _handed_on(push, handing, home, groups, buffers)
 
 
 def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    """Let a push be followed by handing its sums on."""
+    """Let a transfer to second owners follow a push."""
     return push if handing is None else replace(push, then=lambda: _start_handing(handing, home, groups, buffers))
 
 
 def _start_handing(exchange: Exchange, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    """Start handing sums on to second owners, out of gradient shards into those of others."""
+    """Start handing sums on to second owners, from gradient shards into those of other ranks."""
     source = _part(home, exchange.source_at, exchange.source)
     target = _part(home, exchange.target_at, exchange.target)
     outgoing = _gathered(source, exchange, home.dtype, buffers)
     incoming = target if exchange.in_order else buffers.take(sum(exchange.received), home.dtype)
-    # Not where gradients travel: ranks begin to hand on whenever a sum of theirs is there, and between two pushes of
-    # theirs, which need not be the same two for all. Before the commit all have begun, in the order of the pushes.
+    # Not on the communicator of gradients: a rank starts to hand on when one of its sums is ready, between any two of
+    # its pushes, which may differ between ranks. Before the commit all have started, in the order of the pushes.
     message = groups.all_to_all(Role.COMMIT, incoming, outgoing, exchange.received, exchange.sent)
 
     def put() -> Tensor:
@@ -353,12 +352,12 @@ def _start_handing(exchange: Exchange, home: Tensor, groups: Groups, buffers: Bu
 
 
 def _part(buffer: Tensor, at: int, size: int) -> Tensor:
-    """Return a part of a 1-D buffer; the buffer itself where that is all of it."""
+    """Return a part of a 1-D buffer, or the buffer itself if that is all of it."""
     return buffer if size == len(buffer) else buffer[at : at + size]
 
 
 def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: Buffers) -> Tensor:
-    """Return the pieces to send one after another, cast; the buffer itself where that is the same."""
+    """Return the sent pieces one after another, cast; the buffer itself if that is the same."""
     if buffer.dtype == dtype and _is_whole(exchange.sends, len(buffer)):
         return buffer
     gathered = buffers.take(sum(exchange.sent), dtype)
@@ -367,7 +366,7 @@ def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: B
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
-    """Add two or more rows up, in order, in the dtype of `into`."""
+    """Sum two or more rows, in order, in the dtype of `into`."""
     if rows.dtype == into.dtype:
         torch.add(rows[0], rows[1], out=into)
         rows = rows[2:]
@@ -379,7 +378,7 @@ def _sum(rows: Tensor, into: Tensor) -> None:
 
 
 def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
-    """Say whether the pieces, one after another, are a buffer of so many elements."""
+    """Return whether consecutive pieces form a buffer of `size` elements."""
     at = 0
     for offset, length in pieces:
         if offset != at:
@@ -391,7 +390,7 @@ def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
 def _finisher(
     message: Message | None, result: Callable[[], Tensor], outgoing: Tensor, groups: Groups, buffers: Buffers
 ) -> Finish:
-    """Wait, then give back what was sent, then give the result."""
+    """Return an end that waits, returns the sent buffer, then gives the result."""
 
     def finish() -> Tensor:
         groups.wait(message)

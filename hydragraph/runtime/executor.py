@@ -1,7 +1,7 @@
 """Run a RankProgram: one rank, one iteration, instruction by instruction.
 
-Pulls, pushes and point-to-point messages are started in program order and run beside computation; an instruction waits
-only for the values that its `after` names. Nothing communicates after the commit, so no update is half applied.
+Pulls, pushes and point-to-point messages are started in program order and run during computation; an instruction waits
+only for the values in its `after`. No communication follows the commit, so no update is half applied.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SAYS = 4  # numbers
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """What an iteration gives, equal on every rank.
+    """Result of an iteration, equal on every rank.
 
     Attributes:
         loss: the token mean over the global mini-batch.
-        grad_norm: of all gradients together, which frozen parameters do not have; 0 for an evaluation.
-        finite: whether both are finite; otherwise nothing was updated.
+        grad_norm: of all gradients together (frozen parameters have none); 0 for an evaluation.
+        finite: whether both are finite; otherwise no update was made.
         ranks: by rank, how it spent the iteration.
-        said: by rank, what it says of what comes next.
+        said: by rank, its message about the next step.
     """
 
     loss: float
@@ -63,10 +63,10 @@ class IterationOutcome:
 
 
 class Beside(Protocol):
-    """What goes on beside an iteration, and ends with it."""
+    """Work that runs during an iteration, and ends with it."""
 
     def go_on(self) -> None:
-        """Do what can be done without waiting; called between instructions."""
+        """Do what is possible without waiting; called between instructions."""
 
     def end(self) -> None:
         """Do the rest; called on all ranks, once every gradient is at home and before they agree to update."""
@@ -83,33 +83,34 @@ class _Iteration:
     timing: Timing
     aux_buffers: Mapping[str, Tensor]
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Pending] = field(default_factory=dict)  # also messages, on their way out
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank nothing
+    arriving: dict[Value, Pending] = field(default_factory=dict)  # also outgoing messages
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
-    added: set[str] = field(default_factory=set)  # parameters that have a gradient already
-    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, where sums are to be
-    largest: Tensor | None = None  # of what was added to them
+    added: set[str] = field(default_factory=set)  # parameters that already have a gradient
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, if deterministic
+    largest: Tensor | None = None  # of the values added to them
 
 
 class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        program: the captured model, of which programs that are run were prepared.
+        program: the captured model of the prepared programs.
         home: this rank's master weights and gradients.
         groups, watch: its communicators and its failure watch.
-        device: what this rank computes on.
-        streams: that device's queues; default: as the device and the communicators have them.
-        rounded: the weights that are pulled, where the optimizer keeps them beside the master weights.
-        log: takes down when all gradients are at home.
-        deterministic: let sums over micro-batches and ranks be exact, so that no order changes them (`kernels.exact`).
+        device: the device of this rank's computation.
+        streams: that device's queues; default: those of the device and the communicators.
+        rounded: the weights to pull, if the optimizer keeps them alongside the master weights.
+        log: records when all gradients are at home.
+        deterministic: make sums over micro-batches and ranks exact, so that they do not depend on the order
+            (`kernels.exact`).
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.
-        probe: called before the commit, for `RankTimes.probe`; None: nothing is.
-        beside: what goes on beside the iteration; None: nothing does.
+        probe: called before the commit, for `RankTimes.probe`; None: no probe.
+        beside: work that runs during the iteration; None: there is none.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class Executor:
             prepared: this rank's program.
             batches: the packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
             tokens: target tokens of the global mini-batch; the loss is divided by them.
-            update: called with the gradient norm where the program updates, if that norm is finite.
+            update: called with the gradient norm if the program updates and the norm is finite.
             aux_buffers: the values of the aux graph's buffers.
-            timing: measures this iteration: waits and, where it keeps spans, every instruction and message.
-            says: called while gradients are on their way: what this rank tells all others at the commit, `SAYS` whole
-                numbers below 2**53.
+            timing: measures this iteration: waits and, if it keeps spans, every instruction and message.
+            says: called while gradients are in flight; returns this rank's message to all others at the commit, `SAYS`
+                whole numbers below 2**53.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -221,23 +222,23 @@ class Executor:
         return self._groups.waited_s
 
     def _after_last_step(self) -> None:
-        """Let no stream begin before the last step's update is through."""
+        """Let every stream wait for the last step's update."""
         start = self.streams.mark()
         for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
             with self.streams.on(stream):
                 self.streams.wait(start)
 
     def _arrive(self, it: _Iteration, value: Value) -> None:
-        """Wait for a value that another stream makes; for a message, until it has left."""
+        """Wait for a value that another stream makes; for a message, until it has been sent."""
         pending = it.arriving.pop(value, None)
         if pending is not None:
             with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
                 it.values[value] = pending()
 
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
-        """End an earlier pull or push, so that what it takes beside weights and home gradients is free again."""
+        """End an earlier pull or push, to free its memory beyond weights and home gradients."""
         arriving = it.arriving.get(value)
-        if arriving is not None:  # a block has yet to wait for these weights itself
+        if arriving is not None:  # a block will wait for these weights itself
             with it.timing.waiting(stream, value):
                 arriving.end()
             return
@@ -248,7 +249,7 @@ class Executor:
         if pending.follows:
             with it.timing.waiting(stream, value, more=True), self._watch.communicating():
                 pending.go_on()
-        with self.streams.on(stream):  # the stream waits that needs the room, not the one that computes
+        with self.streams.on(stream):  # the stream that needs the memory waits, not the computing one
             self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -351,7 +352,7 @@ class Executor:
         for name in block.variant.added:
             arguments += self._total(it, block.names[name])
         results = block.variant.backward(*arguments)
-        # Nothing may keep alive what the forward saved while gradients are added up: here memory is at its highest.
+        # No reference may keep the forward's saved values alive while gradients are summed: memory peaks here.
         it.values[instruction.reads[0]] = kept = None
         operands.clear()
         arguments.clear()
@@ -364,7 +365,7 @@ class Executor:
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
-            # The loss reaches what is below by a tied weight only.
+            # The loss reaches the blocks below only through a tied weight.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
@@ -373,7 +374,7 @@ class Executor:
             self._settle(it)
 
     def _settle(self, it: _Iteration) -> None:
-        """Add what one backward has written to the exact sums."""
+        """Add the gradients of one backward to the exact sums."""
         for value in [value for value in it.values if value.kind is ValueKind.GRADIENTS]:
             written = it.values.pop(value)
             it.views.pop(value, None)
@@ -393,7 +394,7 @@ class Executor:
         return it.sums[value]
 
     def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
-        """Return where a parameter's gradient is summed, and whether what is there counts: 0.0 the first time."""
+        """Return the buffer of a parameter's gradient, and the factor on its contents: 0.0 the first time."""
         bucket = self._home.pieces[name].bucket
         value = gradients(bucket)
         if value not in it.values:
@@ -405,7 +406,7 @@ class Executor:
     def _gradient_buffer(self, it: _Iteration, bucket: str) -> Tensor:
         exchange = it.prepared.pushes[bucket]
         home = self._home.gradients[bucket]
-        if exchange.is_identity and len(home) == exchange.target:  # of a second copy there is more
+        if exchange.is_identity and len(home) == exchange.target:  # not if the home also has a second copy
             return home
         return self._buffers.take(exchange.source)
 
@@ -422,13 +423,13 @@ class Executor:
         it.arriving[on_its_way] = self._pending(message, tensor)
 
     def _pending(self, message: Message, tensor: Tensor) -> Pending:
-        """Return a message's end: waiting for it gives the tensor, which it keeps alive until then."""
+        """Return a message as a pending value: waiting for it gives the tensor, which stays alive until then."""
 
         def finish() -> Tensor:
             self._groups.wait(message)
             return tensor
 
-        # The stream of messages must not wait for this one: what it sends next may be what the peer needs first.
+        # The message stream must not wait for this one: the peer may first need the message sent next.
         return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
@@ -455,11 +456,11 @@ class Executor:
         else:
             it.values[value] = total
             for parameter, shard in self._shards(it, value).items():
-                if parameter not in it.added:  # no block that used it gave it a gradient
+                if parameter not in it.added:  # no block gave it a gradient
                     shard.zero_()
         exchange = it.prepared.pushes[name]
         home = self._home.gradients[name]
-        it.values.pop(value, None)  # it is the message's now, which gives its memory back
+        it.values.pop(value, None)  # now owned by the message, which frees its memory
         it.views.pop(value, None)
         handing = it.prepared.handings.get(name)
         dtype = self._program.push_dtype
@@ -473,14 +474,14 @@ class Executor:
         exchange = it.prepared.pushes[instruction.target]
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
-        it.sums.pop(value, None)  # they are the message's now, which gives their memory back
+        it.sums.pop(value, None)  # now owned by the message, which frees their memory
         handing = it.prepared.handings.get(instruction.target)
         self._start(
             it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers, handing)
         )
 
     def _start(self, it: _Iteration, value: Value, sent: Sequence[Tensor], push: Callable[[], Finish]) -> None:
-        """Start a push, behind what computes what it sends."""
+        """Start a push after the computation of its values."""
         self._hand_on(it)
         self._end_ready(it, Stream.PUSH, it.pushing)
         computed = self.streams.mark()
@@ -493,7 +494,7 @@ class Executor:
             it.pushed = True
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
-        """Begin to hand on the sums that are there to second owners; in the order of the pushes, as on all ranks."""
+        """Start handing finished sums on to second owners, in the order of the pushes, as on all ranks."""
         for value, pending in it.pushing.items():
             if pending.follows:
                 if not (wait or pending.arrived):
@@ -502,9 +503,9 @@ class Executor:
                     pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
-        """End what need not be waited for, so that its memory serves what comes."""
+        """End finished exchanges, so that their memory can be reused."""
         if self.streams.queued:
-            return  # ended on their own streams, as they began: computation waits at the commit, which needs them
+            return  # they end on their own streams, where they began: only the commit waits for them
         for value in list(under_way):
             if not under_way[value].ready:
                 break
@@ -523,7 +524,7 @@ class Executor:
                 self._buffers.give(freed)
 
     def _commit(self, it: _Iteration, says: Callable[[], tuple[int, ...]]) -> IterationOutcome:
-        """Wait for everything that is under way, then agree with all ranks on loss, norm and finiteness."""
+        """Wait for all pending work, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probed(self.probe())
         said = says()
@@ -532,9 +533,9 @@ class Executor:
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
-            self.streams.finish()  # times are known then
-        # [the parts of the loss, those of the norm's square, then of every rank what it says, and its times, in its own
-        # place]
+            self.streams.finish()  # after this, times are known
+            # [the parts of the loss, those of the norm's square, then for every rank its message and its times, in its
+            # own place]
         world = self._groups.world
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
@@ -546,7 +547,7 @@ class Executor:
         totals = torch.zeros(at + len(row) * world.ranks, dtype=torch.float64, device=self._device)
         totals[:at] = parts.flatten()
         totals[at:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
-        # Whoever gets through the commit may update: so all ranks must then be able to, also if one is lost meanwhile.
+        # A rank may update once it passes the commit, so all ranks must be able to, even if one is lost meanwhile.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -561,7 +562,7 @@ class Executor:
         return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks, by_rank)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return [2, 1]: this rank's part of the loss and of the squared norm, which is scaled by 1."""
+        """Return [2, 1]: this rank's part of the loss and of the squared norm; and the scale 1."""
         totals = torch.zeros(2, 1, dtype=torch.float64, device=self._device)
         for loss in losses:
             totals[0] += loss.double()
@@ -570,7 +571,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return [2, 3]: what adds up exactly over the ranks to the loss and to the scaled squared norm; and the scale.
+        """Return [2, 3]: parts that sum exactly over ranks to the loss and the scaled squared norm; and the scale.
 
         Raises:
             FloatingPointError: on all ranks: a gradient is too large for exact sums.
@@ -599,7 +600,7 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor as it lies in memory where another rank sent it: kernels choose how to add by strides too."""
+    """Return a tensor with the memory layout of a received one: kernels choose the order of sums by strides as well."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -608,7 +609,7 @@ def laid_out(value: Tensor) -> Tensor:
 def square_sum(values: Tensor) -> Tensor:
     """Return the sum of squares of a 1-D fp32 tensor in fp64, 0-d: rows in fp32, whose sums are added in fp64.
 
-    Short rows keep the error near fp32's own rounding, which one long fp32 sum would not, at a fortieth of the cost of
+    Short rows keep the error near fp32's own rounding, unlike one long fp32 sum, at a fortieth of the cost of
     converting every element.
     """
     cut = len(values) // _ROW * _ROW
@@ -628,9 +629,9 @@ def hidden_size(program: Program) -> int:
 
 
 def hidden_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the hidden state, and so of its gradient: a model may keep it wider or narrower than weights.
+    """Return the dtype of the hidden state and its gradient: a model may keep it wider or narrower than weights.
 
-    All blocks keep the one that the first gives (`frontend.skeleton`).
+    All blocks keep the dtype of the first one's output (`frontend.skeleton`).
     """
     dtype: torch.dtype = _output(program.templates[program.blocks[0].template].graph).dtype
     return dtype
@@ -643,7 +644,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(graph: fx.GraphModule) -> Form:
-    """Return the form of a graph's first output; its value would cost half a second, symbols and all."""
+    """Return the form of a graph's first output; its value would cost half a second, including symbols."""
     form = form_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
     assert form is not None
     return form

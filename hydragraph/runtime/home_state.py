@@ -1,6 +1,6 @@
 """The home state of one rank: its shards of the fp32 master weights, and the optimizer over them.
 
-It never depends on the strategy: switching strategies moves none of it (Hydraulis, section 5.2).
+It does not depend on the strategy, so a switch of strategies does not move it (Hydraulis, section 5.2).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hydragraph.runtime.elementwise import OptimizerFactory, call_factory, check
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """The part of one parameter that a rank owns, contiguous in its shard of the bucket, whatever intervals it has.
+    """The part of one parameter owned by a rank, contiguous in its shard of the bucket, regardless of its intervals.
 
     Attributes:
-        parameter: the parameter that it is a part of.
+        parameter: the whole parameter.
         bucket: the name of the parameter's bucket.
-        intervals: of canonical elements [lo, hi), ascending and disjoint, none empty: at most one of each copy.
-        counted: of each interval, whether it is here, and not with its other owner, that its elements count where they
+        intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty: at most one of each copy.
+        counted: for each interval, whether its elements count on this rank (instead of their other owner) where they
             must count once: in norms, and in files.
         at: the offset in the bucket's shard.
     """
@@ -40,7 +40,7 @@ class OwnedPart:
 
     @property
     def size(self) -> int:
-        """Elements that the rank owns."""
+        """Number of elements owned by the rank."""
         return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
@@ -48,14 +48,14 @@ class OwnedPart:
         return shards[self.bucket][self.at : self.at + self.size]
 
     def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield each interval with its elements, of a tensor [size] of this part."""
+        """Yield each interval with its elements, from a tensor [size] of this part."""
         at = 0
         for lo, hi in self.intervals:
             yield (lo, hi), flat[at : at + hi - lo]
             at += hi - lo
 
 
-# What a group of an optimizer's has besides options.
+# Keys of an optimizer's group that are not options.
 _OF_GROUPS = ("params", "param_names")
 
 
@@ -66,11 +66,12 @@ class HomeState:
     Attributes:
         rank: the rank that owns it.
         layouts: bucket name -> home layout.
-        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of the buckets that learn.
-        counted: views into `gradients` of what counts here: over all ranks every element once, however many own it.
-        pieces: parameter name -> what this rank owns of it (perhaps nothing), in model order.
+        weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
+        counted: views into `gradients` of the elements that count here: over all ranks every element counts once,
+            regardless of its number of owners.
+        pieces: parameter name -> the part of it owned by this rank (possibly empty), in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
-            where the parameter is frozen or the loss does not reach it.
+            if the parameter is frozen or the loss does not reach it.
     """
 
     rank: int
@@ -92,11 +93,11 @@ class HomeState:
         """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`).
 
         Args:
-            program: of which model.
-            layouts: who owns what.
-            rank: whose state it is.
-            device: where.
-            old: the rank's state until now: where it has the very same layout of a bucket, its tensors are shared.
+            program: of the model.
+            layouts: home layouts by bucket name.
+            rank: the rank that owns the state.
+            device: of the tensors.
+            old: the rank's current state: if it has the identical layout object for a bucket, its tensors are shared.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
@@ -116,13 +117,13 @@ class HomeState:
         return state
 
     def attach_gradients(self) -> None:
-        """Point `.grad` of every parameter that learns at its part of the gradients, also after a `zero_grad`."""
+        """Point `.grad` of every trained parameter at its part of the gradients, even after a `zero_grad`."""
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part out of some full natural tensors, by canonical parameter name."""
+        """Copy this rank's part out of full natural tensors, by canonical parameter name."""
         for name, tensor in tensors.items():
             piece = self.pieces[name]
             canonical = piece.parameter.canonical(tensor.detach())
@@ -130,12 +131,12 @@ class HomeState:
                 owned.copy_(canonical[lo:hi])
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; perhaps without any elements."""
+        """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; tensors may be empty."""
         return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
 
 
 def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
-    """Yield the parts of a rank's shard whose elements count with it, and not with their other owner."""
+    """Yield the parts of a rank's shard whose elements count on it instead of their other owner."""
     mine = layout.of(rank)
     for at, size, copy in zip(mine.at.tolist(), (mine.hi - mine.lo).tolist(), mine.copy.tolist(), strict=True):
         if copy == 0:
@@ -143,7 +144,7 @@ def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
-    """Return what a rank owns of each parameter of a bucket, perhaps nothing."""
+    """Return the part of each parameter of a bucket that a rank owns, possibly empty."""
     mine = layout.of(rank)
     rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
     pieces = []
@@ -155,7 +156,7 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
         parts = [(lo - start, hi - start, first) for lo, hi, first in parts if lo < hi]
         intervals = tuple((lo, hi) for lo, hi, _ in parts)
         counted = tuple(first for *_, first in parts)
-        # A home layout's rows are ordered by element, so the parameters follow one another in the shard.
+        # A home layout's rows are ordered by element, so parameters are consecutive in the shard.
         pieces.append(OwnedPart(parameter, bucket.name, intervals, counted, at))
         at += pieces[-1].size
         start = end
@@ -163,10 +164,10 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
 
 
 def check_factory(given: OptimizerFactory | None) -> None:
-    """Check that what a user passed as an optimizer can make one for each rank's shards, before anything is done.
+    """Check before any work that a user's optimizer argument can make an optimizer for each rank's shards.
 
     Raises:
-        Unsupported: it is a ready optimizer, which holds the whole model's parameters, or nothing that can be called.
+        Unsupported: it is an optimizer instance, which holds the whole model's parameters, or it is not callable.
     """
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
@@ -186,11 +187,11 @@ def check_factory(given: OptimizerFactory | None) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
-    """Call the user's factory and refuse what would be wrong on flat shards.
+    """Call the user's factory and reject optimizers that are wrong on flat shards.
 
     Raises:
-        Unsupported: nothing is trainable; an optimizer that looks at whole tensors (LBFGS, Adafactor, Muon, ...), or
-            that holds others than it was given.
+        Unsupported: all parameters are frozen; or the optimizer uses whole tensors (LBFGS, Adafactor, Muon,
+            ...), or holds other parameters than it was given.
     """
     named = state.named()
     if not state.gradients:
@@ -231,19 +232,19 @@ def _value(option: object) -> object:
 
 
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Reject an optimizer chosen by the shapes of its shards, which are flat: `p.dim() >= 2` is true of none.
+    """Reject parameter groups chosen by shape: shards are 1-D, so `p.dim() >= 2` is never true.
 
-    The factory is called again, with tensors of whole shapes that share one element, so that they take no memory.
+    The factory is called again with tensors of the whole shapes, expanded from one element so that they take no memory.
 
     Raises:
-        Unsupported: naming a parameter for which it then chooses other options, or that it then trains or does not;
-            or the factory cannot be called again, so that nothing can be compared.
+        Unsupported: naming a parameter that then gets other options, or is then trained although it was not, or vice
+            versa; or the factory cannot be called again, so a comparison is impossible.
     """
     named = state.named()
     whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
     try:
         of_whole = _options(factory(whole), whole)
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         raise Unsupported(
             f"called again, with tensors of the model's own shapes, it fails ({type(error).__name__}: {error})",
             where=f"optimizer {type(optimizer).__name__}",

@@ -1,4 +1,4 @@
-"""Where an iteration's time goes: waits per kind of traffic, and, where it is asked for, every instruction."""
+"""Times of an iteration: waits by kind of traffic and, if requested, every instruction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds that computation, or the end of the step, waited for communication that it did not hide.
+    """Seconds that computation, or the end of the step, waited for communication.
 
     Attributes:
         pull, push, p2p: for weights, for gradients on their way to their owners, and for activations.
@@ -29,15 +29,15 @@ class Exposed:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How one rank spent an iteration, as all ranks learn it at the commit.
+    """How one rank spent an iteration; all ranks learn it at the commit.
 
     Attributes:
-        seconds: from its first instruction until it came to the commit, with nothing under way any more.
-        exposed: what of that it waited for communication.
-        own: seconds in which it computed blocks, by their template in the order of `Program.kinds`, without what it
-            waited for other ranks inside of them.
-        ran, queued: of these, seconds that its thread ran, and that it was ready to but others had its core; both 0
-            where that is not known, as on a GPU. Of a rank that computed none, of its probe.
+        seconds: from its first instruction until it reached the commit, with no pending work.
+        exposed: the part of it spent waiting for communication.
+        own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks
+            inside of them.
+        ran, queued: the part of these in which its thread ran, and in which it waited for its core; both 0 if unknown,
+            as on a GPU. For a rank that computed no blocks, those of its probe.
         probe: products per second in a probe (`runtime.probe`); 0: it made none.
     """
 
@@ -50,19 +50,19 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it did not wait: it computed, or prepared to."""
+        """Seconds without waiting, spent on computation and its preparation."""
         return self.seconds - self.exposed.pull - self.exposed.push - self.exposed.p2p
 
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
-    """Return the mean over ranks of what each waited for."""
+    """Return the mean over ranks of their waits."""
     kinds = ([times.exposed.pull, times.exposed.push, times.exposed.p2p] for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one rank: when it began and ended, in seconds of the wall clock."""
+    """A span of time on one rank: its begin and end, in seconds of the wall clock."""
 
     step: int
     stream: str
@@ -72,16 +72,16 @@ class Span:
 
 
 class Timing:
-    """What one rank measures during one iteration.
+    """Measurements of one rank during one iteration.
 
     Args:
         step: the iteration's number, which its spans carry.
-        spans: a list to which every instruction and message is added; None: only waits are added up.
+        spans: a list to which every instruction and message is added; None: only sum the waits.
         clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
-        kinds: how many templates blocks have.
+        kinds: number of block templates.
 
     Attributes:
-        kinds: how many templates blocks have; what runs them says so.
+        kinds: number of block templates, set by the executor.
     """
 
     def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
@@ -97,11 +97,11 @@ class Timing:
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}
         self._began = time.perf_counter()
-        self._offset = time.time() - time.perf_counter()  # ranks of different hosts share the wall clock only
+        self._offset = time.time() - time.perf_counter()  # ranks of different hosts only share the wall clock
 
     @property
     def exposed(self) -> Exposed:
-        """What was waited for; the device's queues must have been finished."""
+        """The waits; the device's queues must have finished."""
         waited = {Stream.PULL: 0.0, Stream.PUSH: 0.0, Stream.P2P: 0.0}
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
@@ -109,27 +109,27 @@ class Timing:
 
     @property
     def times(self) -> RankTimes:
-        """How this rank has spent the iteration so far; the device's queues must have been finished."""
+        """How this rank has spent the iteration so far; the device's queues must have finished."""
         return RankTimes(
             time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self._probe
         )
 
     @property
     def own(self) -> tuple[float, ...]:
-        """Seconds in which this rank computed, by template; the device's queues must have been finished."""
+        """Seconds of computing by template; the device's queues must have finished."""
         sums = [0.0] * self.kinds
         for kind, began, ended, waited in self._works:
             sums[kind] += max(0.0, self._clock.seconds(ended) - self._clock.seconds(began) - waited)
         return tuple(sums)
 
     def started(self, value: str) -> None:
-        """Note that a message is on its way."""
+        """Record that a message is in flight."""
         if self.spans is not None:
             self._started[value] = self._clock.now()
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message of a stream; `more`: another one brings the value on from there."""
+        """Time a wait for a message of a stream; `more`: another message forwards the value from there."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -142,12 +142,12 @@ class Timing:
     def computing(
         self, kind: int, waited: Callable[[], float], scheduled: Callable[[], tuple[float, float]]
     ) -> Iterator[None]:
-        """Time a block of a template, without what it waits for other ranks.
+        """Time a block of a template, without its waits for other ranks.
 
         Args:
-            kind: the template's place in `Program.kinds`.
-            waited: gives the seconds that the host has waited for other ranks, ever.
-            scheduled: gives the seconds that this thread ran and was queued, ever.
+            kind: the template's index in `Program.kinds`.
+            waited: returns the total seconds that the host has waited for other ranks.
+            scheduled: returns the total seconds that this thread ran and was queued.
         """
         before = waited()
         ran, queued = scheduled()
@@ -159,14 +159,14 @@ class Timing:
         self._queued += now[1] - queued
 
     def probed(self, found: Probed) -> None:
-        """Take down what a probe found."""
+        """Record the result of a probe."""
         self._probe = found.per_s
         if not self._works:
             self._ran, self._queued = found.ran, found.queued
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction; one of another stream than computation is only started, which holds that up too."""
+        """Time an instruction; other streams than computation only start it, which also delays computation."""
         if self.spans is None:
             yield
             return
@@ -175,7 +175,7 @@ class Timing:
         self._add(Stream.COMPUTE, name, began, self._clock.now())
 
     def end(self) -> None:
-        """Write the spans down; the device's queues must have been finished."""
+        """Store the spans; the device's queues must have finished."""
         if self.spans is None:
             return
         for stream, name, began, ended in self._parts:
@@ -194,7 +194,7 @@ def write_trace(per_rank: Iterable[Iterable[Span]], path: Path, steps: Sequence[
     Args:
         per_rank: each rank's spans, in the order of the ranks.
         path: a .json file.
-        steps: what the iterations ran, for `hydragraph compare`.
+        steps: the iterations, for `hydragraph compare`.
     """
     write_events(map(events_of, per_rank), path, steps)
 

@@ -1,4 +1,4 @@
-"""What one stream has begun and another waits for."""
+"""Pending work: started on one stream, awaited by another."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 @dataclass(frozen=True, eq=False)
 class Finish:
-    """The end of an exchange: called once, on the stream that began it, it waits for its message and gives the result.
+    """The end of an exchange: called once, on the stream that started it.
 
     Attributes:
-        result: called once, after which the value is there: waits for the message and returns the tensor.
-        message: what it waits for; None where it has nothing to wait for.
-        then: begins the exchange that goes on with the result, which is complete at the end of that one; None: it is
-            complete.
+        result: called once: waits for the message and returns the tensor.
+        message: the awaited message; None: there is none.
+        then: starts a following exchange of the result, whose end completes the value; None: the result is complete.
     """
 
     result: Callable[[], Tensor]
@@ -33,21 +32,21 @@ class Finish:
 
     @property
     def ready(self) -> bool:
-        """Whether calling it would not hold up the host."""
+        """Whether calling it would not block the host."""
         return self.message is None or self.message.done
 
 
 class Pending:
-    """A value on its way: ended on its own stream, then waited for by the stream that asks for it.
+    """A value in flight: ended on its own stream, then awaited by the stream that needs it.
 
-    Where waiting is queued, it is ended as soon as it has begun: nothing holds the host up, and nothing that comes
-    later on its stream needs to come before.
+    If waiting is queued, the value is ended right after its start: that does not block the host, and later work of its
+    stream need not run earlier.
 
     Args:
         streams: the device's queues.
-        stream: the one on which it is ended.
-        finish: what ends it, and gives the value.
-        at_once: False where its end would hold up what comes later on its stream: it then ends when it is asked for.
+        stream: the stream on which it is ended.
+        finish: ends it, and returns the value.
+        at_once: False if its end would delay later work of its stream: it is then ended on demand.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -60,32 +59,32 @@ class Pending:
 
     @property
     def ready(self) -> bool:
-        """Whether asking for it would not hold up the host."""
+        """Whether getting the value would not block the host."""
         return self._end is not None or (self._finish.ready and self._finish.then is None)
 
     @property
     def follows(self) -> bool:
-        """Whether an exchange is to begin yet, behind the one under way."""
+        """Whether a following exchange remains to be started after the current one."""
         return self._end is None and self._finish.then is not None
 
     @property
     def arrived(self) -> bool:
-        """Whether the exchange under way is over."""
+        """Whether the current exchange has ended."""
         return self._end is not None or self._finish.ready
 
     def go_on(self) -> None:
-        """Wait for the exchange under way, and begin the one that follows."""
+        """Wait for the current exchange, and start the following one."""
         assert self._finish.then is not None, "nothing follows"
         with self._streams.on(self._stream):
             self._finish.result()
             self._finish = self._finish.then()
 
     def end(self) -> None:
-        """Wait until it is there, on its own stream; whoever asks for it later need not."""
+        """Wait for the value on its own stream; later readers need not wait."""
         self._ended()
 
     def __call__(self) -> Tensor:
-        """Let the current stream wait; return the value, whose memory then outlives what this stream does with it."""
+        """Let the current stream wait; return the value, whose memory then outlives its use on this stream."""
         value, mark = self._ended()
         self._streams.wait(mark)
         self._streams.hold(value)

@@ -23,7 +23,7 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # prepared iterations kept: with unequal batches, counts of micro-batches vary from step to step
+CAPACITY = 64  # prepared iterations kept: with unequal batches, micro-batch counts vary from step to step
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +34,11 @@ class BoundBlock:
         variant: its compiled graphs.
         names: local parameter name -> name in the model.
         buffers: local buffer name -> value.
-        aux: template input -> which output of the aux graph.
-        starts: the variant's inputs that say which rows of the vocabulary this rank holds.
+        aux: template input -> index of its output of the aux graph.
+        starts: the variant's inputs that give this rank's first row of the vocabulary.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
             between stages it travels whole.
-        recompute: its backward runs its forward again, and so takes as much memory as anything does.
+        recompute: its backward runs its forward again, and is therefore a peak of memory.
     """
 
     variant: Variant
@@ -53,15 +53,15 @@ class BoundBlock:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """One rank's program with all that it refers to.
+    """One rank's program with all its data.
 
     Attributes:
         program: the instructions.
         part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
         pulls, pushes: by bucket; only those that learn are pushed.
-        handings: by bucket that is pushed, what hands it on to second owners, where the home has such.
-        shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; where held.
+        handings: by pushed bucket, its transfer to second owners, if the home has such.
+        shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; only if held.
         stages: the rank tuples of all stages, for the tensor-parallel groups.
     """
 
@@ -76,7 +76,7 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares strategies for one rank; knows what is already compiled.
+    """Prepares strategies for one rank, reusing compiled templates.
 
     Args:
         program: the model.
@@ -84,8 +84,8 @@ class Preparer:
         buffers: the model's buffers by name, on the right device.
         homes: bucket name -> home layout.
         rank, ranks: this process.
-        capacity: how many prepared iterations to keep, those used last; compiled templates are kept anyway.
-        device: where it computes; default: the CPU.
+        capacity: number of most recently used prepared iterations to keep; compiled templates are always kept.
+        device: of the computation; default: the CPU.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class Preparer:
         self._ranks = ranks
         self._device = device
         self._known = LRU[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
-        # Iterations of one strategy share them; as many as those that are kept can have.
+        # Shared by iterations of one strategy; the capacity covers all kept iterations.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
-        """Return what this rank runs under a strategy, for these counts of micro-batches per pipeline."""
+        """Return this rank's program under a strategy, for these counts of micro-batches per pipeline."""
         return self._known.get((strategy, counts, mode), lambda: self._prepare(strategy, counts, mode))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
-        """Return another rank's program, to say what it was doing."""
+        """Return another rank's program, for reports on its progress."""
         return rank_program(self._program.outline, strategy, counts, rank, mode, ranks=self._ranks)
 
     def _prepare(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
@@ -162,10 +162,10 @@ class Preparer:
 
     def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
         stages = dict(placement.holders).get(bucket.name, ())
-        # All ranks of a stage say the same of it, so the first one's part stands for them.
+        # All ranks of a stage agree on this, so the first one's part represents them.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
-        source = self._homes[bucket.name]  # one object for all buckets that live alike
+        source = self._homes[bucket.name]  # one object for all buckets with the same home
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:
@@ -184,7 +184,7 @@ class Preparer:
 
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
-    """Return where each parameter's shard lies in a rank's local buffer of a bucket: offset and length, elements."""
+    """Return the place of each parameter's shard in a rank's local buffer of a bucket: offset and length, elements."""
     shards = {}
     at = 0
     for parameter in bucket.parameters:

@@ -1,14 +1,14 @@
-"""Fitting: what measurements say of the constants of the cost models, by non-negative least squares.
+"""Fitting: constants of the cost models from measurements, by non-negative least squares.
 
-Relative errors of micro-batches are made small, each counting by its seconds: an iteration's time is that of its long
-ones, and constants that suit short ones alone would be wrong for most of it. Noise may pull a coefficient below 0,
-which means nothing; bounded at 0 it says that the measurements do not show it.
+Relative errors of micro-batches are minimised, weighted by their seconds: an iteration's time is dominated by its long
+micro-batches, and constants that suit only short ones would be wrong for most of it. Noise may push a coefficient below
+0, which is meaningless; a bound of 0 then shows that the measurements do not determine it.
 
 Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
 
     sum of l^2, sum of l, 1   [16, 4, 1], [8, 4, 1] and [64, 8, 1]
-    the first two differ by 4 s in nothing but 8 of sum of l^2: a = 0.5
-    the last is 28 s above the first, of which 0.5 x 48 = 24 are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
+    the first two differ by 4 s and only by 8 in the sum of l^2: a = 0.5
+    the last is 28 s above the first; 0.5 x 48 = 24 of them are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
 
 This is why each number of tokens is measured whole and in parts (`micro_batches`).
 
@@ -36,12 +36,12 @@ from hydragraph.spec.strategy_text import regular_pipeline
 
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
-WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are not to be used
-LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; below it, rounding alone may have made a
-QUADRATIC = 0  # columns of what is fitted: sum of l^2 (a), sum of l (b), and 1 (c)
+WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are rejected
+LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; a smaller a may result from rounding alone
+QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-PLATEAU = 0.85  # UtilLen: this part of the plateau of tokens/s (Hydraulis, section 6)
+PLATEAU = 0.85  # UtilLen: this fraction of the plateau of tokens/s (Hydraulis, section 6)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class CurveFit:
     """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
 
     Attributes:
-        a, b, c: s / token^2, s / token and s; 0 where the measurements do not show it.
-        residual: root mean square relative error, rows counting by their seconds.
-        quadratic: the part of the longest micro-batch's time that a explains, 0 to 1.
+        a, b, c: s / token^2, s / token and s; 0 if the measurements do not show it.
+        residual: root mean square relative error, rows weighted by their seconds.
+        quadratic: the fraction of the longest micro-batch's time that a explains, 0 to 1.
     """
 
     a: float
@@ -62,7 +62,7 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Say why this must not be used as the constants of a stage; None: it may be."""
+        """Return why the fit must not be used as the constants of a stage; None: it may be."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
         if self.a <= 0 or self.quadratic < LEAST_QUADRATIC:
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
@@ -74,7 +74,7 @@ class CurveFit:
 
     @property
     def doubt(self) -> str | None:
-        """Say what may be wrong with constants that can be used; None: nothing."""
+        """Return possible errors of usable constants; None: there are none."""
         if self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -88,8 +88,8 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
 
     Args:
         micro_batches: the lengths of the sequences of each.
-        seconds: what each took, above 0.
-        quadratic: whether there can be a quadratic part; pieces of a model without attention have none.
+        seconds: of each, above 0.
+        quadratic: whether a quadratic part is possible; pieces of a model without attention have none.
 
     Raises:
         ValueError: fewer measurements than constants, or a time that is not above 0.
@@ -100,7 +100,7 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
     constants = np.zeros(3)
     constants[used] = _nnls(rows[:, used], measured, measured)
     predicted = rows @ constants
-    # A quadratic part shows in the longest micro-batch first: if it is not seen there, it is not seen at all.
+    # A quadratic part shows first in the longest micro-batch: if it is not visible there, it is not visible at all.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
@@ -110,17 +110,17 @@ def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], q
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A link, and how far measured messages are off it (root mean square relative error)."""
+    """A link, and the root mean square relative error of measured messages."""
 
     link: Interconnect
     residual: float
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to what messages of several sizes [bytes] took; None where no bandwidth shows."""
+    """Fit latency and bandwidth to measured messages of several sizes [bytes]; None if no bandwidth is visible."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    alike = np.ones(len(measured))  # of messages, short ones are as many as long ones
+    alike = np.ones(len(measured))  # short and long messages count equally
     latency, per_byte = _nnls(rows, measured, alike)
     if per_byte <= 0:
         return None
@@ -131,8 +131,9 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
     """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
 
-    The quadratic part is taken off first: it grows with the length of sequences, not with how many are packed. Between
-    measured token counts the speed is interpolated; where the shortest micro-batch is fast already, it is the answer.
+    The quadratic part is subtracted first: it grows with the length of sequences, not with their number. Between
+        measured
+    token counts the speed is interpolated; if the shortest micro-batch is already fast, it is the answer.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -149,7 +150,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
     """Return token counts to measure: a geometric series from longest / span to longest, in multiples of `multiple`."""
-    # Geometric, as what changes with tokens changes by ratios: overheads at the short end, attention at the long one.
+    # Geometric, since effects depend on ratios of tokens: overheads at the short end, attention at the long one.
     exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
     return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
 
@@ -166,13 +167,13 @@ def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...
 
 @dataclass(frozen=True)
 class Measured:
-    """What one template took in one kind of stage.
+    """Measurement of one template in one kind of stage.
 
     Attributes:
         piece: its sizes; the seconds are still to be fitted.
         seconds: of each micro-batch.
         attention: whether its time can be quadratic.
-        forward: the forward's part of `seconds`; empty where they were not measured apart.
+        forward: the forward's part of `seconds`; empty if they were not measured separately.
     """
 
     piece: Piece
@@ -183,13 +184,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured in one kind of stage: micro-batches, and for every template its time for each of them."""
+    """Measurements of one kind of stage: micro-batches, and for every template its time for each of them."""
 
     rows: tuple[Lengths, ...]
     times: Mapping[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return the seconds of consecutive blocks, and of what each stage computes once, for each micro-batch."""
+        """Return the seconds of consecutive blocks and of a stage's auxiliary values, for each micro-batch."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
@@ -203,15 +204,15 @@ def fit_profile(
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
-    """Fit what was measured; what cannot be fitted is recorded as failed, with the reason.
+    """Fit measurements; failed fits are recorded with the reason.
 
     Args:
         name: of the profile.
         blocks: the template of every block of the model, in order.
         schemes: to fit.
-        device: where it was measured.
-        found: what was measured, by kind of stage; plain stages of every scheme's degree are among them.
-        messages: bytes and seconds; none where there is one rank.
+        device: on which it was measured.
+        found: measurements by kind of stage, including plain stages of every scheme's degree.
+        messages: bytes and seconds; empty for one rank.
         more: other fields of the profile.
     """
     unfit = {}
@@ -227,10 +228,10 @@ def fit_profile(
             unfit[kind] = f"the fit failed: {fit.failure}"
         else:
             pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
-        # Schemes are of plain stages, and only those have a UtilLen of their own; other kinds share it by degree.
+        # Schemes have plain stages, and only those have their own UtilLen; other kinds share it by degree.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
-    # A scheme is priced from its blocks, so it is as good as their fit.
+    # A scheme is priced from its blocks, so its quality is that of their fit.
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
     failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
@@ -253,11 +254,11 @@ def fit_profile(
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
-    """Fit a piece's seconds; those of forward and backward apart add up to them."""
+    """Fit a piece's seconds; separate forward and backward add up to them."""
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
         return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
-    # Forward and the whole were measured; backward is the rest, which noise may put below 0.
+    # Forward and the total were measured; backward is the rest, which noise may push below 0.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     fits = [fit_work(rows, seconds, quadratic=measured.attention) for seconds in (measured.forward, rest)]
     forward, backward = (Constants(fit.a, fit.b, fit.c) for fit in fits)
@@ -266,10 +267,10 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
-    """Fit every stage of a scheme; return the one that is slowest for a sequence of UtilLen tokens."""
+    """Fit every stage of a scheme; return the slowest one for a sequence of UtilLen tokens."""
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
     fits = []
-    first = 1  # block 0 is the prologue, which the first stage computes beside its layers
+    first = 1  # block 0 is the prologue, which the first stage computes in addition to its layers
     for i, stage in enumerate(stages):
         last = first + stage.layers
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
@@ -305,7 +306,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve for relative errors, squared and weighed; columns are scaled, as they lie ten orders of magnitude apart."""
+    """Minimise weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]
     scale = np.linalg.norm(weighed, axis=0)

@@ -2,8 +2,8 @@
 
 Each distinct template runs once per kind of stage (tensor-parallel degree, sequence parallelism, recomputation) and
 micro-batch, forward and backward, with its real collectives; stages of any number of layers are sums of these times.
-All groups of ranks run at once, so that what they share (cores, links) is shared as in training; a group is as slow as
-its slowest rank, and the median over groups and repetitions counts.
+All groups of ranks run at once, so that shared resources (cores, links) are shared as in training; a group is as slow
+as its slowest rank, and the median over groups and repetitions counts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
-CHAIN = 4  # blocks per measurement, where the model has as many that are alike
-USABLE = 0.9  # of a device's memory; fragmentation takes some
+CHAIN = 4  # blocks per measurement, if the model has that many equal ones
+USABLE = 0.9  # of a device's memory; the rest is for fragmentation
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+Progress = Callable[[int, int, str], None]  # done, total, next
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward, which returns its backward
 
 
@@ -57,11 +57,11 @@ class MeasuredModel:
     Attributes:
         program: captured from it.
         buffers: its buffers by name.
-        vocabulary: token ids are below it.
-        positions: position ids are below it; None: any will do. Sequences may be longer than that, as times do not
+        vocabulary: exclusive upper bound of token ids.
+        positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer, since times do not
             depend on the values of positions.
-        backend: what runs its graphs, as in `hydragraph.compile`.
-        type: what clusters call this type of device; "": what it calls itself.
+        backend: of its graphs, as in `hydragraph.compile`.
+        type: the clusters' name of this type of device; "": the name that the device reports.
     """
 
     program: Program
@@ -74,13 +74,13 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
-        schemes: to fit; their stages need not exist, only the ranks of one stage.
+        schemes: to fit; the ranks of one stage suffice, their pipelines need not exist.
         kinds: kinds of stage to measure beyond those of `schemes`.
         longest: tokens of the longest micro-batch.
-        repeats: of every measurement, after one that is thrown away.
+        repeats: of every measurement, after one that is discarded.
     """
 
     schemes: tuple[Scheme, ...]
@@ -95,12 +95,12 @@ class MeasureSettings:
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """The micro-batches to measure: token counts that divide for sequence parallelism, whole and in parts."""
+        """The micro-batches to measure: token counts divisible for sequence parallelism, whole and in parts."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple))
 
     def check(self, program: Program, ranks: int) -> None:
-        """Check that a program can run so on these ranks.
+        """Check that a program can be measured on these ranks.
 
         Raises:
             ValueError: naming the scheme or the setting.
@@ -127,9 +127,9 @@ def measure(
 
     Args:
         subject: the model.
-        settings: what to measure.
+        settings: of the measurement.
         groups: the communicators of this process; all ranks measure together.
-        progress: told what is being measured.
+        progress: called with the current measurement.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -159,7 +159,7 @@ def measure(
     update = _update(groups, settings.repeats)
     commit, norm = _commit(groups, settings.repeats)
     tell(total, total, "")
-    # Again: by now there is a communicator of every role and tensor-parallel degree, and what they hold is gone.
+    # Measured again: now all communicators of roles and tensor-parallel degrees exist, and their memory is in use.
     device = replace(device, memory=_memory(groups))
     return profile_fitting.fit_profile(
         f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {device.name}",
@@ -183,18 +183,18 @@ def stage_timer(
     groups: Groups,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Callable[[int, Lengths], float]:
-    """Return what times stages of up to so many layers as they are: forwards, then backwards, of one micro-batch.
+    """Return a function that times whole stages: forwards, then backwards, of one micro-batch.
 
-    What `measure` says of a stage is added up from one block; this is what it is held against.
+    `measure` derives the time of a stage from one block; this function checks it.
 
     Args:
-        subject, groups: as of `measure`.
+        subject, groups: as for `measure`.
         kind: of the stage.
-        layers: of the longest stage; each has weights of its own.
-        clock: tells seconds; of a rank of one thread on a busy machine, `time.process_time` tells what it computed.
+        layers: of the longest stage; each has its own weights.
+        clock: returns seconds; for a rank with one thread on a busy machine, `time.process_time` gives computing time.
 
     Returns:
-        a function of the number of layers and a micro-batch, which all ranks call together.
+        A function of the number of layers and a micro-batch, which all ranks call together.
     """
     bench = _Bench(subject, kind, groups, clock)
     block = subject.program.blocks[1]
@@ -208,7 +208,7 @@ def stage_timer(
 
 
 def _device(subject: MeasuredModel, groups: Groups) -> PricedDevice:
-    """Describe what the ranks compute on."""
+    """Describe the device that ranks compute on."""
     device = groups.world.device
     name = _name(device)
     elements = sum(bucket.size for bucket in subject.program.buckets)
@@ -228,9 +228,9 @@ def type_name(device: torch.device) -> str:
 
 
 def _memory(groups: Groups) -> float:
-    """Return the bytes that a rank may use: on a GPU, of what contexts and communicators leave; the least share counts.
+    """Return the bytes that a rank may use, on a GPU without contexts and communicators; the smallest share counts.
 
-    Ranks of one host share its memory, and ranks of one GPU share that.
+    Ranks of one host share its memory, and ranks of one GPU share the GPU's.
     """
     here = socket.gethostname()
     free = _host_memory()
@@ -243,7 +243,7 @@ def _memory(groups: Groups) -> float:
 
 
 def least_share(reports: Sequence[tuple[str, int, int]]) -> float:
-    """Return the bytes for the rank that gets least, from each rank's place, its free bytes, and the bytes it holds."""
+    """Return the smallest share of a rank, from each rank's place, its free bytes, and the bytes that it holds."""
     shares = []
     for place in {place for place, _, _ in reports}:
         here = [(free, reserved) for other, free, reserved in reports if other == place]
@@ -257,13 +257,13 @@ def _host_memory() -> int:
 
 
 def _synchronise(device: torch.device) -> None:
-    """Wait for what was enqueued on a GPU."""
+    """Wait for all queued work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
-    """Time messages of several sizes between ranks 0 and 1: half of what there and back takes."""
+    """Time messages of several sizes between ranks 0 and 1: half of a round trip."""
     rank = groups.world.rank
     device = groups.world.device
     if groups.world.ranks == 1:
@@ -321,7 +321,7 @@ def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
 
 
 def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]]) -> tuple[float, float]:
-    """Time what is made for shards of two sizes, on all ranks at once; return its constant, and seconds per element.
+    """Time functions made for shards of two sizes, on all ranks at once; return the constant, and seconds per element.
 
     The slowest rank's median counts.
     """
@@ -346,7 +346,7 @@ def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[]
 
 
 class _Bench:
-    """Runs templates in one kind of stage on this rank; ranks that are left over take part in gathering only."""
+    """Runs templates in one kind of stage on this rank; remaining ranks only take part in gathering."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class _Bench:
         self._part = StagePart(kind, rank % tp)
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
-        self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # whose graphs know their sizes
+        self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # its graphs have sizes
         self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused, added=True)
         self._batches: dict[Lengths, dict[str, Tensor]] = {}
         self._parts = tp if kind.sequence_parallel else 1
@@ -393,7 +393,7 @@ class _Bench:
         piece = self._aux_sizes() if aux else self._sizes(block)
         runs = [self._aux_run()] if aux else self._chain(block)
         links = self._links(piece, rows, device)
-        # Row by row within a repetition: what else the machine does for a while then hits all rows alike.
+        # Row by row within a repetition, so that temporary load of the machine affects all rows alike.
         each = list(zip(links, rows, strict=True))
         times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather_objects((times, piece))
@@ -421,18 +421,19 @@ class _Bench:
         return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
 
     def _chain(self, block: Block) -> list[_Run]:
-        """Return runs of blocks like this one, each with weights of its own, as many as the model has or `CHAIN`.
+        """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.
 
-        As in a stage, all forwards come before the backwards, and each block has memory of its own: a block that ran
-        alone would find in the cache what it has just used, and memory that the system has already given it. On a GPU,
-        blocks are enqueued one after another without waiting, too.
+        As in a stage, all forwards come before the backwards, and each block has its own memory: a block running alone
+            would
+        find its recently used data in the cache, and memory already provided by the system. On a GPU, blocks are also
+        enqueued one after another without waiting.
         """
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
     def _links(self, piece: Piece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
-        """Return how many blocks fit into memory at once with what each keeps of a micro-batch, alike on all ranks."""
-        weights = piece.parameters * (2 * 4 + device.itemsize)  # as they are drawn, cast, and their gradients
+        """Return how many blocks fit into memory with the kept values of a micro-batch, equal on all ranks."""
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and their gradients
         own = []
         for row in rows:
             left = device.memory - piece.fixed - sum(row) * piece.working
@@ -440,7 +441,7 @@ class _Bench:
         return [max(1, min(column)) for column in zip(*self._groups.gather_objects(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Time one forward and one backward, in the mean over a chain of blocks; all ranks begin together."""
+        """Time one forward and one backward, averaged over a chain of blocks; all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
@@ -467,7 +468,7 @@ class _Bench:
         return self._batches[row]
 
     def _own(self, tokens: int) -> dict[str, Tensor]:
-        """Return the fields of the user's own of a sequence, all 0."""
+        """Return user-defined fields of a sequence, all 0."""
         fields = own_fields(self._program).items()
         return {name: torch.zeros((tokens, *field.sizes), dtype=field.dtype) for name, field in fields}
 
@@ -502,7 +503,7 @@ class _Bench:
         return Piece(Constants(0.0, 0.0, 0.0), kept=kept)
 
     def _sizes(self, block: Block) -> Piece:
-        """Return what a block holds on this rank: its values are as many bytes per token, and some that are fixed."""
+        """Return the sizes of a block on this rank: bytes per token, and fixed ones."""
         variant = self._traced.get(block, self._part)
         small = 1024 * self._kind.tp
         large = 2048 * self._kind.tp
@@ -528,7 +529,7 @@ class _Bench:
         )
 
     def _block_run(self, block: Block) -> _Run:
-        """Return a function that runs a block forward, and returns one that runs it backward and adds gradients up."""
+        """Return a function that runs a block forward and returns its backward, which accumulates gradients."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)
@@ -581,5 +582,5 @@ class _Bench:
 
 
 def _attends(template: Template) -> bool:
-    """Say whether a template has attention, the only operator whose work is quadratic."""
+    """Return whether a template has attention, the only operator with quadratic work."""
     return any(n.target is torch.ops.hydragraph.varlen_attention.default for n in template.graph.graph.nodes)

@@ -11,13 +11,13 @@ from hydragraph.runtime.home_state import HomeState
 
 
 class Rounded:
-    """This rank's shards in the dtype that models compute in. It costs 2 bytes per owned parameter that learns.
+    """This rank's shards in the compute dtype. They cost 2 bytes per owned trained parameter.
 
     Frozen weights have no copy: they are cast whenever they are pulled.
 
     Args:
         home: this rank's master weights, in fp32.
-        dtype: what the model computes in, and weights travel in: bfloat16 or float16.
+        dtype: of computation and of pulled weights: bfloat16 or float16.
     """
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
@@ -26,9 +26,9 @@ class Rounded:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again where anything but the kernel changed the weights since.
+        """Return a bucket's copy, rounded again if anything but the kernel changed the weights since.
 
-        Of a bucket that does not learn, return the weights themselves.
+        For a frozen bucket, return the weights themselves.
         """
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
@@ -46,7 +46,7 @@ class Rounded:
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:
-    """Return copies that an optimizer keeps, None where it cannot or where models compute in the weights' own dtype."""
+    """Return copies that an optimizer maintains; None if it cannot or if models compute in the weights' own dtype."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
     kept = Rounded(home, dtype)

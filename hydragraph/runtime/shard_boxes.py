@@ -1,4 +1,4 @@
-"""This rank's part of every parameter as boxes of its natural shape, which is how files hold tensors."""
+"""This rank's part of every parameter as boxes of its natural shape, the form in which files hold tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OwnedBoxes:
     boxes: Mapping[torch.Size, Tensor]
 
     def copied(self) -> OwnedBoxes:
-        """Return the same with elements of its own in CPU memory, which what happens to this one does not change."""
+        """Return a copy of the elements in CPU memory, independent of later changes."""
         copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
         return OwnedBoxes(self.shape, self.dtype, copies)
 
@@ -35,9 +35,9 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        piece: which intervals of the parameter the rank owns.
+        piece: the intervals of the parameter that the rank owns.
         flat: their elements, one interval after another.
-        once: leave out what has a second owner and counts there, so that all ranks together have it once.
+        once: leave out elements that count on their second owner, so that all ranks together have them once.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule

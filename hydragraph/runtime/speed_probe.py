@@ -1,9 +1,9 @@
-"""A micro-probe: how many small products a device makes per second, of a device that has nothing else to do.
+"""A micro-probe: the number of small products per second of an otherwise idle device.
 
-A strategy may leave a slow device idle (Malleus's standby); then no instruction says whether it is fast again. A probe
+A strategy may leave a slow device idle (Malleus's standby); then no instruction shows whether it is fast again. A probe
 runs for a while, not once: a device that is stopped for 60 of every 100 ms looks healthy for 40 of them. It sees few
-such periods, and begins while the device runs; so it counts from the end of one stop to the end of another, where there
-are two: whole periods. What other processes take of the core is told apart, as for blocks (`elastic.monitor`).
+such periods, and begins while the device runs, so it counts whole periods: from the end of one stop to the end of
+another, if there are two. Use of the core by other processes is separated, as for blocks (`elastic.monitor`).
 
 Example: stopped for 92 of every 100 ms, a probe of 0.25 s begins 4 ms before a stop and ends with the third, after
 296 ms. It ran for 20 of them, 1 of 14.8; between the ends of the first and the third for 16 of 200, 1 of 12.5.
@@ -20,17 +20,17 @@ import torch
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns: some tenths of a millisecond
-MOST_S = 0.25  # that a probe takes
-STOP_S = 0.01  # that a product takes at least within which the device was stopped
+MOST_S = 0.25  # duration of a probe
+STOP_S = 0.01  # minimum time of a product during which the device was stopped
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
-        per_s: products per second, as if no other process had wanted the core; 0: none was made.
-        ran, queued: seconds that its thread ran, and that others had its core; both 0 where that is not known.
+        per_s: products per second, as if no other process had wanted the core; 0: it did not run.
+        ran, queued: seconds that its thread ran, and that it waited for its core; both 0 if unknown.
     """
 
     per_s: float = 0.0
@@ -40,7 +40,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What clocks say: seconds, and those that the thread ran and was queued; and how many products there were."""
+    """A reading of the clocks: seconds, seconds that the thread ran and was queued, and the number of products."""
 
     seconds: float
     ran: float
@@ -52,11 +52,11 @@ class Probe:
     """Probes one device.
 
     Args:
-        device: which.
-        clock, scheduled: give seconds, and those that this thread ran and was queued; tests have their own.
+        device: to probe.
+        clock, scheduled: return seconds, and seconds that this thread ran and was queued; tests replace them.
 
     Attributes:
-        most_s: after so many seconds it ends; 0: it does not begin.
+        most_s: its duration in seconds; 0: it does not run.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Probe:
         self.most_s = 0.0
 
     def __call__(self) -> Probed:
-        """Return what was found; nothing where it may not begin. Memory is taken for as long as it lasts."""
+        """Run the probe and return its result, empty if it must not run. Its memory is freed at the end."""
         if self.most_s <= 0:
             return Probed()
         size = SIZES[self._device.type]
         factor = torch.ones(size, size, device=self._device) / size
         out = torch.empty_like(factor)
-        self._multiply(factor, out)  # to be warm
+        self._multiply(factor, out)  # warm-up
         began = self._read(0)
         now, count = began.seconds, 0
-        stops = []  # their ends
+        stops = []  # the ends of stops
         while now < began.seconds + self.most_s:
             before = now
             self._multiply(factor, out)

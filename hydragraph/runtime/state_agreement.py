@@ -1,18 +1,19 @@
-"""What ranks have when they meet to move their state, and how they agree on one state of the whole model.
+"""State of ranks that meet to move it, and their agreement on one state of the whole model.
 
-A rank may be lost at any instruction, so those that meet again need not have come equally far. They can be one update
-apart, and no more, because every step ends with all ranks:
+A rank may be lost at any instruction, so ranks that meet again may have progressed differently far. They can be at most
+one update apart, because every step ends with all ranks:
 
-    a rank was lost            who is where                                  what is done
-    before the commit          nobody has updated                            gradients are dropped, the step is repeated
-    while some learned of it   some have updated, the others have all        the others update, too: nothing is sent, as
-                               gradients at home: all arrived before any     the commit told those that have updated the
-                               rank took part in the commit                  norm by which all clip
-    in its own update          it is lost; the others have updated           nothing
+    a rank was lost            state of the others                           recovery
+    before the commit          no rank has updated                           drop the gradients, repeat the step
+    while some detect it       some have updated, the others have all        the others update as well: the commit has
+                               gradients at home: all arrived before any     already shared the norm that all ranks clip
+                               rank took part in the commit                  with, so no message is needed
+    in its own update          the others have updated                       none
 
-A process whose own update was cut off (an error in the optimizer, an interrupt) has weights that are neither: it counts
-as a newcomer. Moves end like steps: state arrives beside the old one, all ranks meet once, then each takes what arrived
-in the old one's place, alone. Who missed that last meeting has everything too, and takes it when ranks meet again.
+A process whose own update was interrupted (an error in the optimizer, an interrupt) has weights of neither step: it
+counts as a newcomer. Moves end like steps: new state arrives alongside the old one, all ranks meet once, then each one
+replaces its old state locally. A rank that missed that last meeting also has everything, and switches when ranks meet
+again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from hydragraph.spec.home import Home
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's state is in the whole: its number among how many, under which home.
+    """Position of a rank's state in the whole: its number, the number of ranks, and the home.
 
     Attributes:
-        generation: how many moves there were before; newer state is newer.
-        rank, ranks: this rank's number then, of how many.
-        home: who owned what, with nodes where it has copies.
+        generation: number of earlier moves; newer state has a higher one.
+        rank, ranks: this rank's number at that time, and the number of ranks.
+        home: the owners, with nodes if it has copies.
     """
 
     generation: int
@@ -41,12 +42,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank's state is.
+    """Progress of a rank's state.
 
     Attributes:
-        updates: that its weights and optimizer have had.
-        norm: of the gradients of the last of them, before clipping.
-        gathered: whether the gradients of the next are all at home.
+        updates: number of updates applied to its weights and optimizer state.
+        norm: of the gradients of the last update, before clipping.
+        gathered: whether the gradients of the next update are all at home.
         torn: whether an update has begun and not ended.
     """
 
@@ -58,34 +59,34 @@ class Progress:
 
 @dataclass
 class ProgressLog:
-    """A rank's progress, as its executor and its updates write it down; each change is one assignment."""
+    """A rank's progress, as recorded by its executor and its updates; each change is one assignment."""
 
     progress: Progress = Progress()
 
     def begin(self) -> None:
-        """Note that gradients are about to be computed anew."""
+        """Record that gradients are about to be computed again."""
         self.progress = replace(self.progress, gathered=False)
 
     def gathered(self) -> None:
-        """Note that all gradients are at home."""
+        """Record that all gradients are at home."""
         self.progress = replace(self.progress, gathered=True)
 
     def updating(self) -> None:
-        """Note that an update begins."""
+        """Record that an update begins."""
         self.progress = replace(self.progress, torn=True)
 
     def updated(self, norm: float) -> None:
-        """Note that it has ended."""
+        """Record that the update has ended."""
         self.progress = Progress(self.progress.updates + 1, norm)
 
     def restored(self, updates: int) -> None:
-        """Note that state was read which has had so many updates."""
+        """Record that state with this number of updates was loaded."""
         self.progress = Progress(updates)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One state that a rank has: where it is in the whole, and how far."""
+    """One state of a rank: its position in the whole, and its progress."""
 
     place: Place
     progress: Progress
@@ -93,12 +94,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank has when ranks meet.
+    """State of one rank when ranks meet.
 
     Attributes:
         held: the state that it works with.
-        arrived: the state that a move has brought it whole, which it has not taken yet.
-        called: the numbers that it has had since `held`, in worlds whose ranks could not move to the end.
+        arrived: the complete state of a move, which it has not switched to yet.
+        called: its numbers since `held`, in worlds whose ranks did not complete a move.
     """
 
     held: Held
@@ -106,21 +107,21 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> Held | None:
-        """Return its state of a generation; None: it has none, or one that a broken update has left between two."""
+        """Return its state of a generation; None: it has none, or one left inconsistent by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What ranks agree on when they meet.
+    """Agreement of ranks that meet.
 
     Attributes:
-        generation, ranks, home: of the state that all work with now; a generation of -1: nobody has any.
-        before: by new rank, its number in that state; None: it has none that counts.
-        updates: that the state has had, once those have finished their step who had not.
-        norm: by which they clip.
-        leader: the rank whose hyperparameters count: the first that needs not finish anything; None: nobody.
+        generation, ranks, home: of the state that all ranks use now; generation -1: no rank has any.
+        before: by new rank, its number in that state; None: it has no valid state.
+        updates: number of updates of the state, after all ranks have finished their step.
+        norm: the norm that unfinished ranks clip with.
+        leader: the rank whose hyperparameters count: the first one without an unfinished step; None: there is none.
     """
 
     generation: int
@@ -133,14 +134,14 @@ class Meeting:
 
 
 def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> Meeting:
-    """Agree on the state of the model; a pure function, so that all ranks come to the same.
+    """Agree on the state of the model; a pure function, so that all ranks get the same result.
 
     Args:
-        standings: by new rank; None: of a process that never had any state.
-        before: by new rank, the number that it had in the world before; None: it is a newcomer, whatever it has.
+        standings: by new rank; None: a process that never had any state.
+        before: by new rank, its number in the world before; None: a newcomer, regardless of its state.
 
     Raises:
-        ValueError: `before` does not fit the ranks, or names one that is another.
+        ValueError: `before` does not fit the ranks, or gives a rank another's number.
     """
     if len(before) != len(standings):
         raise ValueError(f"move: before names {len(before)} ranks, the world has {len(standings)}: one number for each")
@@ -158,7 +159,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
                 f"move: before says that rank {new} was rank {old}, but it was {sorted(numbers)}: give its last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
-    # Whoever has taken what a move brought did so after all had received theirs.
+    # A rank that has switched to a move's state did so after all ranks had received theirs.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
     updates = max((state.progress.updates for state in states.values()), default=0)

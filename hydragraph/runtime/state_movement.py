@@ -1,12 +1,13 @@
-"""Moving the state of all ranks from one home to another: weights, and what the optimizer keeps per element and in all.
+"""Moving the state of all ranks from one home to another: weights, and optimizer state per element and in total.
 
-A bucket's two home layouts are linked (`ir.link.move`); whatever has a value per element goes by the same slices. What
-moves is cut into windows of the whole state, each of which every rank enters with one message per peer:
+A bucket's two home layouts are linked (`ir.link.move`); all values per element use the same slices. The moved data are
+cut into windows of the whole state; every rank enters each window with one message per peer:
 
     bucket a         bucket b   bucket c      the state of the model, in the order of buckets
-    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, of which AHEAD are under way at a time
+    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, with AHEAD of them in flight at a time
 
-The old state stays as it is until the new one is whole. What no rank has is left out: `Route.lost` says where.
+The old state stays unchanged until the new one is complete. Elements that no rank has are left out; `Route.lost` lists
+them.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState
 
 CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
-AHEAD = 2  # messages under way: one is laid out while another travels
+AHEAD = 2  # messages in flight: one is packed while another travels
 
 _WEIGHT = ""
 
-Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> what it has per element: "" its weight, else a state
+Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> its values per element: "" its weight, else a state
 Intervals = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedState:
-    """What one rank owns of the model, weights and more.
+    """State owned by one rank: weights and optimizer state.
 
     Attributes:
         home: its weights.
-        states: of the optimizer: parameter -> state -> 1-D tensor of this rank's part, or what else there is.
+        states: of the optimizer: parameter -> state -> 1-D tensor of this rank's part, or another value.
     """
 
     home: HomeState
@@ -51,19 +52,19 @@ class OwnedState:
 
     @staticmethod
     def of(home: HomeState, optimizer: torch.optim.Optimizer | None) -> OwnedState:
-        """Return what there is; tensors are the state's own."""
+        """Return the current state, sharing its tensors."""
         if optimizer is None:
             return OwnedState(home, {})
         return OwnedState(home, {name: optimizer.state.get(p, {}) for name, p in home.parameters.items()})
 
     @staticmethod
     def empty(home: HomeState, columns: Columns, kept: OwnedState | None = None) -> OwnedState:
-        """Make room for what arrives: of one bucket and state side by side, as the weights are.
+        """Allocate the new state: each optimizer state of a bucket is contiguous, like the weights.
 
         Args:
             home: its weights, uninitialised.
-            columns: what parameters have per element.
-            kept: has those that this does not name, and they stay as they are.
+            columns: the values per element of each parameter.
+            kept: state whose entries not in `columns` are kept unchanged.
         """
         kinds = {(home.pieces[name].bucket, *each) for name, those in columns.items() for each in those.items()}
         room = {
@@ -81,7 +82,7 @@ class OwnedState:
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
-        """What each parameter that this rank owns a part of has per element."""
+        """The values per element of each parameter that this rank owns a part of."""
         found = {}
         for name, parameter in self.home.parameters.items():
             if parameter.numel():
@@ -99,20 +100,20 @@ class OwnedState:
 
 
 def named(columns: Columns) -> dict[str, dict[str, str]]:
-    """Return the same with dtypes by name, as plain data."""
+    """Return the columns with dtypes by name, as plain data."""
     return {name: {c: str(d).removeprefix("torch.") for c, d in each.items()} for name, each in columns.items()}
 
 
 def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """Read one parameter's columns as `named` gives them."""
+    """Convert one parameter's columns from the form of `named`."""
     return {column: getattr(torch, name) for column, name in kinds.items()}
 
 
 def agreed_columns(ranks: Sequence[Columns]) -> Columns:
-    """Join what ranks say of the parameters that they own a part of.
+    """Join the columns that ranks report for their parts of parameters.
 
     Raises:
-        ValueError: two do not agree on a parameter.
+        ValueError: two ranks disagree on a parameter.
     """
     columns: dict[str, Mapping[str, torch.dtype]] = {}
     for rank, found in enumerate(ranks):
@@ -127,13 +128,13 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one parameter that go from one rank to another, or stay.
+    """Elements of one parameter that move between two ranks, or stay.
 
     Attributes:
         src, dst: ranks.
-        parameter: whose.
-        src_at, dst_at: where they begin in the bucket's shard of either rank.
-        size: how many.
+        parameter: name of the parameter.
+        src_at, dst_at: their offsets in the bucket's shard of either rank.
+        size: number of elements.
     """
 
     src: int
@@ -144,11 +145,11 @@ class Part:
     size: int
 
     def source(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return what leaves, a view of each column."""
+        """Return the source, a view of each column."""
         return self._views(state, self.src_at, columns)
 
     def target(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return where it goes, a view of each column."""
+        """Return the target, a view of each column."""
         return self._views(state, self.dst_at, columns)
 
     def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
@@ -159,13 +160,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How state gets from one home to another; the same on all ranks.
+    """Route of state from one home to another; the same on all ranks.
 
     Attributes:
         buckets: of the model.
-        source: by bucket, who has what, in the numbers of this world; ranks that have nothing are not in it.
-        target: by bucket, who is to have what.
-        columns: what every parameter has per element; nobody has any of one that is not in it.
+        source: by bucket, the current owners, in the numbers of this world; ranks without state are not in it.
+        target: by bucket, the future owners.
+        columns: the values per element of every parameter; no rank has values of a parameter that is not in it.
     """
 
     buckets: Sequence[Bucket]
@@ -175,7 +176,7 @@ class Route:
 
     @cached_property
     def lost(self) -> dict[str, Intervals]:
-        """By bucket, the intervals of it that nobody has."""
+        """By bucket, its intervals that no rank has."""
         gaps = {bucket.name: self.source[bucket.name].missing for bucket in self.buckets}
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
@@ -184,7 +185,7 @@ class Route:
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield what is moved at a time, `chunk` bytes of the whole state at most: bucket -> interval of it."""
+        """Yield windows of at most `chunk` bytes of the whole state: bucket -> interval of it."""
         window: dict[str, tuple[int, int]] = {}
         room = chunk
         for bucket in self.buckets:
@@ -204,7 +205,7 @@ class Route:
             yield window
 
     def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[Part]:
-        """Yield what one rank sends, receives or keeps of a window; for a pair of ranks, in the same order on both."""
+        """Yield the parts of a window that one rank sends, receives or keeps; in the same order on both ranks."""
         for bucket in self.buckets:
             if bucket.name not in window:
                 continue
@@ -222,7 +223,7 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    """Return the intervals within [lo, hi) that somebody has."""
+    """Return the intervals within [lo, hi) that some rank has."""
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)
@@ -231,7 +232,7 @@ def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class _UnderWay:
-    """A window on its way to this rank."""
+    """A window in flight to this rank."""
 
     arriving: Sequence[Part]
     incoming: Tensor
@@ -239,16 +240,16 @@ class _UnderWay:
 
 
 class Carrying:
-    """Columns on their way to where they are to be; every rank makes one, and ends it.
+    """Columns in flight to their new owners; every rank makes one, and ends it.
 
-    All ranks send the same windows in the same order, whenever each gets to it.
+    All ranks send the same windows in the same order, each at its own time.
 
     Args:
         route: the same on all ranks.
-        old: what this rank has, which is not changed, and must not be until the end; None: nothing.
-        new: where what arrives goes.
+        old: this rank's state, which stays unchanged and must not be modified until the end; None: it has none.
+        new: the state that receives the arriving data.
         groups: of all ranks.
-        role: whose communicator.
+        role: of the communicator.
         chunk: bytes of the whole state in a message of each rank.
 
     Attributes:
@@ -274,7 +275,7 @@ class Carrying:
         self._under_way: deque[_UnderWay] = deque()
 
     def go_on(self) -> None:
-        """Put what has arrived in its place, and send more; wait for nothing."""
+        """Store arrived windows and send more, without waiting."""
         while self._under_way and (self._under_way[0].message is None or self._under_way[0].message.done):
             self._land()
         self._fill()
@@ -292,7 +293,7 @@ class Carrying:
             self._under_way.append(self._sent(window))
 
     def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
-        """Send this rank's part of a window, and put in its place what stays here."""
+        """Send this rank's part of a window, and copy the part that stays here."""
         route, world = self._route, self._groups.world
         rank, columns, old = world.rank, route.columns, self._old
         parts = list(route.parts(window, rank))
@@ -315,7 +316,7 @@ class Carrying:
         return _UnderWay(arriving, incoming, message)
 
     def _land(self) -> None:
-        """Wait for the first window under way, and put it in its place."""
+        """Wait for the first window in flight, and store it."""
         first = self._under_way.popleft()
         self._groups.wait(first.message)
         columns = self._route.columns
@@ -324,10 +325,10 @@ class Carrying:
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    """Bring all columns to where they are to be, and wait; all ranks call it.
+    """Move all columns to their new owners, and wait; all ranks call it.
 
     Args:
-        route, old, new, groups, chunk: as of `Carrying`.
+        route, old, new, groups, chunk: as for `Carrying`.
 
     Returns:
         Bytes that this rank has received.
@@ -336,7 +337,7 @@ def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups,
 
 
 def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:
-    """Lay tensors side by side into a message of bytes, or fill them from one."""
+    """Pack tensors one after another into a message of bytes, or unpack them from one."""
     at = 0
     for view in views:
         bytes_of = view.view(torch.uint8)

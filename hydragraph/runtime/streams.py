@@ -1,14 +1,14 @@
 """Queues of work on one device, one for each stream of a RankProgram, and the marks that order them.
 
-A CPU has none: an operation is done when its call returns, and the host itself waits for communication. On CUDA every
-stream of the program is a stream of the device; the host only queues, and a mark is an event.
+A CPU has no queues: an operation is done when its call returns, and the host itself waits for communication. On CUDA
+every stream of the program is a stream of the device; the host only queues, and a mark is an event.
 
-How a value crosses from one stream to another, such as weights that are pulled and then computed with:
+How a value crosses from one stream to another, such as weights that are pulled and then used:
 
-    on(PULL)     start the message; mark() -> m behind what puts the weights in their buffer
-    on(COMPUTE)  wait(m), then use them: the device waits, the host goes on at once
-    hold(w)      where w may be dropped by the host before the stream that reads it got there: the allocator must not
-                 hand its memory out until then
+    on(PULL)     start the message; mark() -> m after the weights are written to their buffer
+    on(COMPUTE)  wait(m), then use them: the device waits, the host continues immediately
+    hold(w)      if the host may drop w before the reading stream gets there: the allocator must not reuse its memory
+                 until then
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Reading = Any  # of a clock
 
 
 class Clock(Protocol):
-    """Reads the time at which the current queue gets to a point."""
+    """Reads the time when the current queue reaches a point."""
 
     def now(self) -> Reading:
-        """Return what `seconds` translates."""
+        """Return a reading for `seconds`."""
 
     def seconds(self, reading: Reading) -> float:
-        """Return a reading on the scale of `time.perf_counter`; the queues must have been finished."""
+        """Convert a reading to the scale of `time.perf_counter`; the queues must have finished."""
 
 
 class DeviceStreams(Protocol):
-    """What the executor needs of a device.
+    """Interface of a device for the executor.
 
     Attributes:
         queued: whether waiting for communication is itself queued; otherwise the host waits.
@@ -47,22 +47,22 @@ class DeviceStreams(Protocol):
     queued: bool
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue what is called inside on a stream; outside is `Stream.COMPUTE`."""
+        """Queue the calls inside on a stream; outside is `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue what is called inside on a stream that no instruction has."""
+        """Queue the calls inside on a separate stream without instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""
 
     def wait(self, mark: Mark) -> None:
-        """Let what the current queue gets from now on wait for a mark."""
+        """Let all later work of the current queue wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
-        """Say whether a mark's queue has got there."""
+        """Return whether a mark's queue has reached it."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory, once it is dropped, until the current queue has got as far as it is then."""
+        """Keep a tensor's memory, after it is dropped, until the current queue has reached this point."""
 
     def finish(self) -> None:
         """Wait for all queues."""
@@ -84,7 +84,7 @@ class HostClock:
 
 
 class HostStreams:
-    """Of a CPU: nothing is queued, so everything is in order."""
+    """Streams of a CPU: work is never queued, so it is always in order."""
 
     queued = False
 
@@ -104,7 +104,7 @@ class HostStreams:
         """Do nothing."""
 
     def passed(self, mark: Mark) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def hold(self, tensor: Tensor) -> None:
@@ -119,7 +119,7 @@ class HostStreams:
 
 
 class CudaClock:
-    """Reads a GPU's time by events, counted from one that is recorded now."""
+    """Reads a GPU's time from events, relative to one that is recorded now."""
 
     def __init__(self) -> None:
         self._first = self.now()
@@ -137,17 +137,17 @@ class CudaClock:
 
 
 class CudaStreams:
-    """Of a GPU: computation stays on the stream that is current now, each other stream of the program has its own.
+    """Streams of a GPU: computation stays on the current stream; each other stream of the program gets its own.
 
     Args:
         device: the GPU.
-        queued: whether communication is queued too (NCCL, or a single rank); with gloo the host waits for it.
+        queued: whether communication is queued as well (NCCL, or a single rank); with gloo the host waits for it.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
         self.queued = queued
         self._device = device
-        # Messages are short and others wait for them, so they go first where the GPU has a choice.
+        # Messages are short and other ranks wait for them, so they get priority on the GPU.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 
@@ -161,7 +161,7 @@ class CudaStreams:
                 yield
 
     def beside(self) -> AbstractContextManager[None]:
-        """Make a stream current that no instruction has."""
+        """Make a separate stream without instructions current."""
         return torch.cuda.stream(self._beside)
 
     def mark(self) -> torch.cuda.Event:
@@ -175,11 +175,11 @@ class CudaStreams:
         mark.wait()
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Ask an event."""
+        """Query an event."""
         return bool(mark.query())
 
     def hold(self, tensor: Tensor) -> None:
-        """Tell the allocator of the current stream."""
+        """Tell the allocator that the current stream uses the tensor."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
@@ -195,5 +195,5 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device, backend: str, ranks: int) -> DeviceStreams:
-    """Return the queues of a device whose ranks talk through a backend ("gloo" or "nccl")."""
+    """Return the queues of a device whose ranks communicate over a backend ("gloo" or "nccl")."""
     return CudaStreams(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else HostStreams()

@@ -1,7 +1,7 @@
-"""What the kernel says of a thread: how long it ran, and how long it wanted to run while others had its core.
+"""Kernel statistics of a thread: how long it ran, and how long it waited to run while others had its core.
 
-A device that is slow and a core that is shared look alike by the clock, but not by these two: where ranks share cores
-with one another and with whatever else runs, the wall clock of one iteration says little about the device.
+A slow device and a shared core look alike by the clock, but not by these two numbers: if ranks share cores with each
+other and with other processes, the wall clock of one iteration reveals little about the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Scheduled:
         self._file = -1
 
     def __call__(self) -> tuple[float, float]:
-        """Return seconds run and seconds queued, ever; zeros where the system does not say."""
+        """Return the total seconds run and queued; zeros if the system does not report them."""
         if threading.get_ident() != self._thread:
             self._open()
         if self._file < 0:
@@ -42,5 +42,5 @@ class Scheduled:
 
 
 def unknown() -> tuple[float, float]:
-    """Return zeros: of a GPU, whose work the host only queues, the host's thread says nothing."""
+    """Return zeros: for a GPU, whose work the host only queues, the host's thread is not informative."""
     return 0.0, 0.0

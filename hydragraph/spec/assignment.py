@@ -1,4 +1,4 @@
-"""Which pipeline computes which sequences of a mini-batch, in which micro-batch."""
+"""Assignment of a mini-batch's sequences to pipelines and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Assignment:
 
     Attributes:
         micro_batches: per pipeline, per micro-batch, the indices of its sequences. A pipeline may get none.
-        lengths: tokens of each sequence, by index; what prices an assignment needs them.
+        lengths: tokens of each sequence, by index; needed for pricing an assignment.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -24,7 +24,7 @@ class Assignment:
 
         Args:
             counts: micro-batches of each pipeline.
-            tokens: of every sequence; or of those of each pipeline.
+            tokens: of every sequence, or of the sequences of each pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
         micro_batches = []
@@ -52,11 +52,11 @@ class Assignment:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many micro-batches each pipeline runs."""
+        """Number of micro-batches of each pipeline."""
         return tuple(len(m) for m in self.micro_batches)
 
     @property
     def one_by_one(self) -> Assignment:
-        """The same with one sequence per micro-batch, in the same order."""
+        """The same assignment with one sequence per micro-batch, in the same order."""
         alone = tuple(tuple((i,) for m in pipeline for i in m) for pipeline in self.micro_batches)
         return Assignment(alone, self.lengths)

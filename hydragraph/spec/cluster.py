@@ -32,14 +32,14 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A way between two devices: sending n bytes takes latency_s + n / bytes_per_s seconds, in each direction.
+    """A link between two devices: sending n bytes takes latency_s + n / bytes_per_s seconds, in each direction.
 
     Attributes:
         bytes_per_s: more than 0.
         latency_s: 0 or more.
-        points: the bandwidth by message size, where it was measured: (bytes, bytes/s), ascending. Between points it is
-            interpolated over the logarithm of the size; outside, the nearest counts. `bytes_per_s` is then what
-            several messages together cannot exceed.
+        points: measured bandwidth by message size: (bytes, bytes/s), ascending. Between points it is interpolated over
+            the logarithm of the size; outside, the nearest point counts. `bytes_per_s` then limits several messages
+            together.
     """
 
     bytes_per_s: float
@@ -52,7 +52,7 @@ class Interconnect:
         object.__setattr__(self, "points", _points(self.points))
 
     def bandwidth(self, size: float) -> float:
-        """Return the bytes/s of one message of so many bytes."""
+        """Return the bandwidth for a message of `size` bytes, in bytes/s."""
         if not self.points:
             return self.bytes_per_s
         sizes = [at for at, _ in self.points]
@@ -64,15 +64,15 @@ class Interconnect:
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
-        """Return what one message of so many bytes takes; one of 0 bytes takes the latency."""
+        """Return the seconds for a message of `size` bytes; an empty message takes the latency."""
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
-        """Return the link of ranks of which the slower takes so many times as long to begin and end a message."""
+        """Return the link for ranks whose slower one takes `rate` times as long to start and end a message."""
         return self if rate == 1 else replace(self, latency_s=rate * self.latency_s)
 
     def times(self, factor: float) -> Interconnect:
-        """Return a link with this many times the bandwidth."""
+        """Return a link with the bandwidth multiplied by a factor."""
         points = tuple((size, speed * factor) for size, speed in self.points)
         return Interconnect(self.bytes_per_s * factor, self.latency_s, points)
 
@@ -82,12 +82,12 @@ class Device:
     """One device, which is one rank.
 
     Attributes:
-        flops_per_s: floating-point operations per second at the training's precision, a multiplication and an
-            addition counting as two.
+        flops_per_s: floating-point operations per second at the training's precision; a multiplication and an addition
+            count as two.
         memory_bytes: capacity in bytes; a whole number, which may be written 80e9.
         memory_bytes_per_s: bandwidth of that memory.
         node: the machine it is in; devices of one node are joined by the faster link.
-        type: what profiles call it; "": they are all of one type.
+        type: its name in profiles; "": all devices are of one type.
     """
 
     flops_per_s: float
@@ -107,7 +107,7 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceType:
-    """A type of device: the fields of `Device` that are the same for all of them."""
+    """A type of device: the fields of `Device` that its devices share."""
 
     flops_per_s: float
     memory_bytes: int
@@ -123,15 +123,15 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine: devices of one type, how they reach each other, and how they reach other machines.
+    """A machine: devices of one type, the links between them, and the links to other machines.
 
     Attributes:
         type: of its devices.
-        devices: how many.
-        inner: between two of them; each has it for itself.
-        outer: of one of its network cards, which the ranks that use it share.
-        count: how many such nodes follow each other.
-        cards: network cards; neighbouring devices share one.
+        devices: number of devices.
+        inner: link between two of them; each device has its own.
+        outer: of one of its network cards, shared by the ranks that use it.
+        count: number of consecutive nodes of this kind.
+        cards: number of network cards; neighbouring devices share one.
     """
 
     type: str
@@ -153,11 +153,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A link of its own between nodes of two types, where it is not just the slower of their cards.
+    """A separate link between nodes of two types, if it is not the slower of their cards.
 
     Attributes:
         types: the two types.
-        bytes_per_s, latency_s, points: as of a Link.
+        bytes_per_s, latency_s, points: see `Interconnect`.
     """
 
     types: tuple[str, str]
@@ -183,8 +183,8 @@ class Cluster:
 
     Attributes:
         devices: of each rank.
-        within_node, between_nodes: of every rank, for itself; None where `nodes` say.
-        nodes: by number, where they have links of their own; `of` builds such a cluster.
+        within_node, between_nodes: links that each rank has for itself; None if `nodes` define the links.
+        nodes: by number, if they have their own links; `of` builds such a cluster.
         pairs: links between types of devices, in either direction.
     """
 
@@ -218,7 +218,7 @@ class Cluster:
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
-        """Return the cluster of some nodes; ranks count through them in order.
+        """Return a cluster of nodes; ranks are numbered through them in order.
 
         Raises:
             ValueError: a node has an unknown type.
@@ -262,7 +262,7 @@ class Cluster:
         return {name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for name, d in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's type of device; different devices without one are "", "other 1", ..."""
+        """Return the name of a rank's type of device; unnamed different types are "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -280,15 +280,15 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node; where all have the same links, with a card for each of its devices."""
+        """Return a node; if all have the same links, it has one card per device."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
-        """Return which network card of its node a rank uses."""
+        """Return the number of the network card that a rank uses in its node."""
         return self._cards[rank]
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two different devices, given by rank, as if nothing else used it."""
+        """Return the link between two different devices, given by rank, without other traffic."""
         one = self._device(a)
         other = self._device(b)
         if a == b:
@@ -307,7 +307,7 @@ class Cluster:
         return a.outer if a.outer == b.outer else _slower(a.outer, b.outer)
 
     def resources(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """Return what a message between two ranks occupies: ports of ranks, and cards of nodes.
+        """Return the resources of a message between two ranks: ports of ranks, and cards of nodes.
 
         Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
         """
@@ -326,7 +326,7 @@ class Cluster:
         return tuple(map(tuple, groups.values()))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return it with `within_node` or `between_nodes` links this many times as fast."""
+        """Return the cluster with the speed of its `within_node` or `between_nodes` links multiplied by a factor."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is no link: scale within_node or between_nodes")
         if self.nodes:
@@ -346,14 +346,14 @@ class Cluster:
         return replace(self, between_nodes=link.times(factor))
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of some of its devices, given by rank, in that order; types keep their names."""
+        """Return the cluster of the devices of some ranks, in that order; types keep their names."""
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
-        """Return it with all its ranks in another order, and its nodes numbered in the order of their first ranks."""
+        """Return the cluster with reordered ranks, and its nodes numbered in the order of their first ranks."""
         same = self.of_ranks(ranks)
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
@@ -362,7 +362,7 @@ class Cluster:
         return replace(same, devices=devices, nodes=nodes)
 
     def _occupied(self) -> list[Node]:
-        """Return the nodes that have devices here, with as many as these are."""
+        """Return the nodes with devices in this cluster, reduced to the number of these devices."""
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
             raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
@@ -420,10 +420,10 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write the YAML file that `load` reads back as an equal cluster; defaults are left out.
 
-        Of some devices of a cluster (`of_ranks`) nodes are written as small as they are now.
+        For a part of a cluster (`of_ranks`), nodes are written with their remaining devices.
 
         Raises:
-            ValueError: ranks do not count through its nodes in order, as those of the file do.
+            ValueError: ranks are not in the order of nodes, as a file requires.
         """
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
@@ -440,7 +440,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Devices:
-    """The file with an entry per rank."""
+    """The file format with an entry per rank."""
 
     devices: tuple[Device, ...]
     within_node: Interconnect
@@ -449,7 +449,7 @@ class _Devices:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The file with types and nodes."""
+    """The file format with types and nodes."""
 
     types: Mapping[str, DeviceType]
     nodes: tuple[Node, ...]
@@ -457,7 +457,7 @@ class _Nodes:
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
-    """Return the link through two different cards: at every size the slower of them."""
+    """Return the link through two different cards: the slower of them at every size."""
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
     return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
@@ -477,7 +477,7 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a finite number of at least 0 as it is, an int for an int."""
+    """Check that a number is finite and at least 0, and return it; an int stays an int."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
     return value

@@ -1,4 +1,4 @@
-"""Clusters that are assumed where none is named."""
+"""Default clusters, used if no cluster is given."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def default_cluster(ranks: int) -> Cluster:
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return devices on these nodes, of which nothing is known but that a node's own links are the faster ones.
+    """Return devices on these nodes, assuming only that links within a node are the faster ones.
 
-    Links take bytes alone, nine times as quickly within a node as between nodes, as in `default_cluster`: their latency
-    would say what small messages cost on links that nobody has measured.
+    Links are nine times as fast within a node as between nodes, as in `default_cluster`, and have no latency, because
+    it would set the cost of small messages on links that were never measured.
     """
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)

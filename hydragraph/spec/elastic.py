@@ -1,4 +1,4 @@
-"""What a launch does when ranks are lost: go on with those that are left, and with those that come."""
+"""How a launch handles lost ranks: it continues with the remaining and joining ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """How ranks are replaced, and how few may go on.
+    """Replacement of ranks, and the minimum number to continue with.
 
     Attributes:
-        min_ranks: with fewer the run ends.
+        min_ranks: the run ends with fewer.
         spares: processes that wait, ready, for a rank to be lost.
-        rejoin: whether a process is started in the place of one that was lost; it joins between two iterations.
-        grace_s: seconds that a rank which is asked to end (SIGTERM) has to hand over its state.
-        progress_s: seconds that the others wait for a rank that lives, and does not come to meet them. A newcomer that
-            gets ready beside the others has three times as long.
+        rejoin: whether a process is started in place of a lost one; it joins between two iterations.
+        grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
+        progress_s: seconds that the others wait for a live rank that does not come to a meeting. A joining rank that is
+            still preparing has three times as long.
 
     Raises:
         ValueError: naming the number that is out of range.

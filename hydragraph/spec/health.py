@@ -1,6 +1,6 @@
-"""How healthy devices are: how many times as long as a healthy one each takes, and which are lost.
+"""Health of devices: the slowdown of each relative to a healthy one, and the lost ones.
 
-As YAML, rates by rank, of those that are not healthy:
+As YAML, rates by rank, for unhealthy ranks only:
 
 {3: 2.57, 5: inf}                       # rank 3 takes 2.57 times as long, rank 5 is lost
 """
@@ -20,7 +20,7 @@ class Health:
     """Straggling rates of ranks (Malleus): the time of a rank over that of a healthy device for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite where the rank is lost. Ranks that it does not name are healthy.
+        rates: by rank, at least 1; infinite if the rank is lost. Ranks without a rate are healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Health:
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
     def with_rate(self, rank: int, rate: float) -> Health:
-        """Return it with one rank's rate changed."""
+        """Return the health with one rank's rate changed."""
         return Health({**self.rates, rank: rate})
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
-        """Return that of some ranks, which are numbered in this order from now on."""
+        """Return the health of some ranks, renumbered in this order."""
         return Health({new: self.rate(old) for new, old in enumerate(ranks)})
 
     @classmethod
@@ -64,7 +64,7 @@ class Health:
             raise ValueError(
                 f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
             )
-        # YAML itself writes infinity as .inf, which few know.
+        # YAML itself writes infinity as .inf, which is little known.
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
         try:
             return cls(rates)

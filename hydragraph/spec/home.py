@@ -1,7 +1,8 @@
-"""Home: which rank owns how much of the model's state, whatever the strategy, and whether a second rank owns it too.
+"""Home: the share of the model's state that each rank owns, whatever the strategy, and the number of copies.
 
-As text, shares by rank, then what is not the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal". The texts
-"auto" and "stages" leave the owners of each block to be chosen for the strategies that run (`cost.home_choice`).
+As text, shares by rank, then settings that differ from the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5",
+"equal". With the texts "auto" and "stages" the owners of each block are chosen for the strategies that run
+(`cost.home_choice`).
 """
 
 from __future__ import annotations
@@ -23,23 +24,22 @@ _EQUAL_TEXT = "equal"
 
 @dataclass(frozen=True)
 class Home:
-    """Who owns the state (fp32 weights and optimizer state): it is updated there, and forwards pull weights from there.
+    """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank, 0: the rank owns nothing (it still computes, and calls `step`
+        shares: relative share of every bucket by rank, 0: the rank owns no state (it still computes, and calls `step`
             and `save` like all others); None: equal shares of all ranks.
-        copies: 1; or 2: every element has a second owner on another node, who updates it as well, so that the loss of
-            one node loses nothing. A rank's share then is of both copies together.
-        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
+        copies: 1; or 2: every element has a second owner on another node, which updates it as well, so that no state is
+            lost with one node. A rank's share then covers both copies together.
+        buckets: bucket name (of a block, its frozen part, or a tied parameter) -> its shares by rank, instead of
             `shares`.
-        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
-            all run on one.
-        rule: how the owners of buckets without shares of their own are chosen once the strategies are known: "stages",
-            the ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then
-            `shares` says how much each of them owns relative to the others. None: `shares` are the owners.
+        nodes: the node of each rank, for copies; None: the ranks' hosts, or each rank by itself if all run on one host.
+        rule: how to choose the owners of buckets without their own shares once the strategies are known: "stages", the
+            ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory allows.
+            `shares` then weights the chosen ranks relative to each other. None: `shares` are the owners.
 
     Raises:
-        ValueError: naming the shares that are not numbers of at least 0, or all 0, or not as many as others.
+        ValueError: naming the shares that are not numbers of at least 0, or all 0, or differ in number from others.
     """
 
     shares: Sequence[float] | None = None
@@ -70,7 +70,7 @@ class Home:
         return hash((self.shares, self.copies, tuple(self.buckets.items()), self.nodes, self.rule))
 
     def _lists(self) -> list[tuple[str, Sequence[float]]]:
-        """Return what has one entry per rank, by name."""
+        """Return the lists with one entry per rank, by name."""
         own = [("shares", self.shares), ("nodes", self.nodes)]
         return [
             *((name, each) for name, each in own if each is not None),
@@ -82,7 +82,7 @@ class Home:
         return self.buckets.get(bucket, self.shares)
 
     def reordered(self, ranks: Sequence[int]) -> Home:
-        """Return it for the same ranks in another order."""
+        """Return the home for the same ranks in another order."""
 
         def of(each: Sequence[T]) -> tuple[T, ...]:
             return tuple(each[rank] for rank in ranks)
@@ -97,14 +97,14 @@ class Home:
 
     @property
     def without_rule(self) -> Home:
-        """The home that its shares alone make: where state is while no strategy is known."""
+        """The home defined by its shares alone, which holds the state while no strategy is known."""
         return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
-        """Check that it is for so many ranks and for a model of these buckets.
+        """Check that the home fits this number of ranks and these buckets.
 
         Raises:
-            ValueError: it has shares for other ranks, or for a bucket that the model does not have.
+            ValueError: it has shares for another number of ranks, or for a bucket that the model does not have.
         """
         for name, each in self._lists():
             if len(each) != ranks:
@@ -123,15 +123,15 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return it with the nodes of all ranks, those that it names itself or else these.
+        """Return the home with the nodes of all ranks, its own if it has them, else the given ones.
 
-        Where all ranks are on one node, each counts as a node of its own: a copy then survives the loss of a process.
+        If all ranks are on one node, each counts as a separate node: a copy then survives the loss of a process.
 
         Args:
             nodes: of each rank.
 
         Raises:
-            ValueError: it is for another number of ranks, or asks for copies where all owners are on one node.
+            ValueError: it is for another number of ranks, or needs copies but all owners are on one node.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
@@ -163,7 +163,7 @@ class Home:
 
     @classmethod
     def parse(cls, text: str) -> Home:
-        """Read a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal"; `str` writes it.
+        """Parse a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal"; `str` writes it.
 
         Raises:
             ValueError: showing the piece of the text that is wrong.
@@ -198,10 +198,10 @@ AUTO = Home(rule="auto")
 
 
 def home_of(given: Home | str | None) -> Home | None:
-    """Return a home that was given as itself or as its text; None stays, for what is usual there.
+    """Return a home given as an object or as text; None stays None, for the caller's default.
 
     Raises:
-        ValueError: it is something else, or a text that `Home.parse` refuses.
+        ValueError: it is something else, or a text that `Home.parse` rejects.
     """
     if isinstance(given, str):
         return Home.parse(given)
@@ -236,7 +236,7 @@ def _nodes(given: object) -> tuple[int, ...]:
 
 
 def _text(values: Sequence[float]) -> str:
-    """Write numbers, many equal neighbours as one: "8*1,8*0.5"; each reads back as the same number."""
+    """Format numbers, with runs of equal ones abbreviated: "8*1,8*0.5"; each parses as the same number."""
     parts = []
     for value, run in groupby(values):
         count, number = len(list(run)), repr(int(value)) if value == int(value) else repr(value)

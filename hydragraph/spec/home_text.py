@@ -12,10 +12,10 @@ _LAYER = re.compile(r"layer\.(\d+)(/\w+)?")
 
 
 def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
-    """Return which ranks own which buckets, neighbours with equal owners together.
+    """Describe which ranks own which buckets; consecutive buckets with equal owners are joined.
 
     Args:
-        home: whose owners are chosen.
+        home: whose owners are described.
         buckets: of the model, in its order.
         ranks: size of the world.
     """
@@ -38,14 +38,14 @@ def _owners(shares: Sequence[float] | None, ranks: int) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    # Few ranks by number, many by the runs that they make.
+    # A few ranks by number, many as ranges.
     text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     uneven = "" if len(set(parts)) == 1 else " (" + ":".join(f"{part:.3g}" for part in parts) + ")"
     return f"on {'rank' if len(owning) == 1 else 'ranks'} {text}{uneven}"
 
 
 def _names(names: Sequence[str]) -> str:
-    """Name buckets, layers that follow one another together."""
+    """Name buckets, with consecutive layers joined."""
     found: list[str] = []
     layers: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What values a field of a mini-batch may have: the rows of the tables that a model looks it up in."""
+"""Ranges of a mini-batch's fields: the number of rows of the tables that a model looks them up in."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 @dataclass(frozen=True, order=True)
 class Limit:
-    """The values that one lookup allows.
+    """The range of one lookup.
 
     Attributes:
-        field: input_ids, position_ids, labels, or a field of the user's own.
-        low, high: the least value, and one more than the greatest.
+        field: input_ids, position_ids, labels, or a user-defined field.
+        low, high: the smallest value, and one more than the largest.
         where: the table's name in the model, or "the loss".
-        ignored: a label that is no target whatever the limits are; -100 is none either.
+        ignored: a label that is never a target, regardless of the range; -100 is never one either.
     """
 
     field: str
@@ -52,7 +52,7 @@ class Limit:
             )
 
     def holds(self, sequences: Sequence_[Sequence]) -> bool:
-        """Say whether all sequences of a mini-batch are within it: in a few operations, however many they are."""
+        """Return whether all sequences of a mini-batch are in range, in a few operations for any number of them."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
         return not sequences or self._outside(torch.cat([self._values(each) for each in sequences])) is None
@@ -61,7 +61,7 @@ class Limit:
         return {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
 
     def _outside(self, values: Tensor) -> Tensor | None:
-        """Return the index of the first value outside, [dims]; None: there is none."""
+        """Return the index of the first value out of range, [dims]; None: there is none."""
         if not values.numel():
             return None
         least, most = torch.aminmax(values)

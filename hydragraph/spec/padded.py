@@ -1,4 +1,4 @@
-"""Batches that are padded, as tokenizers make them: cut into the sequences that they hold."""
+"""Padded batches, as tokenizers make them: split into their sequences."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _TYPES = "token_type_ids"
 _LABELS = ("labels", "shift_labels")
 _TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
 
-Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or (a mapping alone) a padded batch of some
-Batches = Iterable[Given] | Mapping[str, Any]  # what a mini-batch is made of
+Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a padded batch of several (mappings only)
+Batches = Iterable[Given] | Mapping[str, Any]  # the contents of a mini-batch
 
 
 def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dict[str, Tensor]]:
-    """List the sequences of what a user passed as a mini-batch.
+    """List the sequences of a user's mini-batch.
 
     Args:
-        given: sequences, each a tensor [L] or list of token ids, or a mapping of tensors [L, ...]; any mapping (a
-            BatchEncoding too), among them or in their place, may also be a batch [B, L, ...], or lists of token ids.
-            An `attention_mask` says what of it is padding on the right, which is left out.
-        own: names of the user's own fields, which are kept as they are.
+        given: sequences, each a tensor [L] or list of token ids, or a mapping of tensors [L, ...]; a mapping (also a
+            BatchEncoding), among them or in their place, may also be a batch [B, L, ...], or lists of token ids. An
+            `attention_mask` marks padding on the right, which is left out.
+        own: names of user-defined fields, which are kept unchanged.
 
     Raises:
-        Unsupported: a mask that says anything else.
-        ValueError: labels count in the padding, a field has not one row per sequence, or these are no sequences.
+        Unsupported: a mask with other padding.
+        ValueError: labels count in the padding, a field has not one row per sequence, or these are not sequences.
     """
     if not isinstance(given, Iterable):
         raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")
@@ -46,7 +46,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch whose ids are [B, L], or lists; where they are [L], it is a row itself."""
+    """Yield the rows of a batch whose ids are [B, L], or lists; if they are [L], it is itself a row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
@@ -64,7 +64,7 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _tensor(name: str, value: Any) -> Any:
-    """Make a tensor of a list of whole numbers, as tokenizers return them."""
+    """Convert a list of integers, as tokenizers return them, to a tensor."""
     whole = name in _TOKENS and isinstance(value, list | tuple) and all(type(n) is int for n in value)
     try:
         return torch.tensor(value, dtype=torch.int64) if whole else value
@@ -73,11 +73,11 @@ def _tensor(name: str, value: Any) -> Any:
 
 
 def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str, Any]:
-    """Return one sequence without its padding, its mask, and token types that say nothing."""
+    """Return one sequence without its padding, its mask, and all-zero token types."""
     row = dict(row)
     types = row.get(_TYPES)
     if _TYPES not in own and isinstance(types, Tensor) and not types.any():
-        del row[_TYPES]  # zeros are what models take where none are given
+        del row[_TYPES]  # zeros are the models' default
     mask = row.pop(MASK, None) if MASK not in own else None
     if mask is None:
         return row

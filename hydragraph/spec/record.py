@@ -29,7 +29,7 @@ def load_yaml(path: str | Path) -> object:
 
 
 def parse_yaml(text: str) -> object:
-    """Read YAML from a text, by the rules of `load_yaml`."""
+    """Parse YAML text, by the rules of `load_yaml`."""
     try:
         data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -41,7 +41,7 @@ def load_record(cls: type[Record], path: str | Path, name: str = "") -> Record:
     """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field.
 
     Args:
-        name: what the whole is called; default: the class.
+        name: name of the whole in errors; default: the class.
     """
     data = load_yaml(path)
     if data is None:
@@ -56,8 +56,8 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
     """Build a dataclass, and those nested in it (also in tuples and mappings by name), from mappings and lists.
 
     Args:
-        path: where `data` is in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
-        name: what the whole is called; default: the class.
+        path: position of `data` in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
+        name: name of the whole in errors; default: the class.
 
     Raises:
         ValueError: naming the path of a field that is unknown, missing or wrong.
@@ -85,10 +85,10 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
 
 
 def _from_value(hint: Any, value: object, path: str) -> object:
-    """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
+    """Build a value of a field's type; scalars are left to the dataclass, which checks them anyway."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
-        hint = records[0] if len(records) == 1 else hint  # a section that may be left out
+        hint = records[0] if len(records) == 1 else hint  # an optional section
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
             found: object = hint.parse(value)
@@ -109,7 +109,7 @@ def _from_value(hint: Any, value: object, path: str) -> object:
 
 
 def _example(cls: type[Any]) -> str:
-    """Say how a mapping for a dataclass is written: the fields that it needs or else its first: {name: ...}."""
+    """Show how a mapping for a dataclass is written, with its required fields, or else its first: {name: ...}."""
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     names = required or [field.name for field in fields(cls)][:1]
     return f"{{{', '.join(f'{name}: ...' for name in names)}}}"

@@ -1,10 +1,10 @@
-"""What a stage is, and which part of it a rank is: all that the graphs of a block on one rank depend on.
+"""Kinds of stages, and the parts of their ranks: all that the graphs of a block on one rank depend on.
 
     kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed
     part    tp2s:1 the second of these ranks
 
-Another way of dividing a block among the ranks of a stage (by context, by experts) is another field of the kind, and
-the rank's coordinate in it another field of the part.
+Another way of dividing a block among the ranks of a stage (by context, by experts) would be another field of the kind,
+and the rank's coordinate in it another field of the part.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class StageKind(NamedTuple):
     """How the ranks of a stage compute their blocks; stages of one kind run equal graphs and cost the same.
 
     Attributes:
-        tp: how many ranks share each block: the tensor-parallel degree.
+        tp: number of ranks that share each block: the tensor-parallel degree.
         sequence_parallel: whether hidden states are cut along the tokens between products.
-        recompute: whether a forward saves its inputs alone, and the backward runs it again.
+        recompute: whether a forward saves only its inputs, and the backward runs it again.
     """
 
     tp: int = 1
@@ -34,10 +34,10 @@ class StageKind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> StageKind:
-        """Read what `text` gives.
+        """Parse a name in the form of `text`.
 
         Raises:
-            ValueError: it is no such name.
+            ValueError: it has another form.
         """
         match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)", text)
         if match is None:
@@ -51,7 +51,7 @@ class StageKind(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePart:
-    """Which part of a stage a rank is.
+    """The part of a stage on one rank.
 
     Attributes:
         kind: of the stage.
@@ -63,7 +63,7 @@ class StagePart:
 
     @property
     def tp(self) -> int:
-        """How many ranks share each block."""
+        """Number of ranks that share each block."""
         return self.kind.tp
 
     @property

@@ -1,4 +1,4 @@
-"""How one iteration is parallelised: pipelines of stages of devices, as frozen data, text and YAML.
+"""Parallelisation of one iteration: pipelines of stages of devices, as frozen data, text and YAML.
 
 pipelines:
   - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
@@ -29,8 +29,8 @@ class Stage:
 
     Attributes:
         devices: ranks, in tensor-parallel order.
-        layers: how many layers it computes, at least 1.
-        sequence_parallel: split the tokens between the tensor-parallel regions over the devices, too.
+        layers: number of its layers, at least 1.
+        sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
         recompute: save only each layer's input and run its forward again in the backward.
     """
 
@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def kind(self) -> StageKind:
-        """What decides its graphs and its costs; a single rank has no tokens to split."""
+        """The properties that determine its graphs and costs; a single rank has no tokens to split."""
         return StageKind(self.tp, self.sequence_parallel and self.tp > 1, self.recompute)
 
     @property
@@ -91,13 +91,13 @@ class Pipeline:
 
     @property
     def first_layers(self) -> tuple[int, ...]:
-        """The first layer of every stage: each begins where the one before it ends."""
+        """The first layer of every stage."""
         return tuple(accumulate((stage.layers for stage in self.stages[:-1]), initial=0))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank works in a pipeline: position `index` of a stage's devices, for layers [first_layer, last_layer)."""
+    """Position of a rank in a pipeline: `index` among a stage's devices, for layers [first_layer, last_layer)."""
 
     pipeline: int
     stage: int
@@ -146,7 +146,7 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
                     "out: the other can run its micro-batches too"
                 )
-        owners: dict[int, tuple[str, tuple[int, Stage]]] = {}  # of each device: where, which first layer and stage
+        owners: dict[int, tuple[str, tuple[int, Stage]]] = {}  # of each device: place, first layer and stage
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
                 where = f"pipeline {i}, stage {j}"
@@ -175,22 +175,22 @@ class Strategy:
 
     @property
     def layers(self) -> int:
-        """The model's number of layers, which every pipeline has."""
+        """The model's number of layers, equal in every pipeline."""
         return self.pipelines[0].layers
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices, in the order of pipelines and stages; those of a shared stage once, where it is first."""
+        """All devices, in the order of pipelines and stages; those of a shared stage once, at their first position."""
         return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
 
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
-        """The pipelines, by those that share stages, directly or by others between them: ((0, 2), (1,))."""
+        """Groups of pipelines that share stages, directly or through others: ((0, 2), (1,))."""
         groups = {i: [i] for i in range(len(self.pipelines))}
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):
             for stage in pipeline.stages:
-                # Stages share all of their devices or none, so one device stands for all.
+                # Stages share all of their devices or none, so one device represents all.
                 one = groups[i]
                 other = groups[first_of.setdefault(stage.devices[0], i)]
                 if one is not other:
@@ -214,7 +214,7 @@ class Strategy:
 
     @property
     def fingerprint(self) -> str:
-        """Six hexadecimal digits that tell strategies apart which the same name means for different models."""
+        """Six hexadecimal digits that distinguish strategies with the same name for different models."""
         content = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -222,11 +222,11 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return where a rank works, of a shared stage in the first of its pipelines; None where it is idle."""
+        """Return a rank's place, for a shared stage in the first of its pipelines; None if it is idle."""
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """Return where a rank works: one place in every pipeline that its stage serves, none where it is idle."""
+        """Return a rank's places, one for every pipeline of its stage; empty if it is idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
             for i, pipeline in enumerate(self.pipelines)
@@ -238,7 +238,7 @@ class Strategy:
         """Return the same strategy on other devices.
 
         Args:
-            devices: by those it names.
+            devices: new device numbers by old ones.
         """
 
         def moved(stage: Stage) -> Stage:
@@ -247,7 +247,7 @@ class Strategy:
         return replace(self, pipelines=tuple(Pipeline(tuple(map(moved, p.stages))) for p in self.pipelines))
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
-        """Check that it fits a model of `layers` layers on `ranks` ranks.
+        """Check that the strategy fits a model of `layers` layers on `ranks` ranks.
 
         Args:
             layers: the model's number of layers.
@@ -279,10 +279,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Strategy:
-        """Read a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
+        """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
 
         Regular pipelines take devices 0..N-1 in order and split the layers evenly, remainders to the last stages.
-        A `str` of a strategy, which ends in its fingerprint, is read and compared with it.
+        A `str` of a strategy, which ends in its fingerprint, is parsed and compared with it.
 
         Raises:
             ValueError: showing the piece of the text that is wrong.
@@ -308,10 +308,10 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read what a config names: the path of a YAML file, that YAML itself on one line, or a text for `parse`.
+        """Read a strategy in a config: the path of a YAML file, that YAML itself on one line, or a text for `parse`.
 
         Raises:
-            ValueError: showing what is wrong with it.
+            ValueError: showing the error in it.
             OSError: there is no such file.
         """
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
@@ -335,13 +335,13 @@ class Strategy:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what YAML holds: lists, dicts and scalars, without defaults."""
+        """Return the YAML data: lists, dicts and scalars, without defaults."""
         data: dict[str, Any] = to_record(self)
         return data
 
     @classmethod
     def from_dict(cls, data: object) -> Strategy:
-        """Build a strategy from what `to_dict` returns; a ValueError names the path of a wrong field."""
+        """Build a strategy from the result of `to_dict`; a ValueError names the path of a wrong field."""
         return from_record(cls, data)
 
 
@@ -356,7 +356,7 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _difference(one: tuple[int, Stage], other: tuple[int, Stage]) -> str:
-    """Say in what two stages, each with its first layer, are not the same: "layers (0-1 and 2-3)"."""
+    """Describe how two stages, each with its first layer, differ: "layers (0-1 and 2-3)"."""
     said = [_fields(first, stage) for first, stage in (one, other)]
     return ", ".join(
         f"{name} ({said[0][name]} and {said[1][name]})" for name in said[0] if said[0][name] != said[1][name]
@@ -373,7 +373,7 @@ def _fields(first: int, stage: Stage) -> dict[str, str]:
 
 
 def _layer_sum(pipeline: Pipeline) -> str:
-    """Return a pipeline's number of layers and, when it has several stages, how it comes about."""
+    """Return a pipeline's number of layers and, if it has several stages, the sum."""
     parts = " + ".join(str(stage.layers) for stage in pipeline.stages)
     return str(pipeline.layers) if len(pipeline.stages) == 1 else f"{parts} = {pipeline.layers}"
 

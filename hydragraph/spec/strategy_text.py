@@ -4,9 +4,9 @@
     term     = [ count "*" ] "<" "tp" int "," "pp" int ">"  |  "<" stage { "," stage } ">"
     stage    = "[" int { "," int } "]" "x" layers [ flags ]         flags: s = sequence parallel, r = recompute
 
-A regular pipeline `<tpT,ppP>` takes the T*P devices that follow the highest device named before it (the first starts at
+A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it (the first starts at
 device 0) and splits the layers evenly, remainders to the last stages. An explicit pipeline names both. White space is
-free. This module knows plain tuples only, so that `spec.strategy` can build on it.
+free. This module uses only plain tuples, so that `spec.strategy` can build on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS = {"s": "sequence parallelism", "r": "recomputation"}
 
 
 class StageText(NamedTuple):
-    """What the text says of one stage; the fields are those of `Stage`."""
+    """The text of one stage; the fields are those of `Stage`."""
 
     devices: tuple[int, ...]
     layers: int
@@ -32,14 +32,14 @@ class StageText(NamedTuple):
 
 
 class StrategyText(NamedTuple):
-    """What the text says of a strategy: the stages of each pipeline, and the schedule."""
+    """The text of a strategy: the stages of each pipeline, and the schedule."""
 
     pipelines: tuple[tuple[StageText, ...], ...]
     schedule: str = SCHEDULES[0]
 
 
 def parse_strategy(text: str, layers: int) -> StrategyText:
-    """Read a strategy's text for a model of `layers` layers.
+    """Parse a strategy's text for a model of `layers` layers.
 
     Raises:
         ValueError: with the offending piece of the text underlined.
@@ -60,7 +60,7 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
 
 
 def format_strategy(strategy: StrategyText) -> str:
-    """Write the shortest text that `parse_strategy` reads back as the same strategy."""
+    """Format the shortest text that `parse_strategy` reads back as the same strategy."""
     texts = [_format_pipeline(p, _next_device(strategy.pipelines[:i])) for i, p in enumerate(strategy.pipelines)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
@@ -76,7 +76,7 @@ def regular_pipeline(tp: int, pp: int, layers: int, first: int) -> tuple[StageTe
 
 
 def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
-    """Return the device at which a regular pipeline after these starts."""
+    """Return the first device of a regular pipeline after these."""
     return max((device for stages in pipelines for stage in stages for device in stage.devices), default=-1) + 1
 
 
@@ -99,7 +99,7 @@ class _Token(NamedTuple):
 
 
 class _Reader:
-    """A strategy's text as tokens, and where reading has come to."""
+    """A strategy's text as tokens, and the current position."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -112,7 +112,7 @@ class _Reader:
         return self.tokens[self.at].text
 
     def at_end(self) -> bool:
-        """Say whether nothing is left."""
+        """Return whether all tokens are read."""
         return not self.peek()
 
     def take(self) -> _Token:
@@ -122,7 +122,7 @@ class _Reader:
         return token
 
     def skip(self, text: str) -> bool:
-        """Move past `text` if it is next, and say whether it was."""
+        """Move past `text` if it is next, and return whether it was."""
         is_next = self.peek() == text
         self.at += is_next
         return is_next

@@ -1,4 +1,4 @@
-"""What there is to train in one iteration: so many sequences of one length, or sample mini-batches of varying ones."""
+"""Training work of one iteration: equal sequences, or sample mini-batches of varying lengths."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from operator import index
 
 @dataclass(frozen=True)
 class Workload:
-    """A global mini-batch, as planning devices needs it.
+    """A global mini-batch, as input of device planning.
 
     Attributes:
-        sequences, length: how many of how many tokens, where all are equal.
+        sequences, length: number and tokens of the sequences, if all are equal.
         lengths: or tokens of each sequence, of one or more sample mini-batches.
 
     Raises:
@@ -28,7 +28,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         try:
-            # Whole numbers of any kind, NumPy's too; what is none would be another length than was meant.
+            # Integers of any kind, including NumPy's; other numbers would silently become another length.
             object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
         except TypeError:
             raise ValueError(
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences that are as much work: the same tokens, and the same sum of squares for attention.
+        """Equal sequences with the same work: the same tokens, and the same sum of squares for attention.
 
         With tokens T = sum l and Q = sum l^2 in a mini-batch, these are T^2 / Q sequences of Q / T tokens.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 
-IGNORED = -100  # PyTorch's default ignore_index: a token with this label is no target
+IGNORED = -100  # PyTorch's default ignore_index: a token with this label is not a target
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -22,8 +22,8 @@ class Sequence:
     Attributes:
         ids: token ids [L].
         labels: aligned with them, the label of each position [L] (-100: no target).
-        extra: fields of the user's own, [L, ...].
-        moved: by how many places labels stood behind where they are now, for errors.
+        extra: user-defined fields, [L, ...].
+        moved: number of places that labels were shifted by, for errors.
     """
 
     ids: Tensor
@@ -33,7 +33,7 @@ class Sequence:
 
     @property
     def targets(self) -> int:
-        """How many positions count in the loss."""
+        """Number of positions that count in the loss."""
         return int((self.labels != IGNORED).sum())
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the user's own, per token: its dtype, and its sizes behind the tokens."""
+    """A user-defined field, per token: its dtype, and its sizes after the token dimension."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...] = ()
@@ -51,18 +51,18 @@ class Field:
 def sequence_of(
     given: Tensor | Mapping[str, Tensor], index: int, causal: bool, fields: Mapping[str, Field] | None = None
 ) -> Sequence:
-    """Check what a user passed as one sequence and align its labels.
+    """Check a user's sequence and align its labels.
 
     Args:
         given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
-            shift_labels, and the fields of the user's own, [L, ...].
-        index: its place in the mini-batch, for errors.
-        causal: labels are shifted by one here; otherwise they must be given and stay where they are, as shift_labels
-            do always.
-        fields: of the user's own, which the model or the loss computes with.
+            shift_labels, and user-defined fields, [L, ...].
+        index: its index in the mini-batch, for errors.
+        causal: labels are shifted by one here; otherwise they must be given and are not shifted; shift_labels never
+            are.
+        fields: user-defined fields that the model or the loss uses.
 
     Returns:
-        the sequence, its tensors on the CPU, contiguous, ids and labels int64.
+        The sequence, its tensors on the CPU, contiguous, ids and labels int64.
     """
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
@@ -93,7 +93,7 @@ def sequence_of(
 
 
 def _form(value: object) -> str:
-    """Say what keeps a tensor from being read element by element; "": nothing, or it is no tensor."""
+    """Describe why a tensor cannot be read element by element; "": it can, or it is not a tensor."""
     if not isinstance(value, Tensor):
         return ""
     if value.is_nested:
@@ -104,26 +104,26 @@ def _form(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    """Say what somebody passed as a field: its dtype and sizes, or what it is if it is no tensor."""
+    """Describe a user's field: its dtype and sizes, or its type if it is not a tensor."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"{type(value).__name__} ({reprlib.repr(value)})"
 
 
 def _wanted(name: str, own: Mapping[str, Field]) -> str:
-    """Say what a field has to be."""
+    """Describe the required form of a field."""
     if name not in own:
         return "1-D int64 tensors of equal length; a mini-batch is a list of sequences"
     return f"{own[name].dtype} [tokens{''.join(f', {n}' for n in own[name].sizes)}] tensors of equal length"
 
 
 def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """Say whether a dtype is the wanted one, or an integer type where int64 is wanted."""
+    """Return whether a dtype is the wanted one, or an integer type where int64 is wanted."""
     return dtype is wanted or (wanted is torch.int64 and dtype in _INTEGERS)
 
 
 def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index: int) -> None:
-    """Refuse a sequence that brings a field nobody reads, or lacks one."""
+    """Reject a sequence with an unused or a missing field."""
     unknown = sorted(set(brought) - {"input_ids", "labels", "shift_labels", *own})
     missing = sorted({"input_ids", *own} - set(brought))
     if unknown or missing or {"labels", "shift_labels"} <= set(brought):

@@ -72,7 +72,7 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
 
     Args:
         config: describes the model.
-        vocabulary: upper bound of all tokens; a new model's default `vocab_size`.
+        vocabulary: exclusive upper bound of all tokens; a new model's default `vocab_size`.
         end_of_text: a new model's default `eos_token_id`.
         seed: of a new model's weights; the global generator is left unchanged.
 
