@@ -180,7 +180,7 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
-    """Return the number of ranks before a meeting: after the last meeting if its events are still unreported."""
+    """Return the number of ranks before they meet; that of the last meeting if its events are still unreported."""
     return len(untold[-1][0].peers) if untold else ranks
 
 
