@@ -27,16 +27,17 @@ class Home:
     """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank, 0: the rank owns no state (it still computes, and calls `step`
+        shares: relative share of every bucket by rank, 0: the rank owns nothing (it still computes, and calls `step`
             and `save` like all others); None: equal shares of all ranks.
-        copies: 1; or 2: every element has a second owner on another node, which updates it as well, so that no state is
-            lost with one node. A rank's share then covers both copies together.
-        buckets: bucket name (of a block, its frozen part, or a tied parameter) -> its shares by rank, instead of
+        copies: 1; or 2: every element has a second owner on another node, who updates it as well, so that the loss of
+            one node loses nothing. A rank's share then is of both copies together.
+        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
             `shares`.
-        nodes: the node of each rank, for copies; None: the ranks' hosts, or each rank by itself if all run on one host.
-        rule: how to choose the owners of buckets without their own shares once the strategies are known: "stages", the
-            ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory allows.
-            `shares` then weights the chosen ranks relative to each other. None: `shares` are the owners.
+        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
+            all run on one.
+        rule: how the owners of buckets without shares of their own are chosen once the strategies are known: "stages",
+            the ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then
+            `shares` says how much each of them owns relative to the others. None: `shares` are the owners.
 
     Raises:
         ValueError: naming the shares that are not numbers of at least 0, or all 0, or differ in number from others.
