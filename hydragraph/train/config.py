@@ -22,6 +22,8 @@ DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
 CHECKS = ("auto", "full", "off")
+# Two fields that say the same in other units: an override of one replaces the other.
+_ALTERNATIVES = (("steps", "epochs"), ("schedule.warmup", "schedule.warmup_ratio"))
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
@@ -670,9 +672,10 @@ def _short(value: object) -> str:
 def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
     """Return the config with every "section.field=value" applied, values read as in YAML, and then checked as a whole.
 
-    Together they may pass where one alone does not: `epochs=0` and `steps=3` make a run of steps of one of epochs.
+    A value for `steps` also removes `epochs`, and the reverse, unless the overrides give both.
     """
     data = to_record(config)
+    names = {text.partition("=")[0].strip() for text in texts}
     failures: list[str] = []  # what stands against the config after each override
     for text in texts:
         path, equals, value = text.partition("=")
@@ -680,6 +683,8 @@ def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
         if not equals or not all(keys):
             raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
         read = _value(text, value)
+        if read and (other := _alternative(".".join(keys))) and other not in names:
+            _remove(data, other.split("."))
         if _put(data, keys, read):
             # A field of something that an earlier override wrote short, such as a home: its long form has fields.
             with suppress(ValueError):
@@ -695,6 +700,22 @@ def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
         guilty = texts[failures.index(failures[-1])]  # the first one after which it was so
         raise ValueError(f"override {guilty!r}: {failures[-1]}")
     return config
+
+
+def _alternative(name: str) -> str | None:
+    """Return the field that an override of this one replaces."""
+    pairs = dict([*_ALTERNATIVES, *((second, first) for first, second in _ALTERNATIVES)])
+    return pairs.get(name)
+
+
+def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
+    """Remove data[keys[0]][keys[1]]... if it is there."""
+    at: Any = data
+    for key in keys[:-1]:
+        at = at.get(key)
+        if not isinstance(at, dict):
+            return
+    at.pop(keys[-1], None)
 
 
 def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:

@@ -107,7 +107,16 @@ def test_overrides_are_checked_together_and_the_guilty_one_is_named(tmp_path: Pa
     with pytest.raises(ValueError, match=r"^override 'optimizer.rate=1': .*unknown field 'rate'"):
         TrainConfig.load(by_epochs, ["steps=3", "optimizer.rate=1", "epochs=null", "seed=4"])
     with pytest.raises(ValueError, match=r"^override 'steps=3': "):
-        TrainConfig.load(by_epochs, ["seed=4", "steps=3"])
+        TrainConfig.load(by_epochs, ["epochs=2", "steps=3"])
+
+
+def test_an_override_replaces_the_same_quantity_in_other_units(tmp_path: Path) -> None:
+    by_epochs = write(tmp_path, {"epochs": 2, "steps": None, "schedule": {"warmup": 2}})
+    config = TrainConfig.load(by_epochs, ["seed=4", "steps=3", "schedule.warmup_ratio=0.5"])
+    assert (config.steps, config.epochs, config.schedule.warmup, config.schedule.warmup_ratio) == (3, None, 0, 0.5)
+    assert TrainConfig.load(by_epochs, ["steps=0"]).epochs == 2
+    config = TrainConfig.load(write(tmp_path, {"steps": 6, "schedule": {"warmup_ratio": 0.5}}), ["epochs=1.5"])
+    assert (config.steps, config.epochs, config.schedule.warmup_ratio) == (0, 1.5, 0.5)
 
 
 @pytest.mark.parametrize(
