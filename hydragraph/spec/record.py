@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -37,27 +37,37 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-def load_record(cls: type[Record], path: str | Path, name: str = "") -> Record:
+def load_record(
+    cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
+) -> Record:
     """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field.
 
     Args:
-        name: name of the whole in errors; default: the class.
+        name: what the whole is called; default: the class.
+        hints: as for `from_record`.
     """
     data = load_yaml(path)
     if data is None:
         raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
     try:
-        return from_record(cls, data, name=name)
+        return from_record(cls, data, name=name, hints=hints)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def from_record(cls: type[Record], data: object, path: str = "", name: str = "") -> Record:
+def from_record(
+    cls: type[Record],
+    data: object,
+    path: str = "",
+    name: str = "",
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> Record:
     """Build a dataclass, and those nested in it (also in tuples and mappings by name), from mappings and lists.
 
     Args:
-        path: position of `data` in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
-        name: name of the whole in errors; default: the class.
+        path: where `data` is in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
+        name: what the whole is called; default: the class.
+        hints: what to say of unknown fields by their names; of others, the nearest known field is named.
 
     Raises:
         ValueError: naming the path of a field that is unknown, missing or wrong.
@@ -70,22 +80,24 @@ def from_record(cls: type[Record], data: object, path: str = "", name: str = "")
     for name in data:
         if name not in names:
             close = get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
+            hint = hints.get(str(name)) or (
+                f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
+            )
             raise ValueError(f"{where}: unknown field {name!r}: {hint}")
     for field in fields(cls):
         if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}: missing field {field.name!r}")
-    hints = get_type_hints(cls)
+    types = get_type_hints(cls)
     prefix = f"{path}." if path else ""
-    values = {name: _from_value(hints[name], value, prefix + name) for name, value in data.items()}
+    values = {name: _from_value(types[name], value, prefix + name, hints) for name, value in data.items()}
     try:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from None
 
 
-def _from_value(hint: Any, value: object, path: str) -> object:
-    """Build a value of a field's type; scalars are left to the dataclass, which checks them anyway."""
+def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
+    """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # an optional section
@@ -93,19 +105,19 @@ def _from_value(hint: Any, value: object, path: str) -> object:
         if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
             found: object = hint.parse(value)
             return found
-        return from_record(hint, value, path)
+        return from_record(hint, value, path, hints=hints)
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):
             raise ValueError(
                 f"{path}: expected a mapping of names, but it is {value!r:.80}: give {{NAME: {_example(item)}}}"
             )
-        return {str(key): from_record(item, entry, f"{path}.{key}") for key, entry in value.items()}
+        return {str(key): from_record(item, entry, f"{path}.{key}", hints=hints) for key, entry in value.items()}
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value
     if not isinstance(value, list | tuple):
         raise ValueError(f"{path}: expected a list, but it is {value!r}")
-    return tuple(from_record(item, entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    return tuple(from_record(item, entry, f"{path}[{i}]", hints=hints) for i, entry in enumerate(value))
 
 
 def _example(cls: type[Any]) -> str:

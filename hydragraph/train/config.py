@@ -17,6 +17,7 @@ from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
 from hydragraph.train.atomic_write import write_whole
+from hydragraph.train.coming_from import HERE
 
 DECAYS = ("cosine", "linear", "constant")
 DTYPES = ("float32", "bfloat16")
@@ -641,7 +642,7 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return _overridden(load_record(cls, path, "the config"), overrides)
+        return _overridden(load_record(cls, path, "the config", HERE), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
@@ -692,7 +693,7 @@ def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
             if hurdle := _put(data, keys, read):
                 raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
         try:
-            config = from_record(TrainConfig, data, name="the config")
+            config = from_record(TrainConfig, data, name="the config", hints=HERE)
             failures.append("")
         except ValueError as error:
             failures.append(str(error))

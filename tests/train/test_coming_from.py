@@ -1,0 +1,50 @@
+"""Fields of other frameworks' config files are answered with what is written here instead, as the page says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hydragraph.train.coming_from import FRAMEWORKS, sections
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_schema import _sections
+from tests.train.test_config import write
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+
+
+def test_the_page_has_the_tables() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, heading, _ = text.partition("## Config files of other frameworks")
+    assert heading
+    if os.environ.get("HYDRAGRAPH_UPDATE_CONFIG"):
+        PAGE.write_text(before + sections(), encoding="utf-8")
+    said = PAGE.read_text(encoding="utf-8")
+    assert said == before + sections(), "run HYDRAGRAPH_UPDATE_CONFIG=1 pytest tests/train/test_coming_from.py"
+
+
+@pytest.mark.parametrize("field", ["gradient_checkpointing", "per_device_train_batch_size", "sample_packing"])
+def test_a_field_of_another_framework_is_answered(field: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"the config: unknown field '{field}': (use|write|leave it out).*\(docs/coming_from\.md\)"
+    ):
+        TrainConfig.load(write(tmp_path, {field: 1}))
+    with pytest.raises(ValueError, match=rf"^override '{field}=1': the config: unknown field '{field}': "):
+        TrainConfig.load(write(tmp_path, {}), [f"{field}=1"])
+
+
+def test_fields_in_sections_are_answered_too(tmp_path: Path) -> None:
+    for field, answer in (("data.nosuch", "known fields"), ("optimizer.lr_decay_style", r"schedule\.decay")):
+        with pytest.raises(ValueError, match=answer):
+            TrainConfig.load(write(tmp_path, {field: 1}))
+
+
+def test_what_is_written_instead_exists() -> None:
+    """A sentence that begins with a name in backticks begins with a field of the config, or a file of the run."""
+    known = {f"{path}.{field.name}".lstrip(".") for path, cls in _sections("", TrainConfig) for field in fields(cls)}  # type: ignore[arg-type]
+    for sentence in {sentence for rows in FRAMEWORKS.values() for sentence in rows.values()}:
+        place = sentence.split("`")[1].split(":")[0] if sentence.startswith("`") else ""
+        assert not place or place in known | {"metrics.jsonl"} or place.startswith("hydragraph "), sentence
