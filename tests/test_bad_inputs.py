@@ -113,7 +113,7 @@ ODD: dict[str, str | bytes] = {
     "bad.jsonl": "{'a': 1}\n",
     "numbers.jsonl": '{"ids": [1, 2]}\n',
     "table.parquet": "text",
-    "table.csv": "text\nsome words\n",
+    "table.csv": "text,id\nsome words\n",
     "text.txt.gz": b"\x1f\x8b",
     "picture.png": b"\x89PNG\r\n\x1a\n\x00\xff\xfe" * 20,
     "full/a.txt": "x",

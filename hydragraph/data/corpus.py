@@ -1,4 +1,4 @@
-"""Documents from files and directories of text, .jsonl, Parquet and Arrow, always in the same order."""
+"""Documents from files and directories of text, .jsonl, CSV, Parquet and Arrow, always in the same order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.data import tables
+from hydragraph.data.compressed import is_compressed, opened, suffix_of
 from hydragraph.data.documents import PLAIN, Document, Fields, Format, texts_of
 
 
@@ -149,13 +150,13 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
     """
     found: set[Format] = set()
     for path in files(paths, suffixes):
-        suffix = path.suffix.lower()
+        suffix = suffix_of(path)
         if suffix in tables.SUFFIXES:
             found.add(_table_format(path, fields))
         elif suffix in _LINES:
             next(_read_jsonl(path, fields, CorpusReport(), found), None)
         else:
-            with path.open("rb") as file:
+            with opened(path) as file:
                 if _is_text(file.read(_LOOKED_AT)):
                     found.add("text")
     return found
@@ -204,16 +205,17 @@ def _found_otherwise(path: str) -> str:
 # Formats that users name for their contents; inside a directory, for example of code, they are read as text.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
-    **dict.fromkeys((".csv", ".tsv"), "make it Parquet, pandas.read_csv(...).to_parquet(...); or call it .txt"),
     ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
-    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"), "unpack it, and name what was in it"),
+    **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack it, and name what was in it"),
     **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name that file"),
 }
 
 
 def _check_named(path: Path) -> None:
-    """Reject a file named for its contents whose raw bytes would be trained on."""
-    way = _NO_TEXTS.get(path.suffix.lower())
+    """Refuse a file that somebody names for what it holds, where its bytes would be trained on."""
+    way = _NO_TEXTS.get(suffix_of(path))
+    if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
+        raise ValueError(f"corpus file {path}: tables are not read compressed as a whole: unpack it")
     if way is not None:
         raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
 
@@ -228,7 +230,7 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         raise ValueError(f"corpus path {root} is not a file or directory: {_found_otherwise(str(root))}")
     paths = list(_inside(root, suffixes))
     if suffixes is None:
-        paths = [path for path in paths if path.suffix.lower() not in _NO_TEXTS]
+        paths = [path for path in paths if suffix_of(path) not in _NO_TEXTS]
         records = [path for path in paths if _has_records(path)]
         paths = records or paths
     yield from paths
@@ -251,7 +253,7 @@ def unread(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, field
 
 
 def _has_records(path: Path) -> bool:
-    return path.suffix.lower() in (*_LINES, *tables.SUFFIXES)
+    return suffix_of(path) in (*_LINES, *tables.SUFFIXES)
 
 
 def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
@@ -265,10 +267,17 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
-            # is_file: opening a pipe would block forever, and a dangling link cannot be read.
-            matches = suffixes is None or path.suffix.lower() in {suffix.lower() for suffix in suffixes}
+            # is_file: opening a pipe would block forever, and a dangling link has nothing to read.
+            matches = suffixes is None or _ends_in(path, suffixes)
             if matches and not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a file has one of the suffixes, itself or what it contains compressed."""
+    asked = {suffix.lower() for suffix in suffixes}
+    outer = path.suffix.lower()
+    return bool(asked & {outer, suffix_of(path), suffix_of(path) + outer})
 
 
 def _raise(error: OSError) -> None:
@@ -296,7 +305,7 @@ def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[P
 
 def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     """Yield the documents of one file."""
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix in _LINES:
         return _read_jsonl(path, fields, report)
     if suffix in tables.SUFFIXES:
@@ -308,7 +317,8 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
     """Yield a whole file as one text."""
     try:
         # From bytes: reading in text mode would rewrite line ends.
-        text = path.read_bytes().decode("utf-8-sig")
+        with opened(path) as file:
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         report.undecodable.append(str(path))
         return
@@ -323,9 +333,9 @@ def _read_jsonl(
 ) -> Iterator[Placed]:
     """Yield one document per non-blank line; their formats are added to `formats`."""
     format: Format | None = None
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
-            report.read += len(line)
+            report.read += 0 if is_compressed(path) else len(line)
             if not line.strip():
                 continue
             place = f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, which need pyarrow, and the files of a directory saved by `datasets`."""
+"""Rows of Parquet, Arrow and CSV files, which need pyarrow, and the files of a directory that `datasets` saved."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".parquet", ".arrow")
+from hydragraph.data.compressed import suffix_of
+
+_KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
+SUFFIXES = tuple(_KINDS)
 _ROWS = 4096  # in memory at a time
+_CSV_BYTES = 1 << 24  # in memory at a time, and the most that a row can have
 
 
 Row = Mapping[str, Any]
@@ -75,10 +79,10 @@ def _json(path: Path) -> dict[str, Any]:
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
     """Open a table: its columns' names, and a function from some of them to batches of rows."""
-    kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+    kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow
-        from pyarrow import ipc, parquet
+        from pyarrow import csv, ipc, parquet
     except ImportError as error:
         raise ImportError(f"{path}: reading {kind} needs pyarrow: pip install 'hydragraph[train]'") from error
     try:
@@ -86,6 +90,10 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             with parquet.ParquetFile(path) as table:
                 names = list(table.schema_arrow.names)
                 yield names, lambda chosen: table.iter_batches(batch_size=_ROWS, columns=chosen)
+            return
+        if kind in ("CSV", "TSV"):
+            with _csv(csv, path, "\t" if kind == "TSV" else ",") as batches:
+                yield list(batches.schema.names), lambda _: batches
             return
         with pyarrow.memory_map(str(path)) as source:
             try:
@@ -97,3 +105,16 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             yield list(reader.schema.names), lambda _: batches
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable {kind} file ({error}): write or download it again") from error
+
+
+def _csv(csv: Any, path: Path, delimiter: str) -> Any:
+    """Open a CSV file, compressed or not, whose values are all read as texts."""
+    how = {
+        "read_options": csv.ReadOptions(block_size=_CSV_BYTES),
+        "parse_options": csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+    }
+    with csv.open_csv(path, **how) as reader:
+        names = reader.schema.names
+    # Values that are not UTF-8 are left out row by row, as in other tables.
+    texts = csv.ConvertOptions(column_types=dict.fromkeys(names, "string"), check_utf8=False)
+    return csv.open_csv(path, convert_options=texts, **how)

@@ -16,7 +16,7 @@ _PREFERENCE = "not supported as a field: write the loss in Python, `hg.compile(.
 _LORA_DROPOUT = "not supported: adapters have no dropout"
 _LOADER = "leave it out: token files are prepared once by one process of each host, and read by all"
 _KERNEL = "leave it out: attention over packed sequences uses the kernel that the device has"
-_SHARDING = "leave it out: weights, gradients and optimizer state are always spread over ranks; `home` says which rank owns what"
+_SHARDING = "leave it out: weights, gradients and optimizer state are always spread over ranks, as `home` says"
 _OPTIMIZER = (
     "`optimizer.name`, a class of torch.optim such as AdamW, with `lr`, `betas`, `eps` and `weight_decay` beside it"
 )

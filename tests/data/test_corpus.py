@@ -213,14 +213,14 @@ def test_a_file_is_text_if_it_begins_so(content: bytes, found: set[str], tmp_pat
 def test_a_folder_of_records_is_read_without_what_lies_beside_them(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", '{"text": "T", "id": 1}\n')
     write(tmp_path / "u.ndjson", '{"text": "U", "source": ""}\n')
-    for name in ("README.md", "a.json", "b.csv"):
+    for name in ("README.md", "a.json", "b.xlsx"):
         write(tmp_path / name, "words")
     write(tmp_path / "x.bin", bytes(range(1, 100)))
     report = CorpusReport()
     assert list(documents([tmp_path], report=report)) == ["T", "U"]
     assert (list(report.unread), unread([tmp_path])) == (["id"], ["id"])
     assert "did not read the fields id" in report.sentence()
-    assert [path.name for path in left_out([tmp_path])] == ["README.md", "a.json", "b.csv", "x.bin"]
+    assert [path.name for path in left_out([tmp_path])] == ["README.md", "a.json", "b.xlsx", "x.bin"]
     assert list(documents([tmp_path], suffixes=(".md",))) == ["words"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,22 @@ def test_a_saved_directory_that_is_not_whole_is_told(tmp_path: Path) -> None:
         (tmp_path / "state.json").write_text(text)
         with pytest.raises(ValueError, match=r"state\.json: .*save the dataset again"):
             saved_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_csv_files_are_read_as_texts(name: str, tmp_path: Path) -> None:
+    comma = "\t" if ".tsv" in name else ","
+    lines = ["id,text,note", '1,"a ""b"",\nc",x', "2,007,", "3,,y", "4,h\xf6,z"]
+    content = "\n".join(lines).replace(",", comma).encode("latin-1") + b"\n"
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    report = corpus.CorpusReport()
+    assert columns(path) == ["id", "text", "note"]
+    assert list(corpus.documents([tmp_path], report=report)) == [f'a "b"{comma}\nc', "007"]
+    assert (report.empty, report.undecodable, list(report.unread)) == (1, [f"{path}: row 4"], ["id", "note"])
+
+
+def test_a_csv_file_with_rows_of_different_lengths_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id\na,1\nb\n")
+    with pytest.raises(ValueError, match=r"a\.csv: not a readable CSV file .*Expected 2 columns, got 1"):
+        list(corpus.documents([tmp_path]))

@@ -1,0 +1,53 @@
+"""Files that are read compressed: gzip by the standard library, Zstandard by pyarrow."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+_KINDS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name of a file says that it is compressed in a way that can be read."""
+    return path.suffix.lower() in _KINDS
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of what a file contains, in lower case: ".jsonl" for "a.jsonl" and for "a.jsonl.gz"."""
+    return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading its bytes, decompressed.
+
+    Raises:
+        ValueError: the file is compressed and damaged.
+        ImportError: it is compressed by Zstandard, and pyarrow is not installed.
+    """
+    if not is_compressed(path):
+        with path.open("rb") as file:
+            yield file
+        return
+    kind = _KINDS[path.suffix.lower()]
+    try:
+        with gzip.open(path) if kind == "gzip" else _zstd(path) as unpacked:
+            yield unpacked
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the file cannot be opened or read at all
+        raise ValueError(f"{path}: not a readable {kind} file ({error}): compress or download it again") from error
+
+
+def _zstd(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(f"{path}: reading .zst needs pyarrow: pip install 'hydragraph[train]'") from error
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # which has lines
