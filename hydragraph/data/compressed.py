@@ -37,15 +37,17 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         return
     kind = _KINDS[path.suffix.lower()]
     try:
-        with gzip.open(path) if kind == "gzip" else _zstd(path) as unpacked:
-            yield unpacked
+        with _unpacking(path, kind) as file:
+            yield file
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the file cannot be opened or read at all
         raise ValueError(f"{path}: not a readable {kind} file ({error}): compress or download it again") from error
 
 
-def _zstd(path: Path) -> Any:
+def _unpacking(path: Path, kind: str) -> Any:
+    if kind == "gzip":
+        return gzip.open(path)
     try:
         import pyarrow
     except ImportError as error:

@@ -103,6 +103,7 @@ def documents(
     suffixes: tuple[str, ...] | None = None,
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
+    limit: int | None = None,
 ) -> Iterator[Document]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
@@ -113,12 +114,13 @@ def documents(
         paths, suffixes: as for `files`.
         fields: names of the fields of a .jsonl object, or columns of a table, by content.
         report: filled in while documents are drawn; None: only logged.
+        limit: yield the first so many documents; None: all.
 
     Raises:
         ValueError: as for `files`, at once; while drawing: a line or table without a field, or a broken file.
         ImportError: a table, and pyarrow is not installed.
     """
-    return (placed.document for placed in placed_documents(paths, suffixes, fields, report) if placed.document)
+    return (placed.document for placed in placed_documents(paths, suffixes, fields, report, limit) if placed.document)
 
 
 def texts(
@@ -126,9 +128,10 @@ def texts(
     suffixes: tuple[str, ...] | None = None,
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
+    limit: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text of documents, for example to train a tokenizer; arguments as for `documents`."""
-    return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report)))
+    """Yield what is written in the documents, such as a tokenizer is trained on; as for `documents`."""
+    return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report, limit)))
 
 
 def placed_documents(
@@ -136,9 +139,10 @@ def placed_documents(
     suffixes: tuple[str, ...] | None = None,
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
+    limit: int | None = None,
 ) -> Iterator[Placed]:
-    """Yield the documents of `documents`, each with its place."""
-    return _draw(files(paths, suffixes), fields, CorpusReport() if report is None else report)
+    """Yield what `documents` does, each with its place."""
+    return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
@@ -285,8 +289,15 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int | None) -> Iterator[Placed]:
+    """Yield the first `limit` documents of the files, and log what was left out."""
+    yield from islice(_draw(paths, fields, report), limit)
+    level = logging.WARNING if report.undecodable or report.unread else logging.INFO
+    logging.getLogger(__name__).log(level, "%s", report.sentence())
+
+
 def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[Placed]:
-    """Yield the documents of the files, counting what is left out, and log the count at the end."""
+    """Yield the documents of the files, counting what is left out."""
     sizes = [path.stat().st_size for path in paths]
     report.bytes += sum(sizes)
     behind = report.read
@@ -299,8 +310,6 @@ def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[P
                 report.empty += 1
         behind += size
         report.read = behind
-    level = logging.WARNING if report.undecodable or report.unread else logging.INFO
-    logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
 def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:

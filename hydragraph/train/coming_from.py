@@ -25,7 +25,7 @@ _SEVERAL = "`strategies`, which gives each pipeline and stage its own degree, as
 _EARLY_STOP = "not supported: a run ends after `steps` or `epochs`"
 _BEST = "not supported: the latest `keep` checkpoints stay"
 _SMOOTHING = "not supported as a field: write the loss in Python, `hg.compile(..., loss=...)`"
-_LIMIT = "not supported: name fewer files in `data.paths`"
+_LIMIT = "`data.max_samples`, the first documents of a corpus; of a mixture, a field of each corpus"
 _HUB = "not supported: hubs are not written to; the run folder's `model` is what `from_pretrained` reads"
 _TEMPLATE = "`data.chat_template`: the file of a Jinja template, the template itself, or `chatml`"
 _CLIP = "`max_grad_norm`"

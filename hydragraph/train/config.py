@@ -177,6 +177,7 @@ class SourceConfig:
         tools_field: that holds the tools on offer in a conversation, if any.
         prompt_field: that holds a prompt, whose tokens are no targets.
         completion_field: that holds what follows the prompt.
+        max_samples: read the first so many documents only; None: all.
     """
 
     paths: tuple[str, ...] = ()
@@ -187,11 +188,14 @@ class SourceConfig:
     tools_field: str = "tools"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    max_samples: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", _texts("paths", self.paths))
         if self.suffixes is not None:
             object.__setattr__(self, "suffixes", _texts("suffixes", self.suffixes))
+        if self.max_samples is not None:
+            _check_whole("max_samples", self.max_samples, 1)
         _check_choice("format", self.format, FORMATS)
         for name in ("text_field", "messages_field", "tools_field", "prompt_field", "completion_field"):
             _check_text(name, getattr(self, name))
@@ -266,6 +270,8 @@ class DataConfig(SourceConfig):
         if self.mixture:
             if self.paths:
                 raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
+            if self.max_samples is not None:
+                raise ValueError("max_samples beside a mixture: give it to the corpora of the mixture")
             object.__setattr__(self, "paths", ())
         else:
             super().__post_init__()

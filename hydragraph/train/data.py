@@ -164,7 +164,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
         reading = corpus.CorpusReport()
-        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields, reading)
+        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields, reading, source.max_samples)
         parts = Parts(partial / f"{name}.parts")
 
         def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
@@ -209,7 +209,9 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         chats = any("chat" in corpus.formats(_paths(s), s.suffixes, s.fields) for s in data.sources)
         special = (tokenizer.END_OF_TEXT, *(CHATML_TOKENS if chats else ()))
         readings = [(s, corpus.CorpusReport()) for s in data.sources]
-        texts = chain.from_iterable(corpus.texts(_paths(s), s.suffixes, s.fields, report) for s, report in readings)
+        texts = chain.from_iterable(
+            corpus.texts(_paths(s), s.suffixes, s.fields, report, s.max_samples) for s, report in readings
+        )
         sizes = sum(path.stat().st_size for s in data.sources for path in corpus.files(_paths(s), s.suffixes))
         counted = _counted(
             texts,
@@ -454,11 +456,16 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        [name, corpus.fingerprint(_paths(source), source.suffixes, source.fields)]
+        [name, corpus.fingerprint(_paths(source), source.suffixes, source.fields), *_limits(source)]
         for name, source in _token_files(data).items()
     ]
     content = json.dumps([_ENCODING, corpora, how, template, data.train_on, dict(data.template_arguments)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _limits(source: SourceConfig) -> list[int]:
+    """Return what limits a corpus; nothing where all is read, so that files cached before there were limits count."""
+    return [] if source.max_samples is None else [source.max_samples]
 
 
 def _counted(texts: Iterable[str], what: str, progress: Progress, part: Callable[[], float]) -> Iterator[str]:

@@ -224,6 +224,21 @@ def test_epochs_are_as_many_steps_as_their_tokens_take(tmp_path: Path) -> None:
     assert steps_of(config(tmp_path), stream) == 6
 
 
+def test_the_first_samples_of_each_corpus_are_read(tmp_path: Path) -> None:
+    path = chat_file(tmp_path)
+    sets = {"heldout": 0.0, "evaluation": {"few": {"paths": [path], "max_samples": 3}}}
+    run = config(tmp_path, paths=[path], max_samples=7, **sets)
+    tokens = open_tokens(run, prepare(run))
+    assert (len(tokens.files[0]), len(tokens.evaluation["few"])) == (7, 3)
+    everything = config(tmp_path, paths=[path], **sets)
+    assert prepare(everything) != tokens.directory
+    mixed = config(tmp_path, paths=[], mixture=[{"paths": [path], "max_samples": 2}, {"paths": [path]}])
+    assert [len(file) for file in open_tokens(mixed, prepare(mixed)).files] == [2, 40]
+    for wrong in ({"max_samples": 0}, {"paths": [], "max_samples": 2, "mixture": [{"paths": [path]}]}):
+        with pytest.raises(ValueError, match="max_samples"):
+            config(tmp_path, **wrong)
+
+
 def test_documents_that_are_too_long_are_refused_by_place(tmp_path: Path) -> None:
     path = chat_file(tmp_path)
     lines = Path(path).read_text().splitlines()
