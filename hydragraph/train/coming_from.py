@@ -20,7 +20,9 @@ _SHARDING = "leave it out: weights, gradients and optimizer state are always spr
 _OPTIMIZER = (
     "`optimizer.name`, a class of torch.optim such as AdamW, with `lr`, `betas`, `eps` and `weight_decay` beside it"
 )
-_SCHEDULE = "`schedule.decay`, with `warmup` or `warmup_ratio` and `min_lr_ratio` beside it"
+_SCHEDULE = (
+    "`schedule.decay`: cosine, linear, constant or wsd; beside it `warmup` or `warmup_ratio`, and `min_lr_ratio`"
+)
 _SEVERAL = "`strategies`, which gives each pipeline and stage its own degree, as in `2*<tp4,pp2>`"
 _EARLY_STOP = "not supported: a run ends after `steps` or `epochs`"
 _BEST = "not supported: the latest `keep` checkpoints stay"
@@ -153,6 +155,7 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("seq_len",): _LENGTH,
         ("max_norm",): _CLIP,
         ("lr_scheduler",): _SCHEDULE,
+        ("decay_ratio",): "`schedule.decay_ratio`, with `schedule.decay: wsd`",
         ("activation_checkpoint",): _RECOMPUTE,
         ("compile",): "`backend: inductor`, the default on a GPU",
         ("float8", "mx", "quantize"): _DTYPE,

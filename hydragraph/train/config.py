@@ -19,7 +19,7 @@ from hydragraph.spec.record import flow_yaml, from_record, load_record, to_recor
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.coming_from import HERE
 
-DECAYS = ("cosine", "linear", "constant")
+DECAYS = ("cosine", "linear", "constant", "wsd")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
 CHECKS = ("auto", "full", "off")
@@ -350,15 +350,18 @@ class ScheduleConfig:
 
     Attributes:
         warmup: steps over which it rises linearly to its peak.
-        decay: how it falls over the steps after them: "cosine", "linear", or "constant", which does not fall.
+        decay: how it falls over the steps after them: "cosine", "linear", "constant", which does not fall, or "wsd"
+            (warm-up, stable, decay), which stays at the peak and falls linearly at the end.
         min_lr_ratio: where it ends, as a fraction of the peak.
         warmup_ratio: instead of `warmup`, the part of all steps over which it rises; None: as `warmup` says.
+        decay_ratio: the part of all steps, at the end, over which "wsd" falls; None: 0.1.
     """
 
     warmup: int = 0
     decay: str = "cosine"
     min_lr_ratio: float = 0.1
     warmup_ratio: float | None = None
+    decay_ratio: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole("warmup", self.warmup, 0)
@@ -367,11 +370,23 @@ class ScheduleConfig:
             if self.warmup:
                 raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
         _check_choice("decay", self.decay, DECAYS)
+        if self.decay_ratio is not None:
+            _check_fraction("decay_ratio", self.decay_ratio, one=True)
+            if self.decay != "wsd":
+                raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
         _check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
 
     def warmup_of(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps`."""
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+
+    def stable_until(self, steps: int) -> int:
+        """Return the last step at the peak in a run of `steps`; from there on the rate falls."""
+        warmed = max(self.warmup_of(steps), 1)
+        if self.decay != "wsd":
+            return warmed
+        ratio = 0.1 if self.decay_ratio is None else self.decay_ratio
+        return max(steps - math.ceil(ratio * steps), warmed)
 
 
 @dataclass(frozen=True)

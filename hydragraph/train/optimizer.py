@@ -86,7 +86,9 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
         return peak * step / warmup
     if schedule.decay == "constant":
         return peak
-    after = max(steps - max(warmup, 1), 1)
-    part = min((step - max(warmup, 1)) / after, 1.0)
+    stable = schedule.stable_until(steps)
+    if step <= stable:
+        return peak
+    part = min((step - stable) / max(steps - stable, 1), 1.0)
     height = 0.5 * (1 + math.cos(math.pi * part)) if schedule.decay == "cosine" else 1 - part
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * height)

@@ -63,7 +63,7 @@ def test_warms_up_and_falls_to_its_end() -> None:
 @given(
     steps=st.integers(1, 60),
     warmup=st.integers(0, 80),
-    decay=st.sampled_from(["cosine", "linear", "constant"]),
+    decay=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     ratio=st.floats(0, 1),
 )
 def test_stays_between_zero_and_its_peak_and_only_falls_after_the_warm_up(
@@ -83,3 +83,15 @@ def test_a_warm_up_may_be_a_part_of_all_steps() -> None:
         assert learning_rate(step, 100, 1.0, by_ratio) == learning_rate(step, 100, 1.0, by_steps)
     with pytest.raises(ValueError, match="give one of them"):
         ScheduleConfig(warmup=1, warmup_ratio=0.1)
+
+
+def test_wsd_stays_at_its_peak_and_falls_at_the_end() -> None:
+    schedule = ScheduleConfig(warmup=4, decay="wsd", min_lr_ratio=0.0, decay_ratio=0.25)
+    rates = [learning_rate(step, 20, 2.0, schedule) for step in range(1, 21)]
+    assert rates == pytest.approx([0.5, 1.0, 1.5, *[2.0] * 12, 1.6, 1.2, 0.8, 0.4, 0.0])
+    tenth = ScheduleConfig(decay="wsd")
+    assert [learning_rate(step, 20, 1.0, tenth) for step in (18, 19, 20)] == pytest.approx([1.0, 0.55, 0.1])
+    late = ScheduleConfig(warmup=18, decay="wsd", decay_ratio=1.0)
+    assert [learning_rate(step, 20, 1.0, late) for step in (17, 18, 20)] == pytest.approx([17 / 18, 1.0, 0.1])
+    with pytest.raises(ValueError, match=r"decay_ratio is 0\.2, decay is 'cosine': set decay to wsd"):
+        ScheduleConfig(decay_ratio=0.2)
