@@ -120,8 +120,14 @@ def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: 
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
             return candidate
-    named = " or ".join(candidates)
-    raise ValueError(f"the tokenizer has no end-of-text token {named}: pass end_of_text, one of its special tokens")
+    special = sorted(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
+    shown = f" ({', '.join(special[:8])})" if special else ""
+    name = json.dumps({"eos_token": special[0] if special else "..."})
+    raise ValueError(
+        f"the tokenizer has no end-of-text token {' or '.join(candidates)}: name one of its tokens"
+        f"{shown} in a tokenizer_config.json beside its tokenizer.json, "
+        f"as in {name}"
+    )
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:

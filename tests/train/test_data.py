@@ -86,6 +86,23 @@ def test_uses_a_given_tokenizer_and_cache(tmp_path: Path) -> None:
     assert tokens.vocabulary == tokens.tokenizer.get_vocab_size()
 
 
+@pytest.mark.parametrize("declares", [False, True])
+def test_a_tokenizer_without_an_end_of_text_is_used_once_its_configuration_names_one(
+    declares: bool, tmp_path: Path
+) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    tokenizer.train_bpe(["zzzz"], 260, special_tokens=("<stop>", "<pad>")).save(str(given / "tokenizer.json"))
+    configuration = given / "tokenizer_config.json"
+    if declares:  # others, that is
+        configuration.write_text(json.dumps({"pad_token": "<pad>"}))
+    run = config(tmp_path, tokenizer=str(given))
+    with pytest.raises(ValueError, match=r"\(<pad>, <stop>\) in a tokenizer_config.json beside .*, as in (.*)$"):
+        prepare(run)
+    configuration.write_text(json.dumps({"eos_token": "<stop>"}))
+    assert open_tokens(run, prepare(run)).end_of_text == 0
+
+
 def test_a_vocabulary_is_known_once_it_is_learned_or_given(tmp_path: Path) -> None:
     learning = config(tmp_path)
     assert known_vocabulary(learning) is None
