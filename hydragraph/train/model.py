@@ -116,7 +116,15 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
     if isinstance(size, int) and size < vocabulary:
         new = config.architecture is not None
         where = "model.config.vocab_size" if new else f"{_field(config)} {config.directory}: vocab_size"
-        raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: use a larger model vocabulary")
+        way = (
+            "set it to that or more"
+            if new
+            else (
+                "name the tokenizer that belongs to the model, or enlarge the model in Python with "
+                f"resize_token_embeddings({vocabulary}) and save_pretrained"
+            )
+        )
+        raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: {way}")
 
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:

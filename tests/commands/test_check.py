@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.data import tokenizer
 from tests.commands.tiny import LOPSIDED, run, write
 
 
@@ -35,6 +36,16 @@ def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_n
     assert elsewhere.exit_code == 0, elsewhere.output
     assert "data: training here would end with: " in elsewhere.stderr
     assert "/nowhere" in elsewhere.stderr
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer.save(tokenizer.train_bpe(["zzzz"], 260), tmp_path / "tokenizer")
+    config = write(tmp_path)
+    given = ("--set", f"data.tokenizer={tmp_path / 'tokenizer'}", "--set")
+    refused = run("check", config, *given, "model.config.vocab_size=200")
+    size = tokenizer.load(tmp_path / "tokenizer").get_vocab_size()
+    assert refused.exit_code == 2, refused.output
+    assert f"model.config.vocab_size is 200, but the tokenizer's ids need {size}" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(
