@@ -8,7 +8,7 @@ _RECOMPUTE = "write `r` after a stage or a pipeline, as in `<tp1,pp1>r`, and its
 _BATCH = "`data.tokens_per_step`, the tokens of a whole mini-batch; micro-batches and accumulation follow from memory"
 _LENGTH = "`data.max_length`"
 _PACK = "leave it out: sequences are always packed, without padding and without attention between them"
-_QUANTIZED = "not supported: base weights are not quantized, so there is no QLoRA and no 8-bit optimizer"
+_QUANTIZED = "not supported: quantized base weights (QLoRA) and 8-bit optimizers"
 _DTYPE = "`dtype: bfloat16`; weights, sums and optimizer state stay fp32, and fp16 and fp8 are not supported"
 _TRACKER = "`metrics.jsonl` and TensorBoard in the run folder; other trackers through `callbacks`"
 _EXPERT = "not supported: context parallelism and expert parallelism"
@@ -17,12 +17,8 @@ _LORA_DROPOUT = "not supported: adapters have no dropout"
 _LOADER = "leave it out: token files are prepared once by one process of each host, and read by all"
 _KERNEL = "leave it out: attention over packed sequences uses the kernel that the device has"
 _SHARDING = "leave it out: weights, gradients and optimizer state are always spread over ranks, as `home` says"
-_OPTIMIZER = (
-    "`optimizer.name`, a class of torch.optim such as AdamW, with `lr`, `betas`, `eps` and `weight_decay` beside it"
-)
-_SCHEDULE = (
-    "`schedule.decay`: cosine, linear, constant or wsd; beside it `warmup` or `warmup_ratio`, and `min_lr_ratio`"
-)
+_OPTIMIZER = "`optimizer.name`, a class of torch.optim such as AdamW; its settings are fields of `optimizer`"
+_SCHEDULE = "`schedule.decay`: cosine, linear, constant or wsd; see also `schedule.warmup` and `schedule.min_lr_ratio`"
 _SEVERAL = "`strategies`, which gives each pipeline and stage its own degree, as in `2*<tp4,pp2>`"
 _EARLY_STOP = "not supported: a run ends after `steps` or `epochs`"
 _BEST = "not supported: the latest `keep` checkpoints stay"
@@ -106,7 +102,7 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
             "do_eval",
             "do_predict",
         ): "leave it out: `hydragraph train` trains, and `evaluate_every` evaluates",
-        ("finetuning_type",): "`adapter: {lora: {}}` for lora, no `adapter` for full; freezing layers is not supported",
+        ("finetuning_type",): "`adapter: {lora: {}}` for lora, no `adapter` for full; no field freezes layers",
         ("lora_rank",): "`adapter.lora.r`",
         ("lora_target",): "`adapter.lora.targets`, names or `all-linear`",
         ("additional_target",): "`adapter.lora.modules_to_save`",

@@ -166,8 +166,8 @@ class SourceConfig:
     """A corpus: where it is, and how its records are read.
 
     Attributes:
-        paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, also those that `datasets` saved; text,
-            .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
+        paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
+            Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
         suffixes: which files of a directory to take; None: all.
         format: what .jsonl objects and rows of tables hold: "text", "chat" (messages), "completion" (a prompt and
             what follows it), "alpaca" (instruction, input, output, system, history) or "tokens" (input_ids, and labels
@@ -731,7 +731,7 @@ def _alternative(name: str) -> str | None:
 
 
 def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
-    """Remove data[keys[0]][keys[1]]... if it is there."""
+    """Remove the entry data[keys[0]][keys[1]]..., or nothing if there is none."""
     at: Any = data
     for key in keys[:-1]:
         at = at.get(key)

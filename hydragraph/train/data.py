@@ -464,7 +464,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
 
 
 def _limits(source: SourceConfig) -> list[int]:
-    """Return what limits a corpus; nothing where all is read, so that files cached before there were limits count."""
+    """Return the limit of a corpus for the cache key; no entry without a limit, so that older caches stay valid."""
     return [] if source.max_samples is None else [source.max_samples]
 
 
