@@ -243,6 +243,7 @@ def compile(
             variants,
             joining or late,
             deterministic,
+            loss,
         )
     executable.progress_s = progress_s
     if member is not None and not late:

@@ -51,10 +51,11 @@ from hydragraph.engine.strategy_history import Past
 from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import Compiled
+from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.mask_patterns import window
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
-from hydragraph.frontend.packed_inputs import own_fields
+from hydragraph.frontend.packed_inputs import Loss, own_fields
 from hydragraph.frontend.peft_adapters import base_model, is_peft
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
@@ -197,6 +198,7 @@ class Executable:
         variants: Variants | None = None,
         joining: bool = False,
         deterministic: bool = False,
+        loss: Loss | None = None,
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
@@ -233,7 +235,9 @@ class Executable:
         self.wanted_home = AUTO if home is None else home
         self.device = world.device
         self.progress_s = PROGRESS_S
-        self._buffers = {name: buffer.to(world.device) for name, buffer in buffers.items()}
+        # Copies, since `load` writes to them and the model stays as it was.
+        self._buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
+        self._compiled_state = CompiledState(model, loss, self._buffers)
         seed = torch.initial_seed()
         self._holding = Holding((lambda: initial_parameters(model, seed, blocks)) if is_meta(model) else None)
 
@@ -450,6 +454,9 @@ class Executable:
                 or the next step, raises its error on every rank.
         """
         self._holding.begin()
+        changed = self._compiled_state.changed_weights()
+        if changed:
+            _LOG.warning("save: %s; the checkpoint has what was trained, without this change", changed)
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else save_and_load.save
         entry = {"steps": self._steps, "user": extra or {}, save_and_load.BUFFERS: self._persistent_buffers()}
@@ -930,7 +937,8 @@ class Executable:
                 self._sums.check_count(len(batch.sequences))
             if mode == "train" and self.optimizer is not None:
                 check_hooks(self.optimizer)
-        except Exception as error:  # including errors of the user's iterable
+            self._compiled_state.check()
+        except Exception as error:  # of the user's own iterable, too
             refused = error
         # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
         text = repr(refused) if refused is not None else repr((str(strategy), mode, self._update_settings(mode)))
@@ -1007,7 +1015,9 @@ class Executable:
             return {}
         buffers = {name: buffer.detach().cpu() for name, buffer in self._session.buffers.items()}
         tensors = {**buffers, **parameters}
-        return {key: tensors[source] for key, source in sources.items()}
+        state = {key: tensors[source] for key, source in sources.items()}
+        self._compiled_state.hand_out(state)
+        return state
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the model's state dict, on the CPU."""

@@ -190,3 +190,25 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = tensor.data_ptr()
     return first, first + reach * tensor.element_size()
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    """Return how many hooks a module alone has, also those that only note; called at every step, so it is quick."""
+    own = module.__dict__
+    return (
+        len(own["_forward_hooks"])
+        + len(own["_forward_pre_hooks"])
+        + len(own["_backward_hooks"])
+        + len(own["_backward_pre_hooks"])
+    )
+
+
+def number_of_tensor_hooks(tensor: Any) -> int:
+    """Return how many hooks a parameter or buffer has."""
+    gradient, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return (len(gradient) if gradient else 0) + (len(accumulated) if accumulated else 0)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter of a tensor's changes in place, which `tensor.data` does not reach; -1: it has none."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,419 @@
+"""The Python state that a model was compiled with: a change of it is noticed, since graphs would not follow.
+
+Compared are, of every module, its parts, hooks and attributes, and its training flag where what it computes depends on
+it; of every parameter and buffer, which tensor it is, requires_grad, its memory and the counter of changes in place; of
+the user's own code for forward and loss, the attributes, globals and closed-over variables that it reads.
+
+Not noticed are changes of values that no counter counts (`p.data.zero_()`, NumPy or C code that writes to the memory),
+what lies deeper in an object than the attributes of objects of the user's own, and lists of more than 1,000 elements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import functools
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.state_readers import (
+    Readers,
+    cells_of,
+    globals_of,
+    is_installed,
+    library_of,
+    mentions,
+    rates_of,
+)
+from hydragraph.private.hooks_and_overrides import (
+    global_hooks,
+    hooks_of,
+    number_of_hooks,
+    number_of_tensor_hooks,
+    version_of,
+)
+
+_REMEDY = "call hg.compile again after a change; what changes with every step can be a field of the batch (example=)"
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_LONGEST = 1000  # of longer containers only the length and the identity are compared
+_MISSING = object()
+# What a module keeps its parts in, which are compared apart.
+_TABLES = frozenset(vars(nn.Module()))
+# What libraries note on modules and configs, and settings that no captured graph depends on.
+_NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
+    *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
+    *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+    *("id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id"),
+}
+
+
+@dataclass(slots=True)
+class _Names:
+    """Attributes or variables of one owner.
+
+    Attributes:
+        now: returns them as they are; None: the owner no longer exists.
+        plain: what compares by value.
+        objects: what compares by identity.
+        contents: containers, by what is in them, and tensors.
+        known: all names there were; None: added ones do not count.
+        kind: the class whose code would read added ones.
+    """
+
+    where: str
+    now: Callable[[], Mapping[str, Any] | None]
+    plain: dict[str, Any]
+    objects: dict[str, int]
+    contents: dict[str, Any]
+    known: frozenset[str] | None
+    kind: type
+
+    def check(self) -> None:
+        names = self.now()
+        if names is None:
+            return
+        for name, before in self.plain.items():
+            value = names.get(name, _MISSING)
+            if value is not before and not (type(value) is type(before) and value == before):
+                raise _changed(self.where, name, f"from {_shown(before)} to {_shown(value)}")
+        for name, number in self.objects.items():
+            if id(names.get(name, _MISSING)) != number:
+                raise _changed(self.where, name, f"and is {_shown(names.get(name, _MISSING))} now")
+        for name, before in self.contents.items():
+            if _frozen(names.get(name, _MISSING)) != before:
+                raise _changed(self.where, name, f"and is {_shown(names.get(name, _MISSING))} now")
+        if self.known is not None and len(names) != len(self.known):
+            for name in names:
+                if name not in self.known and name not in _NOTES and mentions(self.kind, name):
+                    raise _changed(self.where, name, f"from nothing to {_shown(names[name])}")
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A parameter or buffer in a module's table; `state` is its counter of changes and its memory."""
+
+    name: str
+    local: str
+    table: str
+    tensor: weakref.ref[Tensor]
+    learns: bool
+    state: tuple[int, int]
+    hooks: int
+    meta: bool
+
+    @classmethod
+    def of(cls, prefix: str, local: str, table: str, tensor: Tensor) -> _Tensor:
+        name = f"{prefix}.{local}".removeprefix(".")
+        state, hooks = _state(tensor), number_of_tensor_hooks(tensor)
+        return cls(name, local, table, weakref.ref(tensor), tensor.requires_grad, state, hooks, tensor.is_meta)
+
+
+@dataclass(slots=True)
+class _Module:
+    """A module's parts and hooks; `training` is None where what it computes does not depend on it."""
+
+    where: str
+    module: weakref.ref[nn.Module]
+    counts: tuple[int, int, int]
+    children: list[tuple[str, weakref.ref[nn.Module] | None]]
+    tensors: list[_Tensor]
+    hooks: int
+    training: bool | None
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, depends: bool) -> _Module:
+        tables: dict[str, dict[str, Any]] = {"_parameters": module._parameters, "_buffers": module._buffers}
+        return cls(
+            name or type(module).__name__,
+            weakref.ref(module),
+            (len(module._parameters), len(module._buffers), len(module._modules)),
+            [(n, None if child is None else weakref.ref(child)) for n, child in module._modules.items()],
+            [_Tensor.of(name, n, kind, t) for kind, table in tables.items() for n, t in table.items() if t is not None],
+            number_of_hooks(module),
+            module.training if depends else None,
+        )
+
+    def check(self) -> None:
+        """Check hooks, flags and what learns; a module that no longer exists cannot have changed."""
+        module = self.module()
+        if module is None:
+            return
+        if number_of_hooks(module) != self.hooks:
+            for kind, hook in hooks_of(module):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise _refused(self.where, f"a {kind} ({name}) was registered after hg.compile")
+        if self.training is not None and module.training is not self.training:
+            raise _refused(
+                self.where,
+                f"what {type(module).__name__} computes depends on `training`, which was {self.training} at hg.compile "
+                f"and is {module.training} now",
+            )
+        for part in self.tensors:
+            tensor = part.tensor()
+            if tensor is not None and tensor.requires_grad is not part.learns:
+                raise _refused(
+                    part.name, f"requires_grad was {part.learns} at hg.compile and is {tensor.requires_grad} now"
+                )
+            if tensor is not None and number_of_tensor_hooks(tensor) != part.hooks:
+                raise _refused(part.name, "a gradient hook was registered or removed after hg.compile")
+
+    def check_parts(self, is_trained: Callable[[_Tensor, Tensor], bool]) -> None:
+        """Check that the module has the same tensors and modules, with the same values.
+
+        Args:
+            is_trained: says whether a tensor that is another one, or was edited, has the values that training has.
+        """
+        module = self.module()
+        if module is None:
+            return
+        own = module.__dict__
+        if self.counts != (len(own["_parameters"]), len(own["_buffers"]), len(own["_modules"])):
+            raise _refused(self.where, "a parameter, buffer or module was added or removed after hg.compile")
+        for name, child in self.children:
+            if own["_modules"].get(name, _MISSING) is not (None if child is None else child()):
+                raise _refused(self.where, f"its module {name!r} was replaced after hg.compile")
+        for part in self.tensors:
+            tensor: Tensor | None = own[part.table].get(part.local)
+            if tensor is None:
+                raise _refused(part.name, "it was removed after hg.compile")
+            if tensor is part.tensor() and _state(tensor) == part.state:
+                continue
+            freed = tensor.is_meta or not tensor.numel()
+            if not (part.meta or freed or is_trained(part, tensor)):
+                raise _refused(
+                    part.name, "it was replaced or edited after hg.compile, and training has values of its own"
+                )
+            part.tensor, part.state = weakref.ref(tensor), _state(tensor)
+
+
+class CompiledState:
+    """What decides a step's numbers outside the graphs, as it was when a model was compiled.
+
+    Modules and objects are referred to weakly: those that no longer exist cannot be changed.
+
+    Args:
+        model: what was compiled.
+        loss: the user's own loss, or None.
+        buffers: what steps compute with, by name.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = buffers
+        self._handed_out: dict[str, int] = {}
+        self._names: list[_Names] = []
+        self._seen: set[int] = set()
+        self._hooks = list(global_hooks())
+        readers = Readers(model, loss)
+        named = list(model.named_modules())
+        if isinstance(loss, nn.Module):
+            named += [(f"loss.{name}".rstrip("."), module) for name, module in loss.named_modules()]
+        own = readers.depends_on_training([m for _, m in named if library_of(type(m)) is None])
+        self._modules = [_Module.of(name, module, _depends_on_training(module, own)) for name, module in named]
+        for name, module in named:
+            self._add_attributes(name or type(module).__name__, module, readers)
+        self._add_loss(loss, readers)
+        self._add_code(readers)
+
+    def check(self) -> None:
+        """Check that nothing has changed.
+
+        Raises:
+            Unsupported: naming the first change.
+        """
+        if list(global_hooks()) != self._hooks:
+            raise _refused("every module (torch.nn.modules.module)", "global hooks were changed after hg.compile")
+        for module in self._modules:
+            module.check_parts(self._is_trained)
+            module.check()
+        for names in self._names:
+            names.check()
+
+    def changed_weights(self) -> str:
+        """Return which parameter, buffer or module is no longer what was compiled; "": none."""
+        try:
+            for module in self._modules:
+                module.check_parts(self._is_trained)
+        except Unsupported as error:
+            return f"{error.where}: {error.what}"
+        return ""
+
+    def hand_out(self, state: Mapping[str, Tensor]) -> None:
+        """Note trained values that the user receives: they may be loaded into the model between steps."""
+        for module in self._modules:
+            for part in module.tensors if module.module() is not None else ():
+                tensor = part.tensor()
+                if part.name in state and tensor is not None:
+                    self._handed_out[part.name] = _digest(state[part.name].to(tensor.dtype))
+
+    def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:
+        ours = self._buffers.get(part.name) if part.table == "_buffers" else None
+        if ours is not None and ours.shape == tensor.shape and torch.equal(ours.to(tensor), tensor):
+            return True
+        return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)
+
+    # What is compared by name.
+
+    def _add_attributes(self, where: str, owner: Any, readers: Readers) -> None:
+        """Compare attributes: of a library's objects all but notes, of the user's those that their code reads."""
+        if id(owner) in self._seen:
+            return
+        self._seen.add(id(owner))
+        library = library_of(type(owner))
+        values = {}
+        for name, value in vars(owner).items():
+            note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
+            if name not in _TABLES and (readers.reads(name) if library is None else not note):
+                values[name] = value
+        reference: Callable[[], Any] = weakref.ref(owner) if hasattr(owner, "__weakref__") else lambda: owner
+
+        def now() -> Mapping[str, Any] | None:
+            held = reference()
+            return None if held is None else held.__dict__
+
+        self._add(where, now, values, readers, frozenset(vars(owner)), type(owner))
+
+    def _add(
+        self,
+        where: str,
+        now: Callable[[], Mapping[str, Any] | None],
+        values: Mapping[str, Any],
+        readers: Readers,
+        known: frozenset[str] | None = None,
+        kind: type = object,
+    ) -> None:
+        plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
+        contents = {n: _frozen(v) for n, v in values.items() if isinstance(v, (*_CONTAINERS, Tensor))}
+        rest = {n: v for n, v in values.items() if n not in plain and n not in contents}
+        objects = {n: id(v) for n, v in rest.items() if not isinstance(v, nn.Module)}
+        if plain or objects or contents or known is not None:
+            self._names.append(_Names(where, now, plain, objects, contents, known, kind))
+        for name, value in values.items():
+            if _has_state(value):
+                self._add_attributes(f"{where}.{name}", value, readers)
+
+    def _add_loss(self, loss: Any, readers: Readers) -> None:
+        while isinstance(loss, functools.partial):
+            arguments = _arguments_of(weakref.ref(loss))
+            self._add("loss", arguments, arguments() or {}, readers)
+            loss = loss.func
+        owner = getattr(loss, "__self__", loss)
+        if _has_state(owner):
+            self._add_attributes("loss", owner, readers)
+
+    def _add_code(self, readers: Readers) -> None:
+        """Compare attributes of classes, and the variables and globals that functions read."""
+        for kind in readers.classes:
+            values = {n: v for n, v in vars(kind).items() if readers.reads(n) and not n.startswith("__")}
+            self._add(f"class {kind.__name__}", _attributes_of(weakref.ref(kind)), values, readers)
+        for function in readers.functions.values():
+            name = function.__qualname__.replace(".<locals>", "")
+            cells = cells_of(function)
+            inner = {n: c.cell_contents for n, c in cells.items()}
+            # A cell would keep alive what it holds, as a model or a trainer: attributes of these are compared alone.
+            held = {n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)}
+            held = {n: c for n, c in held.items() if not _has_state(inner[n])}
+            self._add(f"variables of {name}", functools.partial(_contents, held), _contents(held), readers)
+            for variable, value in inner.items():
+                if _has_state(value):
+                    self._add_attributes(f"{variable} in {name}", value, readers)
+            read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType | type)}
+            self._add(f"globals of {name}", functools.partial(_itself, function.__globals__), read, readers)
+
+
+def _depends_on_training(module: nn.Module, own: bool) -> bool:
+    """Say whether a module may compute something else with another training flag.
+
+    Args:
+        own: what the user's own code does.
+    """
+    library, rates = library_of(type(module)), rates_of(module)
+    if library is None:
+        return own or any(rates.values())
+    if rates or library != "torch":
+        return any(rates.values())
+    return mentions(type(module), "training")
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return version_of(tensor), tensor.data_ptr()
+
+
+def _digest(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _frozen(value: Any, depth: int = 4) -> Any:
+    """Return what compares equal while a value, and what its containers hold, is the same."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if not isinstance(value, _CONTAINERS) or not depth or len(value) > _LONGEST:
+        number = version_of(value) if isinstance(value, Tensor) else len(value) if isinstance(value, _CONTAINERS) else 0
+        return id(value), number
+    if isinstance(value, dict):
+        return type(value), tuple([(_frozen(k, 0), _frozen(v, depth - 1)) for k, v in value.items()])
+    parts = [_frozen(part, depth - 1) for part in value]
+    return type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts)
+
+
+def _has_state(value: Any) -> bool:
+    """Say whether attributes of an object are compared: of a config, and of the user's own classes."""
+    if isinstance(value, nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType):
+        return False
+    if not hasattr(value, "__dict__"):
+        return False
+    kind = type(value)
+    config = library_of(kind) == "transformers" and kind.__name__.endswith("Config")
+    return (
+        config
+        or isinstance(value, argparse.Namespace | types.SimpleNamespace)
+        or not (library_of(kind) or is_installed(kind))
+    )
+
+
+def _attributes_of(reference: weakref.ref[type]) -> Callable[[], Mapping[str, Any] | None]:
+    return lambda: getattr(reference(), "__dict__", None)
+
+
+def _arguments_of(reference: weakref.ref[functools.partial[Any]]) -> Callable[[], Mapping[str, Any] | None]:
+    def now() -> Mapping[str, Any] | None:
+        call = reference()
+        return None if call is None else {**call.keywords, **{f"argument {i}": v for i, v in enumerate(call.args)}}
+
+    return now
+
+
+def _contents(cells: Mapping[str, types.CellType]) -> dict[str, Any]:
+    return {name: cell.cell_contents for name, cell in cells.items()}
+
+
+def _itself(names: Mapping[str, Any]) -> Mapping[str, Any]:
+    return names
+
+
+def _shown(value: Any) -> str:
+    """Return a value in a few words, which are the same in every process."""
+    if value is _MISSING:
+        return "nothing"
+    text = repr(value)
+    if isinstance(value, (*_PLAIN, *_CONTAINERS)) and "0x" not in text and len(text) < 80:
+        return text
+    return str(getattr(value, "__qualname__", None) or f"another {type(value).__name__}")
+
+
+def _refused(where: str, what: str) -> Unsupported:
+    return Unsupported(what, where=where, remedy=_REMEDY)
+
+
+def _changed(where: str, name: str, how: str) -> Unsupported:
+    return _refused(where, f"{name!r} was changed after hg.compile {how}, and compiled graphs do not follow it")

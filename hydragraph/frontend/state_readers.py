@@ -1,0 +1,211 @@
+"""The names that a model's own forward, and a loss, can read: found in their code, without running it."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+# Code that mentions one of these may read attributes whose names it does not spell out; so may some calls of getattr.
+_DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
+_LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
+_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Parts of the names of attributes that are probabilities or sizes of random changes, as of dropout.
+_RATES = ("drop", "jitter", "noise")
+
+
+def library_of(kind: type) -> str | None:
+    """Return the library that a class belongs to, of those whose classes are known; None: it is the user's."""
+    package = kind.__module__.partition(".")[0]
+    return package if package in _LIBRARIES else None
+
+
+def is_installed(kind: type) -> bool:
+    """Say whether a class comes with Python or an installed package."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "builtins" or (file or "").startswith(_INSTALLED)
+
+
+class Readers:
+    """The user's functions that compute a model and its loss.
+
+    Attributes:
+        functions: forward, the loss, and the methods and functions of the user's that these name, by identity.
+        names: every name and every text that they mention.
+        classes: the user's, of modules and of the loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self.functions: dict[int, FunctionType] = {}
+        self.names = {"forward"}
+        self._dynamic = False
+        kinds = [k for module in model.modules() for k in type(module).__mro__]
+        self.classes = list(dict.fromkeys(k for k in kinds if library_of(k) is None))
+        for module in model.modules():
+            if type(module) in self.classes or "forward" in vars(module):
+                self._add(_functions(module.forward))
+        if isinstance(loss, nn.Module):
+            for module in loss.modules():
+                self._add_callable(module)
+        elif loss is not None:
+            self._add_callable(loss)
+
+    def reads(self, name: str) -> bool:
+        """Say whether some of the code may read an attribute of this name."""
+        return self._dynamic or name in self.names
+
+    def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
+        """Say whether the user's code may compute something else with another training flag.
+
+        It does not where it reads no flag, or only beside a rate (`p=self.dropout if self.training else 0`), and all
+        rates of its modules are 0.
+        """
+        if "training" not in self.names:
+            return False
+        if any(rate for module in modules for rate in rates_of(module).values()):
+            return True
+        return any("training" in _names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
+
+    def _add_callable(self, function: Any) -> None:
+        """Add what a callable runs: a function, a method, a partial, a module or an object with `__call__`."""
+        if isinstance(function, functools.partial):
+            self._add_callable(function.func)
+            return
+        owner = function.__self__ if isinstance(function, MethodType) else function
+        if not isinstance(owner, FunctionType | type):
+            self.classes += [k for k in type(owner).__mro__ if library_of(k) is None and k not in self.classes]
+        if not isinstance(function, MethodType | FunctionType):
+            function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
+        self._add(_functions(function))
+
+    def _add(self, functions: Iterable[FunctionType]) -> None:
+        """Add functions, and those of the user's that they name: methods of the classes, globals and cells."""
+        pending = list(functions)
+        while pending:
+            function = pending.pop()
+            if id(function) in self.functions or not _is_users(function):
+                continue
+            self.functions[id(function)] = function
+            names = set(_names_of(function.__code__))
+            self.names |= names
+            self._dynamic |= not names.isdisjoint(_DYNAMIC) or ("getattr" in names and not _spells_names(function))
+            pending += [f for k in self.classes for n in names & vars(k).keys() for f in _functions(vars(k)[n])]
+            values = [*globals_of(function).values(), *(c.cell_contents for c in cells_of(function).values())]
+            pending += [f for value in values for f in _functions(value)]
+
+
+def globals_of(function: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function reads, with their values now; not builtins."""
+    names = dict.fromkeys(_globals_in(function.__code__))
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def cells_of(function: FunctionType) -> dict[str, CellType]:
+    """Return the cells of a closure that hold something, by the variable's name."""
+    cells = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            _ = cell.cell_contents
+        except ValueError:
+            continue
+        cells[name] = cell
+    return cells
+
+
+def mentions(kind: type, name: str) -> bool:
+    """Say whether some method of a class mentions a name, or the class has an attribute of this name."""
+    methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
+    return hasattr(kind, name) or any(name in _names_of(f.__code__) for m in methods for f in _functions(m))
+
+
+def rates_of(module: nn.Module) -> dict[str, float]:
+    """Return the attributes of a module that are rates of dropout or noise, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (any(part in name for part in _RATES) or (name == "p" and "Dropout" in type(module).__name__))
+    }
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that code mentions, with its texts, which `getattr` may be given."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_of(constant)
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_in(constant)
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Yield the function in an attribute of a class, a global or a variable, if it is one."""
+    inner = value.fget if isinstance(value, property) else value
+    if isinstance(inner, MethodType | staticmethod | classmethod):
+        inner = inner.__func__
+    if isinstance(inner, FunctionType):
+        yield inner
+
+
+def _is_users(function: FunctionType) -> bool:
+    """Say whether a function is written by the user: part of no library and not installed."""
+    package = (function.__module__ or "").partition(".")[0]
+    return package not in _LIBRARIES and not function.__code__.co_filename.startswith(_INSTALLED)
+
+
+def _syntax(function: FunctionType) -> ast.AST | None:
+    """Return a function's syntax tree; None: its source cannot be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _spells_names(function: FunctionType) -> bool:
+    """Say whether each `getattr` of a function is a call with a constant name."""
+    tree = _syntax(function)
+    if tree is None:
+        return False
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 1]
+    spelled = {id(n.func) for n in calls if isinstance(n.args[1], ast.Constant)}
+    return all(id(n) in spelled for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "getattr")
+
+
+def _beside_a_rate(function: FunctionType) -> bool:
+    """Say whether each call and each choice that reads a training flag also reads a rate."""
+    tree = _syntax(function)
+    if tree is None:
+        return False
+    flags = {n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "training"}
+    beside: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call | ast.IfExp):
+            inside = set(ast.walk(node))
+            if any(part in name for name in _attributes(inside) for part in _RATES):
+                beside |= inside & flags
+    return bool(flags) and beside == flags
+
+
+def _attributes(nodes: set[ast.AST]) -> set[str]:
+    """Return the attributes of `self` and the like among nodes; not functions such as F.dropout."""
+    called = {n.func for n in nodes if isinstance(n, ast.Call)}
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and n not in called}

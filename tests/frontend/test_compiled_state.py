@@ -1,0 +1,342 @@
+"""Changes of Python's state after a model was compiled are refused by name; ordinary uses between steps are not."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.compiled_state import CompiledState
+from tests.models import llama, sequences
+from tests.own_models import Own
+
+SCALE = 1.0
+SETTINGS = {"floor": 0.0}
+
+
+class Part(nn.Module):
+    """A part with all that can be changed."""
+
+    bias_scale = 1.0
+    temp: float
+    table: dict[str, float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temp, self.table, self.steps_seen, self.act = 1.0, {"a": 1.0}, 0, F.silu
+        self.options = argparse.Namespace(gain=1.0, unread=0)
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 4] -> [T, 4]."""
+        x = self.act(self.norm(self.linear(x))) * self.temp * self.table["a"] * self.bias_scale
+        return x * self.options.gain * SCALE + self.shift + SETTINGS["floor"] + getattr(self, "extra", 0.0)
+
+
+class Dropping(Part):
+    """One that drops elements while it trains."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 4] -> [T, 4]."""
+        return F.dropout(super().forward(x), self.dropout, self.training)
+
+
+class Switching(Part):
+    """One that computes something else while it trains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 4] -> [T, 4]."""
+        return super().forward(x) if self.training else x
+
+
+class Loss:
+    """A loss with a number of its own; a counter that it does not read."""
+
+    def __init__(self) -> None:
+        self.beta, self.calls, self.seen = 0.1, 0, [1.0]
+
+    def __call__(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        return self.scaled(outputs)
+
+    def scaled(self, outputs: Tensor) -> Tensor:
+        return outputs.sum() * self.beta * self.seen[0]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Part(), Part())
+
+
+def set_global(name: str, value: object) -> None:
+    globals()[name] = value
+
+
+def edited(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.mul_(2)
+
+
+def freed(parameter: Tensor) -> None:
+    parameter.data = parameter.data * 2
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an attribute": (lambda m: setattr(m[1], "temp", 2.0), "1: 'temp' was changed after hg.compile from 1.0 to 2.0"),
+    "its type": (lambda m: setattr(m[1], "temp", 1), "'temp' .* from 1.0 to 1"),
+    "an attribute removed": (lambda m: delattr(m[0], "temp"), "from 1.0 to nothing"),
+    "an attribute added": (lambda m: setattr(m[0], "extra", 1.0), "'extra' .* from nothing to 1.0"),
+    "one that the class has": (lambda m: setattr(m[0], "bias_scale", 2.0), "'bias_scale'"),
+    "a forward": (lambda m: setattr(m[0], "forward", lambda x: x), "'forward'"),
+    "a container": (lambda m: m[0].table.update(a=2.0), r"'table' .* is \{'a': 2.0\} now"),
+    "a function": (lambda m: setattr(m[0], "act", F.relu), "'act' .* is relu now"),
+    "settings in an object": (lambda m: setattr(m[1].options, "gain", 2.0), "1.options: 'gain'"),
+    "a setting of PyTorch's module": (lambda m: setattr(m[0].norm, "eps", 1e-3), "0.norm: 'eps'"),
+    "frozen": (lambda m: m[0].requires_grad_(False), "0.linear.weight: requires_grad was True .* False"),
+    "values": (lambda m: edited(m[1].linear.weight), "1.linear.weight: it was replaced or edited"),
+    "data": (lambda m: freed(m[0].norm.bias), "0.norm.bias: it was replaced or edited"),
+    "a buffer": (lambda m: edited(m[0].shift), "0.shift: it was replaced or edited"),
+    "another parameter": (lambda m: setattr(m[0].linear, "bias", nn.Parameter(torch.zeros(4))), "0.linear.bias"),
+    "a parameter more": (lambda m: m[0].register_parameter("w", nn.Parameter(torch.zeros(1))), "was added or removed"),
+    "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: it was removed"),
+    "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "its module 'norm' was replaced"),
+    "a hook": (lambda m: m[1].register_forward_hook(print), r"1: a forward hook \(print\) was registered"),
+    "a backward hook": (lambda m: m[0].norm.register_full_backward_hook(print), "0.norm: a backward hook"),
+    "a hook on a gradient": (lambda m: m[0].linear.weight.register_hook(print), "0.linear.weight: a gradient hook"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_model_is_named_with_the_remedy(name: str) -> None:
+    subject = model()
+    state = CompiledState(subject, None, {"0.shift": torch.ones(4)})
+    state.check()
+    change, said = CHANGES[name]
+    change(subject)
+    with pytest.raises(Unsupported, match=rf"{said}.*; call hg.compile again"):
+        state.check()
+
+
+def test_globals_classes_and_global_hooks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = model()
+    state = CompiledState(subject, None, {})
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", 2.0)
+        with pytest.raises(Unsupported, match=r"globals of Part.forward: 'SCALE' .* from 1.0 to 2.0"):
+            state.check()
+    with monkeypatch.context() as patch:
+        patch.setitem(SETTINGS, "floor", 1.0)
+        with pytest.raises(Unsupported, match=r"globals of Part.forward: 'SETTINGS'"):
+            state.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "bias_scale", 2.0)
+        with pytest.raises(Unsupported, match=r"class Part: 'bias_scale'"):
+            state.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "forward", nn.Identity.forward)
+        with pytest.raises(Unsupported, match=r"class Part: 'forward'"):
+            state.check()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(Unsupported, match=r"global hooks"):
+            state.check()
+    finally:
+        handle.remove()
+    state.check()
+
+
+def test_what_nothing_reads_and_what_training_has_is_no_change() -> None:
+    subject, buffer = model(), torch.ones(4)
+    state = CompiledState(subject, None, {"0.shift": buffer})
+    subject[0].steps_seen += 1  # type: ignore[operator, assignment]
+    subject[0].options.unread = 5  # type: ignore[union-attr]
+    subject.remark = "mine"  # type: ignore[assignment]
+    subject.eval()
+    subject(torch.ones(3, 4)).sum().backward()
+    trained = {name: value + 1 for name, value in subject.state_dict().items()}
+    buffer.add_(1)
+    state.hand_out(trained)
+    subject.load_state_dict(trained)
+    state.check()
+    subject.load_state_dict({n: v.clone() for n, v in trained.items()}, assign=True)
+    state.check()
+    assert state.changed_weights() == ""
+    edited(subject[0].linear.weight)  # type: ignore[union-attr, arg-type]
+    assert "0.linear.weight" in state.changed_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "depends"),
+    [
+        (Part, False),
+        (functools.partial(Dropping, 0.0), False),
+        (functools.partial(Dropping, 0.5), True),
+        (Switching, True),
+        (functools.partial(nn.Dropout, 0.0), False),
+        (functools.partial(nn.Dropout, 0.1), True),
+        (functools.partial(nn.BatchNorm1d, 4), True),
+        (functools.partial(nn.LayerNorm, 4), False),
+    ],
+)
+def test_training_flags_count_where_something_depends_on_them(kind: Callable[[], nn.Module], depends: bool) -> None:
+    subject = nn.Sequential(kind()).eval()
+    state = CompiledState(subject, None, {})
+    subject.train()
+    if not depends:
+        state.check()
+        return
+    with pytest.raises(Unsupported, match=r"0: what .* depends on `training`, which was False .* and is True now"):
+        state.check()
+    subject.eval()
+    state.check()
+
+
+def test_what_a_loss_reads_is_compared() -> None:
+    subject, loss = model(), Loss()
+    for given in (loss, loss.scaled):
+        state = CompiledState(subject, given, {})
+        loss.calls += 1
+        state.check()
+        loss.beta /= 2
+        with pytest.raises(Unsupported, match=r"loss: 'beta' was changed after hg.compile from"):
+            state.check()
+    state = CompiledState(subject, loss, {})
+    loss.seen[0] = 2.0
+    with pytest.raises(Unsupported, match=r"loss: 'seen' .* is \[2.0\] now"):
+        state.check()
+    options: Any = types.SimpleNamespace(x=1)
+    state = CompiledState(subject, functools.partial(F.mse_loss, options), {})
+    options.x = 2
+    state.check()  # which PyTorch's code does not read
+
+
+def test_variables_that_a_loss_closes_over_are_compared() -> None:
+    beta, settings = 0.1, types.SimpleNamespace(gamma=1.0, other=0)
+
+    def inner(outputs: Tensor) -> Tensor:
+        return outputs.sum() * settings.gamma
+
+    def loss(outputs: Tensor, _: object) -> Tensor:
+        return inner(outputs) * beta
+
+    state = CompiledState(model(), loss, {})
+    settings.other = 1
+    state.check()
+    settings.gamma = 2.0
+    with pytest.raises(Unsupported, match=r"'gamma' was changed after hg.compile from 1.0 to 2.0"):
+        state.check()
+    settings.gamma = 1.0
+    beta = 0.2
+    with pytest.raises(Unsupported, match=r"'beta' was changed after hg.compile from 0.1 to 0.2"):
+        state.check()
+
+
+def test_modules_of_a_loss_are_compared() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beta = 0.1
+
+        def forward(self, outputs: Tensor, _: object) -> Tensor:
+            return outputs.sum() * self.beta
+
+    loss = Module()
+    state = CompiledState(model(), loss, {})
+    loss.beta = 0.2
+    with pytest.raises(Unsupported, match=r"loss: 'beta'"):
+        state.check()
+
+
+def test_weights_on_the_meta_device_may_come_later_and_a_model_is_not_kept_alive() -> None:
+    with torch.device("meta"):
+        subject = model()
+    state = CompiledState(subject, functools.partial(lambda whole, outputs, _: whole(outputs).sum(), subject), {})
+    subject.to_empty(device="cpu")
+    edited(subject[0].linear.weight)  # type: ignore[union-attr, arg-type]
+    subject[0].shift.zero_()  # type: ignore[union-attr, operator]
+    state.check()
+    subject.requires_grad_(False)
+    with pytest.raises(Unsupported, match=r"requires_grad"):
+        state.check()
+    weak = weakref.ref(subject)
+    del subject
+    gc.collect()
+    assert weak() is None
+    state.check()
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def test_an_executable_refuses_changes_and_goes_on_when_they_are_undone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject: Any = llama(layers=1)
+    batch = sequences([9, 5], seed=1)
+    exe = hg.compile(subject, "<tp1,pp1>", adamw, device="cpu", check="off")
+    for _ in range(3):
+        exe.step(batch)
+        subject.eval()
+        exe.evaluate(batch)
+        subject.train()
+    exe.save(tmp_path / "checkpoint")
+    weights = exe.full_state_dict()
+    subject.load_state_dict(weights)
+    ids = batch[0][None]
+    # The user's model and training compute alike, since it has the trained weights.
+    expected = subject(input_ids=ids, labels=ids).loss.item()
+    assert exe.evaluate(batch[:1]).loss == pytest.approx(expected, rel=1e-5)
+    assert not caplog.records or all("save:" not in record.message for record in caplog.records)
+
+    subject.loss_function = F.mse_loss
+    for call in (exe.step, exe.evaluate, exe.gradients):
+        with pytest.raises(Unsupported, match=r"_loss_function.* from nothing to mse_loss.*call hg.compile again"):
+            call(batch)
+    del subject._loss_function
+    subject.config.rms_norm_eps = 1.0
+    with pytest.raises(Unsupported, match=r"'rms_norm_eps'"):
+        exe.step(batch)
+    subject.config.rms_norm_eps = 1e-6
+    exe.step(batch)
+    edited(subject.lm_head.weight)
+    with pytest.raises(Unsupported, match=r"lm_head.weight: it was replaced or edited"):
+        exe.step(batch)
+    with caplog.at_level(logging.WARNING):
+        exe.save(tmp_path / "after")
+    assert "save: lm_head.weight: it was replaced or edited" in caplog.text
+    exe.close()
+
+
+def test_a_loss_annealed_between_steps_is_refused() -> None:
+    class Tempered:
+        def __init__(self) -> None:
+            self.beta = 1.0
+
+        def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+            each = F.cross_entropy(outputs[0], batch["labels"][0], ignore_index=-100, reduction="none")
+            return each.sum() * self.beta
+
+    loss, batch = Tempered(), sequences([9, 5], seed=1)
+    exe = hg.compile(Own(layers=1), "<tp1,pp1>", adamw, loss=loss, device="cpu", check="off")
+    exe.step(batch)
+    loss.beta = 0.5
+    with pytest.raises(Unsupported, match=r"loss: 'beta' was changed after hg.compile from 1.0 to 0.5.*field of the"):
+        exe.step(batch)
+    exe.close()
