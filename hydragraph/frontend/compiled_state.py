@@ -41,6 +41,7 @@ from hydragraph.private.hooks_and_overrides import (
     number_of_tensor_hooks,
     version_of,
 )
+from hydragraph.private.module_internals import tables_of
 
 _REMEDY = "call hg.compile again after a change; what changes with every step can be a field of the batch (example=)"
 
@@ -133,12 +134,13 @@ class _Module:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, depends: bool) -> _Module:
-        tables: dict[str, dict[str, Any]] = {"_parameters": module._parameters, "_buffers": module._buffers}
+        parameters, buffers, children = tables_of(module)
+        tables: dict[str, dict[str, Any]] = {"parameters": parameters, "buffers": buffers}
         return cls(
             name or type(module).__name__,
             weakref.ref(module),
-            (len(module._parameters), len(module._buffers), len(module._modules)),
-            [(n, None if child is None else weakref.ref(child)) for n, child in module._modules.items()],
+            (len(parameters), len(buffers), len(children)),
+            [(n, None if child is None else weakref.ref(child)) for n, child in children.items()],
             [_Tensor.of(name, n, kind, t) for kind, table in tables.items() for n, t in table.items() if t is not None],
             number_of_hooks(module),
             module.training if depends else None,
@@ -177,14 +179,14 @@ class _Module:
         module = self.module()
         if module is None:
             return
-        own = module.__dict__
-        if self.counts != (len(own["_parameters"]), len(own["_buffers"]), len(own["_modules"])):
+        parameters, buffers, children = tables_of(module)
+        if self.counts != (len(parameters), len(buffers), len(children)):
             raise _refused(self.where, "a parameter, buffer or module was added or removed after hg.compile")
         for name, child in self.children:
-            if own["_modules"].get(name, _MISSING) is not (None if child is None else child()):
+            if children.get(name, _MISSING) is not (None if child is None else child()):
                 raise _refused(self.where, f"its module {name!r} was replaced after hg.compile")
         for part in self.tensors:
-            tensor: Tensor | None = own[part.table].get(part.local)
+            tensor: Tensor | None = (parameters if part.table == "parameters" else buffers).get(part.local)
             if tensor is None:
                 raise _refused(part.name, "it was removed after hg.compile")
             if tensor is part.tensor() and _state(tensor) == part.state:
@@ -257,7 +259,7 @@ class CompiledState:
                     self._handed_out[part.name] = _digest(state[part.name].to(tensor.dtype))
 
     def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:
-        ours = self._buffers.get(part.name) if part.table == "_buffers" else None
+        ours = self._buffers.get(part.name) if part.table == "buffers" else None
         if ours is not None and ours.shape == tensor.shape and torch.equal(ours.to(tensor), tensor):
             return True
         return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)

@@ -15,6 +15,12 @@ def table_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the tables of a module's parameters, buffers and children themselves."""
+    own = module.__dict__
+    return own["_parameters"], own["_buffers"], own["_modules"]
+
+
 def empty_tables() -> dict[str, Any]:
     """Return the attributes that hold a module's tensors and submodules, all empty."""
     return {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
