@@ -70,7 +70,7 @@ def test_lopsided_strategies_equal_one_device(name: str, strategies: list[str]) 
     model = MODELS[name]()
     wanted = reference.train(model, batches(STEPS), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), clip=CLIP)
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert all(run.optimised == trainable for run in runs)
+    assert all(list(dict.fromkeys(run.optimised)) == trainable for run in runs)
     for strategy, gradients in zip(strategies, runs[0].gradients, strict=True):
         assert gradients.keys() == wanted.gradients[0].keys()
         worst, ratio = reference.worst(gradients, wanted.gradients[0])

@@ -52,7 +52,9 @@ def candidates(
     able = [parts * ability for parts in every]
     found = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
     if copies > 1:
-        found = [twice for parts in found for twice in with_second_copy(parts, ability, nodes)]
+        # Shares by ability where no other node can hold a second copy.
+        second = [twice for parts in found for twice in with_second_copy(parts, ability, nodes)]
+        found = second or [ability / ability.sum()]
     return unlike(found)
 
 

@@ -20,7 +20,7 @@ SCRIPT = """
 import json, logging, os, random, signal, sys, threading, time, warnings
 import numpy, torch
 import hydragraph as hg
-from hydragraph.runtime import forked_server
+from hydragraph.cluster.processes import launcher_fork
 
 LEVEL = {"of the module": 1}
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     if kind == "forked":  # the second fork is from what the launcher is then
         torch.marked = "later"
         found += hg.launch(look, 1, 5, os.path.realpath(path))
-    print(json.dumps([bool(forked_server._forks), found]))
+    print(json.dumps([bool(launcher_fork._forks), found]))
 """
 
 
