@@ -110,7 +110,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 
     Args:
         room: the fraction of the state that each rank can hold in addition to its stage's needs.
-        given: the home whose number of copies is kept.
+        given: the home whose number of copies is kept; returned without a rule if too few nodes have ranks for them.
     """
     seconds = seconds_of_shares(costs, strategy)
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
@@ -199,10 +199,13 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home that is chosen for each block (`cost.home_choice`).
 
     Args:
-        given: the home whose number of copies is kept.
+        given: the home whose number of copies is kept; returned without a rule if too few nodes have ranks for them.
         room: elements that each rank has memory for; None: unlimited, and each block is owned by its users, which is
             fast enough for a search over many strategies.
     """
+    nodes = _nodes(costs, given)
+    if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):
+        return given.without_rule
     asked = Question(
         costs.outline,
         costs.buckets,

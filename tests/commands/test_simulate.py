@@ -209,7 +209,7 @@ def test_one_number_changed(tmp_path: Path) -> None:
     assert changes(result.stdout, whats[0]) == ["+0.0%", "+200.0%"]
     assert changes(result.stdout, whats[1]) == ["+0.0%", "+0.0%"]
     SENDING.save(tmp_path / "sending.yaml")
-    result = run("simulate", config, "--cluster", tmp_path / "sending.yaml", *options, *flags)
+    result = run("simulate", config, "--cluster", tmp_path / "sending.yaml", "--home", "equal", *options, *flags)
     assert changes(result.stdout, whats[0]) == ["+0.0%", "+0.0%"]
     assert changes(result.stdout, whats[1]) == ["+100.0%", "+100.0%"]
 
