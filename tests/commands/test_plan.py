@@ -159,7 +159,7 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
     kept = ("--running", "plan.yaml", "--home", "equal", "--json")
     record = json.loads(plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files, *kept).stdout)
-    costs = priced.costs(LAYERS, priced.mixed(), hg.Health({0: 2.57}))
+    costs = priced.costs(LAYERS, priced.mixed(), hg.Health({0: 2.57})).changed(home=hg.Home())
     expected = hg.plan(costs, hg.Workload(8, 64), running=written)
     assert record["strategy"] == expected.strategy.name
     assert record["seconds"] == pytest.approx(expected.seconds)

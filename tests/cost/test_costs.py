@@ -133,7 +133,7 @@ SHARED = [
 def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths: tuple[list[list[int]], ...]) -> None:
     """Ranks lowered one by one give what stages do as one; computing alone is no shorter than a shared stage's load."""
     strategy = Strategy.parse(text, 4)
-    found = costs(4, cluster(4))
+    found = costs(4, cluster(4)).changed(home=hg.Home())
     assignment = assigned(*lengths)
     timeline = hg.simulate(found, strategy, assignment)
     work = found.work(strategy, assignment)
