@@ -238,7 +238,7 @@ def dropping_by_function() -> nn.Module:
         (bart, r"BartForCausalLM: it takes no position_ids, so positions would run on.*; choose a model"),
         (bloom, r"layer.0: torch.autograd.Function GeLUFunction, whose backward is not traced"),
         (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
-        (capped, r"Gemma2Attention: softcap=30.0; set softcap to None"),
+        (capped, r"Gemma2Attention: softcap=30.0; choose a model without capped attention scores"),
         (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),
         # Older releases of transformers decide by a random number whether a layer is left out.
         (
