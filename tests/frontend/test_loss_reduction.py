@@ -175,12 +175,10 @@ def test_tensors_of_a_loss_are_refused_by_name(kind: str) -> None:
 
 def test_a_loss_of_each_token_has_its_shape() -> None:
     """PyTorch's own shape for it is that of a sum, on the meta device."""
-    shapes = []
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         found = each(logits, batch)
-        shapes.append(found.dim())
+        assert found.dim() == 1
         return found[:, None].sum()
 
     capture(Own(layers=1), loss=loss)
-    assert set(shapes) == {1}
