@@ -60,7 +60,7 @@ def test_trainable_is_what_requires_grad_says() -> None:
 
 def test_what_gets_no_gradient_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     program = hg.capture(MODELS["unreached and unused"]())
-    unused, unreached = (record.getMessage() for record in caplog.records if record.name.endswith("learning"))
+    unused, unreached = (record.getMessage() for record in caplog.records if record.name.endswith("_parameters"))
     assert "no block uses" in unused
     assert "extra.weight, extra.bias" in unused
     assert "idle" in unused
