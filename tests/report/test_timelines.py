@@ -12,6 +12,7 @@ from hydragraph.report import timelines
 from hydragraph.report.facts import STREAMS, Bar, Course
 from hydragraph.report.timelines import measured_course, simulated_course
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
 from tests.cost.priced import cluster, costs
 from tests.cost.traced import traced
 from tests.report.made import four, simulated
@@ -83,7 +84,7 @@ def test_ranks_beyond_what_can_be_drawn_are_chosen_evenly(monkeypatch: pytest.Mo
 
 
 def test_a_trace_shows_what_ran_and_what_was_waited_for() -> None:
-    on = four()
+    on = four().changed(home=Home())  # weights come from other ranks
     run = simulated(on, "<tp2,pp2>", [4])
     trace = traced(on, run.strategy, Assignment.even([4], 900))
     course = measured_course("measured, step 1", trace.of(1))

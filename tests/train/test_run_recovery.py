@@ -32,9 +32,16 @@ def config(folder: Path, **changes: object) -> TrainConfig:
     return from_record(TrainConfig, {**settings(folder), **changes})
 
 
+def begun(given: TrainConfig, folder: Path) -> RunFolder:
+    """Return the folder of a run that a lost leader began."""
+    run = RunFolder(folder / "run")
+    run.begin(given, "new")
+    return run
+
+
 def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
     """Another rank may be lost while this one takes the run's folder over from a lost leader."""
-    folder = RunFolder(tmp_path / "run")
+    folder = begun(config(tmp_path), tmp_path)
     nothing: Any = None
     run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
     course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
@@ -64,7 +71,7 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
     Began.seen.clear()
     nothing: Any = None
     given = config(tmp_path, callbacks=[f"{__name__}:Began"])
-    run = Run(given, nothing, RunFolder(tmp_path / "run"), nothing, (), {}, None, None, None)
+    run = Run(given, nothing, begun(given, tmp_path), nothing, (), {}, None, None, None)
     course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
     survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
@@ -111,7 +118,7 @@ def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     watching.monitor._device._held = {1: 2.57, 3: 5.42}
     left: Any = SimpleNamespace(profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()), owners=Home())
     nothing: Any = None
-    run = Run(given, SimpleNamespace(ranks=3), RunFolder(tmp_path / "run"), left, (), {}, None, None, watching)  # type: ignore[arg-type]
+    run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
     run = replace(run, watched=(0, 1, 5, 7))
     course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
     peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
