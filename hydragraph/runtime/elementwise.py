@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,7 +69,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, ELEMENTWISE):
         raise _not_elementwise(kind)
     changed = next(_overridden(kind), None)
-    if changed is None and inspect.unwrap(optimizer.step) not in _STEPS:
+    if changed is None and _inside(optimizer.step) not in _STEPS:
         changed = "step"
     if changed is not None:
         base = next(c for c in kind.__mro__ if c in (*ELEMENTWISE, AdamW))
@@ -119,6 +118,17 @@ def _not_elementwise(kind: type) -> Unsupported:
     )
 
 
-# PyTorch wraps `step` in classes (profiling) and objects (learning-rate schedulers); the wrapped functions are
-# compared.
-_STEPS = frozenset(inspect.unwrap(kind.step) for kind in (*ELEMENTWISE, AdamW))
+def _inside(step: Any) -> Any:
+    """Return the function that PyTorch's own wrappers call: those of profiling and of learning-rate schedulers."""
+    function = getattr(step, "__func__", step)
+    while hasattr(function, "__wrapped__") and _is_torch(function):
+        function = function.__wrapped__
+    return function
+
+
+def _is_torch(function: Any) -> bool:
+    # Not by __module__, which functools.wraps copies.
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
+
+
+_STEPS = frozenset(_inside(kind.step) for kind in (*ELEMENTWISE, AdamW))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,14 @@ def test_a_subclass_that_changes_the_update_is_refused(kind: type[torch.optim.Op
         check_elementwise(kind(named(), lr=0.1))  # type: ignore[call-arg]
 
 
-def test_a_step_that_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_step_that_was_replaced_is_refused(decorated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD(named(), lr=0.1)
-    monkeypatch.setattr(optimizer, "step", lambda closure=None: None)
+
+    def step(closure: Any = None) -> None:
+        """Update no parameter."""
+
+    monkeypatch.setattr(optimizer, "step", functools.wraps(optimizer.step)(step) if decorated else step)
     with pytest.raises(Unsupported, match="defines its own 'step'"):
         check_elementwise(optimizer)
 

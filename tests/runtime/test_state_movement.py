@@ -36,16 +36,15 @@ def momentum_of_some(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
 
 
 def half(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Keep one state in 16 bits, as some of one's own do; messages then have odd places."""
-    optimizer = torch.optim.AdamW(named, lr=0.1)  # type: ignore[arg-type]
+    """Return an optimizer for `narrow`, which keeps a state in 16 bits; messages then have odd offsets."""
+    return torch.optim.AdamW(named, lr=0.1)  # type: ignore[arg-type]
 
-    def narrow(*_: object) -> None:
-        for state in optimizer.state.values():
-            state["exp_avg"] = state["exp_avg"].bfloat16().float()
-            state["seen"] = state["exp_avg"].to(torch.bfloat16)
 
-    optimizer.register_step_post_hook(narrow)
-    return optimizer
+def narrow(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that has stepped a state in 16 bits."""
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].bfloat16().float()
+        state["seen"] = state["exp_avg"].to(torch.bfloat16)
 
 
 FACTORIES: list[Callable[..., torch.optim.Optimizer]] = [
@@ -111,6 +110,8 @@ def trained(owners: Home, ranks: int, factory: Callable[..., torch.optim.Optimiz
                     owned = [whole[lo:hi] for lo, hi in piece.intervals]
                     home.parameters[name].grad = torch.cat(owned) if owned else None
             optimizer.step()
+            if factory is half:
+                narrow(optimizer)
         found.append(OwnedState.of(home, optimizer))
     return found
 
