@@ -186,7 +186,7 @@ def at_the_commit(prepared: Ready) -> tuple[list[float], bool, bool]:
         strike(exe, Op.UPDATE, cut_off)
     if own == 2:
         assert exe.optimizer is not None
-        exe.optimizer.step = partial(update_and_break, exe.optimizer, exe.optimizer.step)  # type: ignore[method-assign]
+        exe.optimizer.step = partial(update_and_break, exe.optimizer, exe.optimizer.step)  # type: ignore[method-assign, assignment]
     try:
         exe.step(batch(2))
         exe.step(batch(3))
