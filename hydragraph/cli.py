@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _app() -> typer.Typer:
-    """Return the verbs, each of which tells errors in sentences."""
+    """Return the app with all verbs; each prints an error as one sentence."""
     found = typer.Typer(
         help="Train one PyTorch model on many uneven devices.", no_args_is_help=True, pretty_exceptions_enable=False
     )
@@ -119,9 +119,9 @@ def _check_picture(path: Path | None) -> None:
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
-    """Turn errors into one sentence and an exit code, keeping tracebacks for --debug; show what goes on meanwhile."""
+    """Turn errors into one sentence and an exit code, show tracebacks with --debug, and show progress."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    # Also where nothing was asked for, one line says what was checked.
+    # One line says what was checked, even without --log-level.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
         if log_level is not None:
@@ -146,9 +146,9 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
             log.show(None)
 
 
-# What is wrong with a path that somebody gave, instead of a number and the system's words.
+# Messages for errors about a path that the user named, in place of the system's number and words.
 _PATHS: dict[type[Exception], str] = {
-    FileExistsError: "it is there already, and in the way: name another",
+    FileExistsError: "it already exists: name another path",
     FileNotFoundError: "there is no such file or directory: correct the path",
     IsADirectoryError: "a directory, where a file is needed: name the file",
     NotADirectoryError: "below a file, where a directory is needed: correct the path",

@@ -55,7 +55,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """
 
     def __init__(self, reason: int) -> None:
-        super().__init__(f"a rank was asked to stop ({reason}): save, and load that to go on")
+        super().__init__(f"a rank was asked to stop ({reason}): save, and load that to continue")
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
@@ -63,10 +63,10 @@ class Stopped(RuntimeError):  # noqa: N818
 
 
 class TooFewRanks(RuntimeError):  # noqa: N818
-    """So few ranks are left that training is not to go on; they have the whole state, and can save it."""
+    """Too few ranks are left to continue; they have the whole state, and can save it."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}; the state is whole: save it, and go on from there with more ranks")
+        super().__init__(f"{why}; the state is whole: save it, and continue from there with more ranks")
         self.why = why
 
     def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str]]:

@@ -119,7 +119,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_its_curve_goes_on(
     done = len(curve(tmp_path / "cut"))
     assert 15 <= done < STEPS
     last = tmp_path / "cut" / "run" / "checkpoints" / f"step-{done:08d}"
-    assert f"stopped after step {done} of {STEPS}, saved in {last}: go on with --resume" in errors
+    assert f"stopped after step {done} of {STEPS}, saved in {last}: continue with --resume" in errors
     result = run("train", config, "--resume")
     assert result.exit_code == 0, result.output
     assert curve(tmp_path / "cut") == undisturbed

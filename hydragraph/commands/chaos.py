@@ -1,4 +1,4 @@
-"""`hydragraph chaos`: disturb a training on purpose, and see that it goes on as if nobody had."""
+"""`hydragraph chaos`: inject faults into a training run, and compare its losses with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chaos_command(
         str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` says which there are.")
     ] = None,
     each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the moments and the ranks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that draws the times and the ranks.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None,
     overrides: Set = None,
     log_level: LogLevel = None,
@@ -35,7 +35,7 @@ def chaos_command(
 ) -> None:
     """Train undisturbed, and again with ranks killed, slowed and replaced; compare the loss curves.
 
-    --kinds names what else may befall ranks: they are paused (for 3 s) or stopped for good; the first, two or all are
+    --kinds names further faults: ranks are paused (for 3 s) or stopped permanently; the first, two or all are
     killed at once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is
     written, right after a step (evaluate), or while the plan switches or state moves because it is slow.
 

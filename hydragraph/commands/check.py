@@ -43,7 +43,9 @@ def check_command(
             help="Sequence lengths to draw a step from; default: sequences of data.max_length, the worst case."
         ),
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="What hydragraph profile measured, for the seconds.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="A file that hydragraph profile wrote, to predict seconds.")
+    ] = None,
     corrections: CorrectionsFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     overrides: Set = None,
@@ -93,7 +95,7 @@ def check_command(
 
 
 def _look_at_data(config: TrainConfig) -> None:
-    """Say what training here would refuse of the data; they may be on another machine, so it is no error."""
+    """Print what training here would refuse about the data; they may be on another machine, so it is not an error."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:

@@ -31,7 +31,7 @@ def compare_command(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was trained with --trace, such as runs/demo.")],
     profile: Annotated[
         str | None,
-        typer.Option(help="What hydragraph profile measured; default: the config's plan.profile, or a datasheet."),
+        typer.Option(help="A file that hydragraph profile wrote; default: the config's plan.profile, or a datasheet."),
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices and links; default: the profile's own.")
@@ -41,10 +41,10 @@ def compare_command(
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
-    """Hold the traced steps of a run against their simulation: by kind of instruction and by rank.
+    """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Every second of a rank belongs to one kind. A wait is the other ranks' until they had sent, and the transfer's from
-    then on. Of every strategy the first step is left out, as it also compiles and connects.
+    Every second of a rank belongs to one kind. A wait counts for the other ranks until they have sent, and for
+    the transfer afterwards. The first step of each strategy is left out, because it also compiles and connects.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
@@ -88,7 +88,7 @@ def run_costs(
 
 
 def _datasheet(config: TrainConfig, where: Cluster) -> Profile:
-    """Return what the devices' datasheet says of the run's model."""
+    """Return the costs of the run's model by the devices' datasheet."""
     import torch
 
     from hydragraph.commands.launch_process import quieten

@@ -48,11 +48,15 @@ def compile_command(
     config: Config,
     strategies: Strategies = None,
     home: HomeText = None,
-    micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
+    micro_batches: Annotated[
+        str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all.")
+    ] = "2",
     output: Annotated[Path, typer.Option(help="The folder to write; an earlier compile's is replaced.")] = Path(
         "compiled"
     ),
-    ranks: Annotated[int | None, typer.Option(min=1, help="Of the run to come; default: the config's ranks.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's ranks.")
+    ] = None,
     backend: Annotated[
         str | None,
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
@@ -60,7 +64,7 @@ def compile_command(
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Also write Inductor's code, for starts with --trust. Whoever writes it runs code."
+            "--trust", help="Also write Inductor's code, for train --trust: loading the folder then runs its code."
         ),
     ] = False,
     overrides: Set = None,
@@ -114,7 +118,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 
 
 def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust: bool = False) -> Summary:
-    """Compile and write; print nothing, but show how far that is on a terminal."""
+    """Compile and write; show progress on a terminal, print no result."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler

@@ -24,7 +24,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # nothing may be forgotten: a variant that was compiled twice would be taken for two
-_TOKENS = 1024  # at which saved bytes are counted, and at twice as many
+_TOKENS = 1024  # saved bytes are counted at this size and at twice as many
 
 Tell = Callable[[str], None]
 
@@ -67,7 +67,7 @@ class VariantRecord:
 
 @dataclass(frozen=True)
 class StrategyRecord:
-    """What became of one strategy.
+    """Result of compiling one strategy.
 
     Attributes:
         strategy: its text with its fingerprint; as it was given, where it does not fit.
@@ -148,7 +148,7 @@ class Compiler:
 
     @property
     def traced(self) -> Variants:
-        """What was compiled, before any backend took it."""
+        """Compiled variants, before a backend compiles them."""
         return self._traced
 
     @property

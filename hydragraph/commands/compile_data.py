@@ -29,7 +29,7 @@ Line = tuple[float, float]  # bytes, and bytes per token
 
 @dataclass(frozen=True)
 class BlockData:
-    """What one compiled block holds and sends on some ranks of a kind of stage.
+    """Memory and messages of one compiled block on some ranks of a kind of stage.
 
     Attributes:
         kind: of the stage, such as "tp2s".
@@ -95,12 +95,12 @@ class ModelData:
 
     @cached_property
     def outline(self) -> Outline:
-        """What programs are built from."""
+        """Data that programs are built from."""
         return self.sizes.outline()
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What is pulled and pushed together."""
+        """Buckets: parameters that are pulled and pushed together."""
         return self.sizes.buckets()
 
     @property
@@ -148,7 +148,7 @@ class RecordedBlocks:
 
 
 def at(line: Sequence[float], tokens: int) -> int:
-    """Return the bytes that a line gives for so many tokens."""
+    """Return the bytes that a line gives for a number of tokens."""
     return max(0, round(line[0] + line[1] * tokens))
 
 

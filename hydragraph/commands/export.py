@@ -18,7 +18,7 @@ def export_command(
     run: Annotated[Path, typer.Argument(help="The output folder of a run.")],
     to: Annotated[Path, typer.Option("--to", help="The directory to write; it must be new or empty.")],
     step: Annotated[
-        str | None, typer.Option(metavar="N", help="Of the checkpoint after this step; default: the latest.")
+        str | None, typer.Option(metavar="N", help="Export the checkpoint after this step; default: the latest.")
     ] = None,
     merged: Annotated[
         bool, typer.Option("--merged", help="Of a run with adapters: the whole model, with them added.")
@@ -35,7 +35,7 @@ def export_command(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype!r}: use float32, bfloat16 or float16")
     if not run.is_dir():
-        raise ValueError(f"{run} is no directory: name the output folder of a run")
+        raise ValueError(f"{run} is not a directory: name the output folder of a run")
     import torch
 
     from hydragraph.train.huggingface_export import export_checkpoint

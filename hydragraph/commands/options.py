@@ -1,4 +1,4 @@
-"""What several verbs are given, and how it is read."""
+"""Options that several verbs share, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ HomeText = Annotated[
 CorrectionsFile = Annotated[
     Path | None,
     typer.Option(
-        "--corrections", help="What hydragraph compare found, such as runs/demo/corrections.json: it corrects seconds."
+        "--corrections",
+        help="A file that hydragraph compare wrote, such as runs/demo/corrections.json, to correct seconds.",
     ),
 ]
 LogLevel = Annotated[
@@ -46,7 +47,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
     """Read the numbers of micro-batches of all pipelines: "4,2", or one number for all.
 
     Raises:
-        ValueError: these are no numbers, all 0, or not as many as there are pipelines.
+        ValueError: the text is not numbers, all are 0, or their count is not the number of pipelines.
     """
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
@@ -57,17 +58,19 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read numbers of micro-batches before it is known of how many pipelines they are.
+    """Read numbers of micro-batches before the number of pipelines is known.
 
     Raises:
-        ValueError: these are no numbers, or all 0.
+        ValueError: the text is not numbers, or all are 0.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
     counts = [int(part) for part in parts]
     if not any(counts):
-        raise ValueError(f"--micro-batches {text!r}: nothing would be computed; give some pipeline at least 1")
+        raise ValueError(
+            f"--micro-batches {text!r}: no pipeline would compute; give at least one pipeline a micro-batch"
+        )
     return counts
 
 

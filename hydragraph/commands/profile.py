@@ -36,15 +36,16 @@ def profile_command(
     ] = None,
     out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json"),
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Measure stages with sequence parallelism, too.")
+        bool, typer.Option("--sequence-parallel", help="Also measure stages with sequence parallelism.")
     ] = False,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Measure stages that recompute, too.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False,
     longest: Annotated[
         int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")] = 5,
     type_: Annotated[
-        str | None, typer.Option("--type", help="What clusters call this type of device; default: its own name.")
+        str | None,
+        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's own name."),
     ] = None,
     overrides: Set = None,
     log_level: LogLevel = None,
@@ -123,7 +124,7 @@ def _read_schemes(text: str) -> tuple[Scheme, ...]:
 
 
 def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
-    """Return all schemes of a model that so many ranks can run."""
+    """Return all schemes of a model that a number of ranks can run."""
     degrees = [tp for tp in range(1, ranks + 1) if all(heads % tp == 0 for heads in program.heads)]
     return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
 

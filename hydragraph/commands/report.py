@@ -36,7 +36,7 @@ def report_command(
     source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The HTML file; default: report.html in the run's folder, or beside the file, by its name."),
+        typer.Option(help="The HTML file; default: report.html in the run's folder, or the file's name with .html."),
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of devices and links; it has one device per rank.")
@@ -47,7 +47,7 @@ def report_command(
     strategies: Strategies = None,
     home: HomeText = None,
     profile: Annotated[
-        str | None, typer.Option(help="What hydragraph profile measured; default: floating-point operations.")
+        str | None, typer.Option(help="A file that hydragraph profile wrote; default: floating-point operations.")
     ] = None,
     corrections: CorrectionsFile = None,
     overrides: Set = None,
@@ -56,8 +56,8 @@ def report_command(
 ) -> None:
     """Write one HTML file: timelines, memory, traffic, strategies and why the losers lost.
 
-    Of a config, its strategies are simulated; of a plan, its rivals are told; of a run, its losses, its speed and what
-    happened to its ranks are shown, and where it was traced, what was predicted beside what was measured. The file
+    For a config, the report simulates its strategies. For a plan, it lists the rivals and why they lost. For a run, it
+    shows losses, speed and changes of ranks, and compares prediction and measurement if the run was traced. The file
     needs no network and no other file.
     """
     from hydragraph.report.page import write_report

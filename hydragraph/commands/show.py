@@ -1,4 +1,4 @@
-"""`hydragraph show`: a model's program, the ranks' programs and passes, and what a compiled folder says of them."""
+"""`hydragraph show`: a model's program, the ranks' programs and passes, and the contents of a compiled folder."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def show_command(
         list[str] | None,
         typer.Option("--strategy", help="A text or a YAML file; of a folder, also its number there. Default: all."),
     ] = None,
-    micro_batches: Annotated[str, typer.Option(help="Of each pipeline, as in 4,2; one number is for all.")] = "2",
-    rank: Annotated[
-        int | None, typer.Option(help="Show this rank's program only; with what follows, what is this rank's.")
-    ] = None,
+    micro_batches: Annotated[
+        str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all.")
+    ] = "2",
+    rank: Annotated[int | None, typer.Option(help="Show this rank only, also in the views below.")] = None,
     parameter: Annotated[
-        str | None, typer.Option(help="Who owns what of a parameter, and who computes with it, such as lm_head.weight.")
+        str | None, typer.Option(help="Owners and users of a parameter, such as lm_head.weight.")
     ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="What ranks hold when they hold most.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Peak memory of each rank, by kind.")] = False,
     limit: Annotated[
-        float | None, typer.Option("--limit", help="Of memory per device, in bytes, such as 80e9: what exceeds it.")
+        float | None, typer.Option("--limit", help="Memory of a device in bytes, such as 80e9: mark what exceeds it.")
     ] = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="The bytes between ranks and nodes, by kind.")] = False,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a micro-batch, for --memory and --traffic.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for --memory and --traffic.")] = 2048,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="With --schedule: a picture of it, .svg or .png.")] = None,
     diff: Annotated[
-        str | None, typer.Option(help="What differs in another folder, or in another strategy of this one.")
+        str | None, typer.Option(help="Differences from another folder, or from another strategy of this one.")
     ] = None,
     passes: Annotated[
         bool,
@@ -69,8 +69,8 @@ def show_command(
 ) -> None:
     """Print a model's program, every rank's verified program (--strategy), or what a compiled folder holds.
 
-    Of a folder nothing is traced. A config is compiled for what only a folder tells: --parameter, --memory, --traffic,
-    --schedule, --diff.
+    A folder is read without tracing. A config is compiled first for --parameter, --memory, --traffic, --schedule and
+    --diff.
     """
     chosen = tuple(strategies or ())
     check_counts(micro_batches)
@@ -173,7 +173,7 @@ def _differences(folder: ShownFolder, found: Sequence[ShownStrategy], other: str
     if Path(other).is_dir():
         return folder_diff(folder, ShownFolder.open(Path(other)))
     if not found:
-        raise ValueError(f"{folder.path}: no strategy of it fits, so there is nothing to compare")
+        raise ValueError(f"{folder.path}: none of its strategies fits, so none can be compared")
     return strategy_diff(found[0], folder.strategy(other))
 
 

@@ -1,4 +1,4 @@
-"""A folder that `hydragraph compile` wrote, opened to look into; nothing is traced, and no model is needed."""
+"""A reader of folders that `hydragraph compile` wrote; it needs no model and does not trace."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ShownFolder:
 
     @cached_property
     def data(self) -> ModelData:
-        """What is known of the model."""
+        """Data of the model."""
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
@@ -126,7 +126,7 @@ class ShownFolder:
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return the sentence for a name that there is not, with near ones or the first few that there are."""
+    """Return the error for an unknown name, with similar names or the first few known ones."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"

@@ -24,7 +24,7 @@ def memory_lines(
 
     Args:
         tokens: of every micro-batch, in one sequence.
-        limit: bytes that a device has; None: nobody knows.
+        limit: bytes of a device; None: unknown.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
     yield "  state: home weights and moments; shard: home gradients; weights, gradients: the stage's;"

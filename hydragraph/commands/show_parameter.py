@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --parameter NAME`: who holds what of a parameter, at home and under each strategy."""
+"""`hydragraph show DIR --parameter NAME`: owners and users of a parameter, at home and under each strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.report.number_text import bytes_text
 def parameter_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
 ) -> Iterator[str]:
-    """Yield who owns a parameter, and who computes with it; of one rank, if one is given.
+    """Yield the owners and users of a parameter, for one rank if given.
 
     Raises:
         ValueError: the model has no such parameter; with near names.
@@ -57,7 +57,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
         if low < high and rank in (None, owner):
             owned.append((owner, low - start, high - start, copy))
     if not owned:
-        yield "  it owns nothing of it" if rank is not None else "  nobody owns it"
+        yield "  it owns no part of it" if rank is not None else "  no rank owns it"
     # Neighbours that own equally much are one line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
@@ -75,7 +75,7 @@ def _users(
     holders = dict(placement.holders).get(bucket.name, ())
     stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
     if not stages:
-        yield "  it computes without it" if rank is not None else "  nobody computes with it"
+        yield "  it computes without it" if rank is not None else "  no rank computes with it"
     for stage in stages:
         yield from _stage(stage, parameter, folder.data.sizes.itemsize, rank)
 

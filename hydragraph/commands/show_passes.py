@@ -1,4 +1,4 @@
-"""What `hydragraph show --passes` prints: the lists of passes; with a config, what each makes of them."""
+"""The output of `hydragraph show --passes`: the lists of passes, and with a config the graphs after each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`hydragraph show DIR --schedule`: when each stage runs which forward and backward, as text and as a picture.
 
 Time is counted in forwards of one block: a backward takes two of them for each, three where it recomputes, and messages
-take none. What depends on devices and links is `hydragraph simulate`'s.
+take none. `hydragraph simulate` prices devices and links.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """What stages do that do the same at the same time.
+    """Work of stages that do the same at the same time.
 
     Attributes:
         pipelines: the pipelines of which each has such a stage, or which share this one.
@@ -101,7 +101,7 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Op, int, i
             role = stages[i].role_of(m)
             step = -1 if op is Op.FORWARD else 1
             before = at.get((role.pipeline, role.stage + step))
-            # Below the lowest block that learns there is no backward to wait for.
+            # Below the lowest trainable block no backward runs.
             needs = (before, op, m) if before is not None and (op, m) in there[before] else None
             if needs is not None and needs not in done:
                 break

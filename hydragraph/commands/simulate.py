@@ -58,12 +58,13 @@ def simulate_command(
     micro_batches: Annotated[
         str | None,
         typer.Option(
-            help="Of each pipeline, as in 4,2; one number is for all. Default: a step's tokens (data.tokens_per_step), "
-            "each micro-batch going to the pipeline that ends it first."
+            help="Micro-batches of each pipeline, such as 4,2; one number for all. Default: a step's tokens "
+            "(data.tokens_per_step), each micro-batch assigned to the pipeline that would finish it first."
         ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of one micro-batch, taken as one sequence; default: data.max_length.")
+        int | None,
+        typer.Option(min=1, help="Tokens of one micro-batch, taken as one sequence; default: data.max_length."),
     ] = None,
     lengths: Annotated[
         Path | None,
@@ -73,7 +74,7 @@ def simulate_command(
         ),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="What hydragraph profile measured; default: floating-point operations.")
+        str | None, typer.Option(help="A file that hydragraph profile wrote; default: floating-point operations.")
     ] = None,
     efficiency: Annotated[
         float | None, typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches (0.45).")

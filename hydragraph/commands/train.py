@@ -221,15 +221,15 @@ def _overdue(config: TrainConfig) -> str:
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
-    """Say where a run was stopped, and how it goes on; on the rank that leads."""
+    """Print on the leading rank where a run was stopped, and how to continue."""
     if not leads():
         return
     last = outcome.folder.last()
     if last is None:
-        _print("stopped before the first step: nothing had to be saved")
+        _print("stopped before the first step: no checkpoint was needed")
     else:
         of = f" of {config.steps}" if config.epochs is None else ""
-        _print(f"stopped after step {last.step}{of}, saved in {last.path}: go on with --resume")
+        _print(f"stopped after step {last.step}{of}, saved in {last.path}: continue with --resume")
 
 
 def _print_outcome(outcome: RunOutcome) -> None:

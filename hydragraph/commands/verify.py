@@ -1,4 +1,4 @@
-"""`hydragraph verify`: every strategy's loss and gradients beside one device's."""
+"""`hydragraph verify`: compare every strategy's loss and gradients with one device's."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def directory_of(config: ModelConfig) -> str:
             f"{field} {path}: there is no such directory; if this is a model of the Hugging Face hub, fetch it "
             f"(hf download {path} --local-dir {Path(path).name}) and name its directory"
         )
-    what = "holds no config.json" if Path(path).is_dir() else "is no directory"
+    what = "holds no config.json" if Path(path).is_dir() else "is not a directory"
     raise ValueError(f"{field} {path} {what}: name a directory that save_pretrained wrote")
 
 

@@ -291,7 +291,7 @@ class RunFolder:
         """Check before the slow part whether the folder is writable, even for root on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
-            raise ValueError(f"output {self.path}: {there} is no directory: choose another output")
+            raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")
         if not os.access(there, os.W_OK | os.X_OK):
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 

@@ -172,7 +172,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
         (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
         (("--cluster", "x.yaml", "--devices", "2"), "give one of them"),
         (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: unknown rank: device 1"),
-        (("--micro-batches", "0"), "nothing would be computed; give some pipeline at least 1"),
+        (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "name some by --strategy"),
         (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),

@@ -81,7 +81,7 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
         ({"model__architecture": "LlamaForCausallM"}, 1, "did you mean LlamaForCausalLM"),
         ({"model__config": {"hidden_sizes": 3}}, 1, "no field 'hidden_sizes': did you mean 'hidden_size'"),
         ({"model": {"path": "Qwen/Qwen2.5-0.5B"}}, 1, "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
-        ({"model": {"path": "/nowhere/at/all"}}, 1, "model.path /nowhere/at/all is no directory: name a directory"),
+        ({"model": {"path": "/nowhere/at/all"}}, 1, "model.path /nowhere/at/all is not a directory: name a directory"),
         ({"optimizer": {"name": "adamw"}}, 1, "optimizer.name: .*'adamw': did you mean AdamW"),
         ({"optimizer": {"name": "Muon"}}, 1, "Muon.*use one of torch.optim's SGD"),
         ({"optimizer": {"name": "LBFGS"}}, 1, "LBFGS"),

@@ -60,7 +60,7 @@ def test_a_skeleton_has_shapes_only() -> None:
         (llama(hidden_size="wide"), "model.config: LlamaConfig refuses it"),
         (llama(hidden_size=17), "model.config: LlamaConfig refuses it"),
         (llama(vocab_size=49), "model.config.vocab_size is 49, but the tokenizer's ids need 50"),
-        (ModelConfig(path="/nowhere"), "model.path /nowhere is no directory"),
+        (ModelConfig(path="/nowhere"), "model.path /nowhere is not a directory"),
     ],
 )
 def test_errors_name_the_field(config: ModelConfig, sentence: str) -> None:

@@ -120,9 +120,9 @@ def test_errors_name_the_field(tmp_path: Path, model: dict[str, Any], sentence: 
 
 def test_a_directory_without_a_tokenizer_or_a_config_is_refused(tmp_path: Path) -> None:
     given = config(tmp_path, {"weights": str(tmp_path / "nowhere")}, "run")
-    with pytest.raises(ValueError, match=r"model.weights .*nowhere is no directory"):
+    with pytest.raises(ValueError, match=r"model.weights .*nowhere is not a directory"):
         train(given, "new", hg.compile, Watched())
-    with pytest.raises(ValueError, match=r"model.weights .*nowhere is no directory: name a directory"):
+    with pytest.raises(ValueError, match=r"model.weights .*nowhere is not a directory: name a directory"):
         build_model(given.model, 50, 7, 0)
 
 

@@ -39,7 +39,7 @@ class Target:
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that a number is no smaller than another; None: not measured.
+        """Return the target that a number is at least another; None: not measured.
 
         Args:
             form: how to write both numbers.
@@ -50,7 +50,7 @@ class Target:
 
     @classmethod
     def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that a number is no larger than another; arguments as for `at_least`."""
+        """Return the target that a number is at most another; arguments as for `at_least`."""
         wish = text or f"<= {form.format(wanted)}"
         return cls(name, wish, "-" if found is None else form.format(found), None if found is None else found <= wanted)
 

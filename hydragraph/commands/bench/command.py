@@ -25,7 +25,7 @@ class Size(str, Enum):  # noqa: UP042  typer reads the values
 _Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")]
 _Compiled = Annotated[
     bool | None,
-    typer.Option("--compiled/--no-compiled", help="Compare with torch.compile, too; default: on a GPU only."),
+    typer.Option("--compiled/--no-compiled", help="Also compare with torch.compile; default: on a GPU only."),
 ]
 _Csv = Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")]
 _Picture = Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")]
@@ -80,11 +80,11 @@ def link_command(
     home: Annotated[
         str, typer.Option(help='The share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares.')
     ] = "equal",
-    tokens: Annotated[int, typer.Option(min=1, help="Of one simulated micro-batch.")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of every pipeline in the simulation.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one simulated micro-batch.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each simulated pipeline.")] = 4,
     measure: Annotated[
         bool | None,
-        typer.Option("--measure/--no-measure", help="Run it, too, on local CPU ranks; default: tiny and small models."),
+        typer.Option("--measure/--no-measure", help="Also run it on local CPU ranks; default: tiny and small models."),
     ] = None,
     csv: _Csv = None,
     picture: _Picture = None,
@@ -121,12 +121,16 @@ def link_command(
 def step_command(
     device: _Device = None,
     model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=64, help="Of a mini-batch; default: 32,768, or 1,024.")] = None,
-    longest: Annotated[int | None, typer.Option(min=16, help="Sequence; default: a quarter of the tokens.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="That count, after two of warming up.")] = 5,
+    tokens: Annotated[
+        int | None, typer.Option(min=64, help="Tokens of a mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after two rounds of warm-up.")] = 5,
     compiled: _Compiled = None,
     backend: Annotated[
-        str | None, typer.Option(help="What hydragraph compiles its graphs with, where hydragraph.compile takes one.")
+        str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
     ] = None,
     csv: _Csv = None,
     picture: _Picture = None,
@@ -134,7 +138,7 @@ def step_command(
     markdown: _Markdown = None,
     debug: _Debug = False,
 ) -> None:
-    """Time one rank's training step on variable-length batches: tokens/s and MFU, beside the Hugging Face model.
+    """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
     The other sides are the eager model on padded batches, on packed ones with PyTorch's flash attention, and the same
     under torch.compile. All train on the same sequences; losses and gradient norms are compared first.

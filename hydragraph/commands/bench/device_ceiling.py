@@ -40,7 +40,7 @@ class Ceilings:
 
     @property
     def peak_name(self) -> str:
-        """What `peak_flops_per_s` is, for headings."""
+        """Description of `peak_flops_per_s` for headings."""
         kind = "nominal" if self.nominal_flops_per_s else "measured"
         return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
 

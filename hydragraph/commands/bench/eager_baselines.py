@@ -19,7 +19,7 @@ from hydragraph.private.inductor import may_vary
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import sequence_of
 
-ATTENTION = "hydragraph_bench"  # the name under which transformers finds `attention`
+ATTENTION = "hydragraph_bench"  # transformers registers `attention` as this
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Batch], Tensor]
@@ -99,7 +99,7 @@ class Baseline:
         return float(torch.stack(losses).sum())
 
     def checked(self, sequences: Sequence[Tensor]) -> tuple[float, float]:
-        """Return loss and gradient norm of a mini-batch, updating nothing."""
+        """Return loss and gradient norm of a mini-batch without an update."""
         loss = self.backward(sequences)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.stack([g.double().norm() for g in gradients]).norm())
@@ -172,7 +172,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend within packed sequences, in the dtype of the values.
 
-    Under autocast a Llama rotates queries and keys in fp32; transformers' own flash attention casts them back, too.
+    Under autocast a Llama rotates queries and keys in fp32; transformers' own flash attention also casts them back.
     """
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 

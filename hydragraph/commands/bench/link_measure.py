@@ -1,4 +1,4 @@
-"""Pulls and pushes measured on ranks: beside a step's computing, and alone."""
+"""Pulls and pushes measured on ranks: during a step's computation, and alone."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _count_bytes(exe: Executable) -> Counter[Role]:
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    """Return the median seconds in which this rank has all that one direction brings it, with nothing beside it."""
+    """Return the median seconds of all transfers of one direction to this rank, alone."""
     buffers = Buffers(exe.world.device)
     rank = exe.rank
     ranks = exe.ranks

@@ -19,11 +19,11 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Overlap:
-    """How well communication hides behind computation.
+    """Overlap of communication with computation.
 
     Attributes:
-        alone_s: what it takes with nothing beside it.
-        exposed_s: what it adds to a step.
+        alone_s: seconds of the transfers alone.
+        exposed_s: seconds that they add to a step.
         step_s: the step with it.
     """
 
@@ -49,7 +49,7 @@ def simulated(
     moved: Traffic,
     home: Home | None = None,
 ) -> Overlap:
-    """Simulate a step with and without one direction's traffic, and that traffic with nothing beside it.
+    """Simulate a step with and without one direction's traffic, and that traffic alone.
 
     Args:
         tokens: of a micro-batch, one sequence.

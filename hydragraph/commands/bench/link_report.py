@@ -44,7 +44,7 @@ MEASURED_RANKS = 4
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """What is linked.
+    """The two layouts that a link connects, and how to measure it.
 
     Attributes:
         model: as `shapes.meta_model` takes it.
@@ -95,7 +95,7 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
         ValueError: a strategy does not fit the model or the cluster, or both ends are home.
     """
     if settings.source == settings.target == HOME:
-        raise ValueError("--from home --to home moves nothing: name a strategy, such as --to '<tp2,pp1>'")
+        raise ValueError("--from home --to home has no traffic: name a strategy, such as --to '<tp2,pp1>'")
     tell("capturing the model")
     program = capture(meta_model(settings.model), dtype=settings.dtype)
     strategies = _strategies(settings, program)
@@ -183,7 +183,7 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
         f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "
         "own layouts, a rank takes what it holds from itself.",
         f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens for "
-        "every pipeline. Alone: nothing beside it; exposed: what the step takes longer for it; overlapped: 1 - "
+        "every pipeline. Alone: without computation; exposed: what it adds to the step; overlapped: 1 - "
         "exposed / alone. Computation takes its FLOPs at 45 % of the datasheet's rate; streams share ports and cards.",
     )
 

@@ -1,4 +1,4 @@
-"""One rank's training step: hydragraph beside the Hugging Face model, on the same sequences."""
+"""One rank's training step: hydragraph and the Hugging Face model on the same sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What is trained.
+    """Settings of the benchmark.
 
     Attributes:
         shape: of the model.
@@ -55,7 +55,7 @@ class StepSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """Dtype of the computation."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def sequences(self, turn: int) -> list[Tensor]:
@@ -66,7 +66,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Found:
-    """What one side measured.
+    """Measurements of one side.
 
     Attributes:
         seconds: median of one step.
@@ -165,7 +165,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the seconds of all pulls and of all pushes of one step of one rank, with nothing beside them."""
+    """Return the seconds of all pulls and of all pushes of one step of one rank, each alone."""
     streams = streams_of(device, exe.world.backend, 1)
     buffers = Buffers(device, streams)
     links = {}
@@ -212,7 +212,7 @@ def _report(
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
         f"Ceilings, measured in this run: {ceilings}. MFU is of {ceilings.peak_name}, by the operations that "
-        "training_flops counts: causal halving, sum of squared lengths, nothing computed twice.",
+        "training_flops counts: causal halving, sum of squared lengths, without recomputation.",
         f"Lengths {settings.shortest} to {settings.longest}, other ones every round; medians of {settings.rounds} "
         "rounds in which all sides take turns; tokens/s counts no padding.",
         _precision(settings),
@@ -238,7 +238,7 @@ def step_targets(sides: Mapping[str, Found], flops: float, share: float | None) 
     """Compare a step with what has to be reached on one H200.
 
     Args:
-        sides: by name; empty where nothing was measured.
+        sides: by name; empty if not measured.
         flops: of one step.
         share: percent of the step that pulls and pushes take.
     """
