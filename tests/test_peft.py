@@ -85,7 +85,7 @@ def train(prepared: Ready, strategies: list[str], path: str) -> Run:
     first([("plain", False)], [*((kind, False) for kind in TRAINED), ("plain", True)]),
 )
 def test_lora_trains_as_on_one_device_and_peft_reads_it(kind: str, several: bool, tmp_path: Path) -> None:
-    strategies = STRATEGIES[1:] if kind == "plain" and not several else STRATEGIES[:1]
+    strategies = STRATEGIES[2:] if kind == "plain" and not several else STRATEGIES[:1]
     runs = hg.launch(train, 3, strategies, str(tmp_path), prepare=partial(ready, strategies, kind, several))
     model = adapted(kind, several)
     wanted = reference.train(model, batches(), sgd)

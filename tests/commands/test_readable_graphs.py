@@ -17,6 +17,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
+from tests.thorough import first
 
 SIZES = {
     "hidden_size": 16,
@@ -84,7 +85,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("block", [0, 1, 2], ids=["embed", "layer", "head"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", first([True], [False, True]))
 @pytest.mark.parametrize(
     "part", [StagePart(), StagePart(StageKind(2), 0), StagePart(StageKind(2, True), 1)], ids=["tp1", "tp2", "tp2s"]
 )

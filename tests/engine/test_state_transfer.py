@@ -131,7 +131,7 @@ def cut_off() -> None:
 # At every instruction.
 
 
-SOME = [Op.PULL, Op.RECEIVE, Op.PUSH, Op.UPDATE]  # the others repeat the step, except after UPDATE
+SOME = [Op.RECEIVE, Op.UPDATE]  # the others repeat the step, except after UPDATE
 
 
 def struck_everywhere(prepared: Ready, ops: Sequence[Op]) -> list[float]:

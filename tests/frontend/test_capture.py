@@ -52,7 +52,7 @@ FAMILIES = list(MODELS)
 
 
 @pytest.mark.parametrize("lengths", first([[2], [5, 1, 3]], [[2], [5, 1, 3], [150, 50]]), ids=str)
-@pytest.mark.parametrize("name", first(["llama", "gpt2", "gemma", "mixtral", "opt", "phi"], FAMILIES))
+@pytest.mark.parametrize("name", first(["gpt2", "gemma", "mixtral", "phi"], FAMILIES))
 def test_packed_loss_and_gradients_equal_the_models_on_each_sequence_alone(name: str, lengths: list[int]) -> None:
     program, model = captured(name)
     given, total = batch(lengths), torch.zeros(())
@@ -69,7 +69,7 @@ def test_packed_loss_and_gradients_equal_the_models_on_each_sequence_alone(name:
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale, parameter
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first(["qwen3", "gpt_neox"], FAMILIES))
 def test_a_program_names_every_parameter_once(name: str) -> None:
     program, model = captured(name)
     assert {n: p.shape for n, p in program.parameters.items()} == {

@@ -53,7 +53,6 @@ def model(cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> Own:
     ("kind", "dtype", "cast"),
     [
         (torch.float64, torch.float32, lambda block, x: x.double()),
-        (torch.bfloat16, torch.float32, lambda block, x: x.bfloat16()),
         (torch.float32, torch.bfloat16, lambda block, x: x.float()),
     ],
 )

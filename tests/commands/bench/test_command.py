@@ -48,7 +48,7 @@ def test_link_of_a_push_and_a_pull() -> None:
     [
         (("kernels", "adam", "--device", "cpu"), "no kernel 'adam': use some of varlen_attention"),
         (("kernels", "--device", "warp"), "--device warp:"),
-        (("link", "--to", "home", "--model", "tiny"), "--from home --to home moves nothing"),
+        (("link", "--to", "home", "--model", "tiny"), "--from home --to home has no traffic"),
         (("link", "--to", "<tp3,pp1>", "--model", "tiny"), "degree 3 (its number of devices) does not divide 4"),
         (("link", "--to", "8*<tp1,pp1>", "--model", "tiny", "--measure"), "--measure runs up to 4 local ranks, not 8"),
         (("link", "--model", "nowhere"), "--model nowhere: name one of tiny, small, 1b, 7b"),
