@@ -1,24 +1,20 @@
 """Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule.
 
-A rank's work is a list of tasks, each the forward or the backward of one micro-batch through the stage, ordered by the
-clock (`ir.schedules.clock`). 1F1B runs min(M, S - 1 - s) forwards ahead on stage s of S, then alternates, then drains:
-at most S - s micro-batches of a pipeline are alive. GPipe runs all forwards, then all backwards. Both run a pipeline's
-micro-batches in ascending order, so that they sum gradients in the same order.
+Each action of the schedule (`ir.schedules`) becomes the forward or the backward of one micro-batch through the stage's
+blocks, with the messages that it needs and makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import itemgetter
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import Value, activation, activation_gradient, aux, gradients, loss, message, saved, weights
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
-
-Task = tuple[Op, int]
 
 
 def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
@@ -31,31 +27,11 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
     if stage is None:
         return program
     instructions: list[Instruction] = []
-    for op, micro_batch in tasks(placement, stage, mode):
-        run = _forward if op is Op.FORWARD else _backward
-        role = stage.role_of(micro_batch)
-        instructions += run(placement.outline, stage, role, program.rank, micro_batch, mode)
+    for action in placement.actions(stage, mode):
+        run = _forward if action.work is Work.FORWARD else _backward
+        role = stage.role_of(action.micro_batch)
+        instructions += run(placement.outline, stage, role, program.rank, action.micro_batch, mode)
     return replace(program, instructions=tuple(instructions))
-
-
-def tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> tuple[Task, ...]:
-    """Return a stage's (forward or backward, micro-batch) tasks in order."""
-    beats = placement.beats(stage)
-    of_pipelines = [(beats[role.pipeline], role.micro_batches) for role in stage.roles]
-    # At equal clock times a backward comes first, to free memory; ties are then broken by the order of pipelines.
-    forwards = [(beat.forward_at(m), 1, (Op.FORWARD, m)) for beat, numbers in of_pipelines for m in numbers]
-    backwards = [(beat.backward_at(m), 0, (Op.BACKWARD, m)) for beat, numbers in of_pipelines for m in numbers]
-    forwards.sort(key=itemgetter(0))
-    if mode == "evaluate":
-        in_order = forwards
-    elif placement.schedule == "gpipe":
-        in_order = [*forwards, *sorted(backwards, key=itemgetter(0))]
-    elif not stage.roles[0].following:
-        # On the last stage a backward only waits for its own forward: at most one micro-batch is alive.
-        return tuple((op, m) for _, _, (_, m) in forwards for op in (Op.FORWARD, Op.BACKWARD))
-    else:
-        in_order = sorted([*forwards, *backwards], key=itemgetter(0, 1))
-    return tuple(task for _, _, task in in_order)
 
 
 def _forward(

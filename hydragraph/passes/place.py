@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import Role
-from hydragraph.ir.schedules.clock import Beat, Runs, beats
+from hydragraph.ir.schedules.clock import Beat, beats_of
+from hydragraph.ir.schedules.schedule import Action, Shape
+from hydragraph.ir.schedules.schedule_kinds import schedule_of
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -60,6 +62,33 @@ class PlacedStage:
 
 
 @dataclass(frozen=True)
+class _Group:
+    """Pipelines with work that are scheduled together.
+
+    Attributes:
+        pipelines: in the strategy's order.
+        shape: their shape.
+        numbers: number of each stage in the shape, by its ranks.
+    """
+
+    pipelines: tuple[int, ...]
+    shape: Shape
+    numbers: Mapping[tuple[int, ...], int]
+
+
+def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
+    """Return the group of pipelines that share stages, given the stages of each pipeline."""
+    # Layers ascend along every pipeline, and so do the numbers.
+    every = dict.fromkeys((stage.layers, stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
+    numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
+    shape = Shape(
+        tuple(len(role.micro_batches) for p in pipelines for role in stages[p][0].roles if role.pipeline == p),
+        tuple(tuple(sorted(numbers[stage.ranks] for stage in stages[p])) for p in pipelines),
+    )
+    return _Group(pipelines, shape, numbers)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Placement of the blocks and weights of one iteration.
 
@@ -84,38 +113,26 @@ class Placement:
         """The stage of each rank that has work."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
+    def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
+        """Return a stage's work in the order of the schedule; its pipelines are numbered within their group."""
+        group = self._groups[stage.roles[0].pipeline]
+        return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
+
     def beats(self, stage: PlacedStage) -> Mapping[int, Beat]:
         """Return the timing of a stage, by pipeline."""
-        joined = self._joined[stage.roles[0].pipeline]
-        if joined[0] not in self._beats:
-            # Computed on demand for pipelines that share stages: a rank only needs its own.
-            self._beats.update(zip(joined, beats([self._runs(pipeline) for pipeline in joined]), strict=True))
-        return {role.pipeline: self._beats[role.pipeline][role.stage] for role in stage.roles}
-
-    def _runs(self, pipeline: int) -> Runs:
-        chain = self._chains[pipeline]
-        return Runs(chain[0][1].micro_batches, tuple(len(stage.micro_batches) for stage, _ in chain))
+        group = self._groups[stage.roles[0].pipeline]
+        every = beats_of(group.shape)
+        return {role.pipeline: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
 
     @cached_property
-    def _joined(self) -> Mapping[int, tuple[int, ...]]:
-        """For each pipeline with work, all pipelines with work that it shares stages with, including itself."""
-        working = [tuple(p for p in group if p in self._chains) for group in self.joined]
-        return {pipeline: group for group in working for pipeline in group}
-
-    @cached_property
-    def _chains(self) -> Mapping[int, list[tuple[PlacedStage, PlacedRole]]]:
-        """The stages of each pipeline with work, in order, with their roles in it."""
-        chains: dict[int, list[tuple[PlacedStage, PlacedRole]]] = {}
+    def _groups(self) -> Mapping[int, _Group]:
+        """The group of each pipeline with work."""
+        stages: dict[int, list[PlacedStage]] = {}
         for stage in self.stages:
             for role in stage.roles:
-                chains.setdefault(role.pipeline, []).append((stage, role))
-        for chain in chains.values():
-            chain.sort(key=lambda at: at[1].stage)
-        return chains
-
-    @cached_property
-    def _beats(self) -> dict[int, list[Beat]]:
-        return {}
+                stages.setdefault(role.pipeline, []).append(stage)
+        groups = [_group(stages, tuple(p for p in joined if p in stages)) for joined in self.joined]
+        return {pipeline: group for group in groups for pipeline in group.pipelines}
 
     def held(self, rank: int) -> frozenset[str]:
         """Return the buckets whose weights a rank needs."""

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.passes.order import order, tasks
+from hydragraph.passes.order import order
 from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
@@ -21,7 +21,7 @@ def stage_tasks(schedule, depth, stage, count, mode="train"):
     strategy = Strategy((Pipeline([Stage((i,), 1) for i in range(depth)]),), schedule)  # type: ignore[arg-type]
     blocks = ("embed", *(f"layer.{i}" for i in range(depth)), "head")
     placement = place(Outline(blocks, ()), strategy, [count])
-    return " ".join(f"{op.name[0]}{m}" for op, m in tasks(placement, placement.stages[stage], mode))
+    return " ".join(map(str, placement.actions(placement.stages[stage], mode)))
 
 
 @pytest.mark.parametrize(

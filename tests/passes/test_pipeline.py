@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.verify import verify
-from hydragraph.passes.order import tasks
 from hydragraph.passes.pipeline import PASSES, rank_program, rank_programs
 from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -141,13 +141,13 @@ def test_of_each_pipeline_a_shared_stage_holds_no_more_at_once_than_a_stage_of_i
     outline, strategy, counts, _, _ = iteration
     placement = place(outline, replace(strategy, schedule="1f1b"), counts)
     for stage in placement.stages:
-        run = tasks(placement, stage, "train")
+        run = placement.actions(stage, "train")
         for role in stage.roles:
-            mine = [op for op, m in run if m in role.micro_batches]
-            alive = itertools.accumulate(1 if op is Op.FORWARD else -1 for op in mine)
+            mine = [action for action in run if action.micro_batch in role.micro_batches]
+            alive = itertools.accumulate(1 if action.work is Work.FORWARD else -1 for action in mine)
             assert max(alive) <= min(role.depth - role.stage, len(role.micro_batches))
-            for op in (Op.FORWARD, Op.BACKWARD):
-                assert [m for o, m in run if o is op and m in role.micro_batches] == list(role.micro_batches)
+            for work in (Work.FORWARD, Work.BACKWARD):
+                assert [action.micro_batch for action in mine if action.work is work] == list(role.micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_of_each_pipeline_a_shared_stage_holds_no_more_at_once_than_a_stage_of_i
 def test_orders_of_shared_stages(text, counts, rank, expected):
     strategy = Strategy.parse(text, 2)
     placement = place(model(2), strategy, counts)
-    run = tasks(placement, placement.stage_of[rank], "train")
-    assert " ".join(f"{op.name[0]}{m}" for op, m in run) == expected
+    run = placement.actions(placement.stage_of[rank], "train")
+    assert " ".join(f"{action.work.value}{action.micro_batch}" for action in run) == expected
 
 
 @settings(max_examples=30)

@@ -7,7 +7,7 @@ same way. The j-th of a pipeline's c micro-batches enters at j / c. Of P pipelin
 later by i / P of that interval, so that a shared stage gets their micro-batches in turns, each as often as its pipeline
 has them.
 
-One pipeline of 3 stages, in units of half a period, F and B with the micro-batch (this is 1F1B):
+One pipeline of 3 stages, in units of half a period, F and B with the micro-batch:
 
     tick     0   1   2   3   4   5   6   7   8   9
     stage 0  F0      F1      F2  B0  F3  B1      B2
@@ -27,8 +27,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
+from operator import itemgetter
+
+from hydragraph.ir.schedules.schedule import Action, Shape, Work
 
 Ticks = int  # of a separate clock per group of pipelines that share stages, fine enough that all times are integers
 
@@ -93,6 +97,46 @@ def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
         [Beat(runs.micro_batches.start, *(int(time * unit) for time in row)) for row in rows]
         for runs, rows in zip(pipelines, times, strict=True)
     ]
+
+
+@lru_cache(maxsize=256)
+def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
+    """Return the beat of every stage of each pipeline of a shape."""
+    runs = [
+        Runs(numbers, tuple(shape.totals[stage] for stage in chain))
+        for numbers, chain in zip(shape.micro_batches, shape.stages, strict=True)
+    ]
+    return tuple(map(tuple, beats(runs)))
+
+
+def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
+    """Return a stage's forwards with their times, in clock order; equal times in the order of pipelines."""
+    return sorted(
+        (
+            (beat.forward_at(m), Action(Work.FORWARD, pipeline, m))
+            for pipeline, beat in _beats_at(shape, stage)
+            for m in shape.micro_batches[pipeline]
+        ),
+        key=itemgetter(0),
+    )
+
+
+def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
+    """Return a stage's backwards, like `forwards_of`."""
+    return sorted(
+        (
+            (beat.backward_at(m), Action(Work.BACKWARD, pipeline, m))
+            for pipeline, beat in _beats_at(shape, stage)
+            for m in shape.micro_batches[pipeline]
+        ),
+        key=itemgetter(0),
+    )
+
+
+def _beats_at(shape: Shape, stage: int) -> Iterator[tuple[int, Beat]]:
+    every = beats_of(shape)
+    for pipeline in shape.pipelines[stage]:
+        yield pipeline, every[pipeline][shape.stages[pipeline].index(stage)]
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:

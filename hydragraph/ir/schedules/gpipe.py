@@ -1,0 +1,24 @@
+"""GPipe: a stage runs all forwards, then all backwards, both in ascending order, so every micro-batch is in flight.
+
+schedule gpipe
+stage 0  F0 F1 F2 .  .  B0 B1 B2
+stage 1  .  F0 F1 F2 B0 B1 B2
+"""
+
+from __future__ import annotations
+
+from hydragraph.ir.schedules.clock import backwards_of, forwards_of
+from hydragraph.ir.schedules.schedule import Schedule, Shape
+
+NAME = "gpipe"
+
+
+def gpipe(shape: Shape) -> Schedule:
+    """Return the GPipe schedule of a shape, for training."""
+    return Schedule(
+        NAME,
+        tuple(
+            tuple(action for _, action in (*forwards_of(shape, stage), *backwards_of(shape, stage)))
+            for stage in range(shape.size)
+        ),
+    )

@@ -1,0 +1,21 @@
+"""GPipe runs all forwards, then all backwards, each pipeline in ascending order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from hydragraph.ir.schedules.gpipe import gpipe
+from hydragraph.ir.schedules.schedule import Shape, Work
+from tests.ir.schedules.examples import shapes
+
+
+@given(shapes())
+def test_all_forwards_then_all_backwards(shape: Shape) -> None:
+    schedule = gpipe(shape)
+    for stage, row in enumerate(schedule.actions):
+        total = shape.totals[stage]
+        assert [action.work for action in row] == [Work.FORWARD] * total + [Work.BACKWARD] * total
+        for pipeline in shape.pipelines[stage]:
+            mine = [action.micro_batch for action in row if action.pipeline == pipeline]
+            assert mine == [*shape.micro_batches[pipeline]] * 2
+        assert schedule.in_flight(stage) == total

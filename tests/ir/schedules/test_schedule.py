@@ -1,0 +1,150 @@
+"""A schedule prints as a grid, parses back, and names the cell that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.ir.schedules.schedule import WORKS, Schedule, Shape, Work
+from hydragraph.ir.schedules.schedule_kinds import KINDS, schedule_of
+from tests.ir.schedules.examples import shapes
+
+ONE = Shape.alone(2, 3)
+GRID = """\
+schedule 1f1b
+stage 0  F0 F1 .  B0 F2 B1 .  B2
+stage 1  .  F0 B0 F1 B1 F2 B2"""
+# ZB-H1 in miniature: the halves of a backward run apart, and weight gradients fill what would be idle.
+SHARED = [
+    "stage 0  F0   .    .    B0",
+    "stage 1  F1.1 F1.2 .    .    .    B1.1 .    B1.2",
+    "stage 2  .    F0   B0   F1.1 B1.1 F1.2 B1.2",
+]
+SPLIT = """\
+schedule split
+stage 0  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
+stage 1  .  F0 I0 F1 I1 W0 F2 I2 W1 W2"""
+
+
+def test_the_grid_of_a_schedule() -> None:
+    assert str(schedule_of("1f1b", ONE)) == GRID
+    assert Schedule.parse(GRID) == schedule_of("1f1b", ONE)
+    shared = schedule_of("1f1b", Shape((1, 2), ((0, 2), (1, 2))))
+    assert str(shared).splitlines()[1:] == SHARED
+
+
+@given(st.sampled_from(sorted(KINDS)), shapes(), st.sampled_from(["train", "evaluate"]))
+def test_every_schedule_passes_its_check_and_parses_back(kind: str, shape: Shape, mode: str) -> None:
+    schedule = schedule_of(kind, shape, mode)  # type: ignore[arg-type]
+    schedule.check(shape, mode)  # type: ignore[arg-type]
+    assert Schedule.parse(schedule.grid()) == schedule
+
+
+def test_halves_of_backwards() -> None:
+    split = Schedule.parse(SPLIT)
+    split.check(ONE)
+    assert split.grid().splitlines()[1].split()[:4] == ["stage", "0", "F0", "F1"]
+    assert Schedule.parse(split.grid()) == split
+    # A micro-batch is in flight until its weights' gradient is computed.
+    assert [split.in_flight(s) for s in (0, 1)] == [3, 2]
+    with pytest.raises(ValueError, match=r"stage 0: W2 is missing"):
+        Schedule.parse(SPLIT.replace("W1 W2\nstage 1", "W1\nstage 1")).check(ONE)
+    with pytest.raises(ValueError, match=r"stage 1, cell \d+: B0 is doubled"):
+        Schedule.parse(SPLIT + " B0").check(ONE)
+
+
+@given(st.sampled_from(sorted(KINDS)), shapes(), st.data())
+def test_a_cell_that_is_left_out_is_named(kind: str, shape: Shape, data: st.DataObject) -> None:
+    schedule = schedule_of(kind, shape)
+    stage = data.draw(st.integers(0, shape.size - 1))
+    row = schedule.actions[stage]
+    at = data.draw(st.integers(0, len(row) - 1))
+    rows = (*schedule.actions[:stage], (*row[:at], *row[at + 1 :]), *schedule.actions[stage + 1 :])
+    with pytest.raises(ValueError, match=rf"schedule {kind}, stage {stage}: {row[at]} is missing"):
+        replace(schedule, actions=rows).check(shape)
+
+
+@given(st.sampled_from(sorted(KINDS)), shapes(), st.data())
+def test_a_cell_that_is_doubled_is_named(kind: str, shape: Shape, data: st.DataObject) -> None:
+    schedule = schedule_of(kind, shape)
+    stage = data.draw(st.integers(0, shape.size - 1))
+    row = schedule.actions[stage]
+    at = data.draw(st.integers(0, len(row) - 1))
+    rows = (*schedule.actions[:stage], (*row, row[at]), *schedule.actions[stage + 1 :])
+    with pytest.raises(ValueError, match=rf"stage {stage}, cell {at}: {row[at]} is doubled"):
+        replace(schedule, actions=rows).check(shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["F0 F1 B0 F2 B1 B2"], "it has 1 stages, but 2 are needed"),
+        (["F0 F1 F2 B0 B1 B2", "F0 F1 B0 B1 F2 B2 F3"], "stage 1, cell 6: F3 is superfluous"),
+        (["F0 F1 F2 B0 B1 B2", "F0 F1 F1.0 B0 B1 F2 B2"], "stage 1, cell 2: F1.0 is superfluous"),
+        (["F0 F1 F2 B0 B1 B2", "B0 F0 F1 B1 F2 B2"], "stage 1, cell 0: B0 deadlocks: F0 runs after it"),
+        (["F0 B0 F2 F1 B1 B2", "F0 B0 F1 B1 F2 B2"], "stage 0, cell 3: F1 is out of order: F2 runs before it"),
+        # Each stage alone is in order; together they wait for each other.
+        (["F0 B0 F1 B1 F2 B2", "F0 F1 B0 B1 F2 B2"], "stage 0, cell 1: B0 deadlocks"),
+    ],
+)
+def test_faults_are_named(rows: list[str], message: str) -> None:
+    text = "\n".join(["schedule mine", *(f"stage {s}  {row}" for s, row in enumerate(rows))])
+    with pytest.raises(ValueError, match=message):
+        Schedule.parse(text).check(ONE)
+
+
+def test_stages_that_share_two_pipelines_in_different_orders_are_refused() -> None:
+    shape = Shape((1, 1), ((0, 1), (0, 1)))
+    text = "schedule mine\nstage 0  F0 F1.1 B0 B1.1\nstage 1  F1.1 F0 B0 B1.1"
+    with pytest.raises(ValueError, match=r"stage 1, cell 0: F1.1 is out of order: stage 0 sends F0 first"):
+        Schedule.parse(text).check(shape)
+
+
+def test_a_deadlocked_grid_still_prints_all_its_cells() -> None:
+    stuck = Schedule.parse("schedule mine\nstage 0  F0 B0\nstage 1  B0 F0")
+    assert Schedule.parse(stuck.grid()) == stuck
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stage 0  F0", "line 1 is 'stage 0  F0'"),
+        ("schedule a\nstage 1  F0", "line 2 is 'stage 1  F0': begin it with 'stage 0'"),
+        ("schedule a\nstage 0  F0 X1", "stage 0, cell 1 is 'X1'"),
+        ("schedule a\n\nstage 0  F0", "line 2 is ''"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule.parse(text)
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 5), st.integers(1, 8), st.data())
+def test_a_table_holds_the_actions_and_skips_to_smaller_micro_batches(
+    kind: str, stages: int, count: int, data: st.DataObject
+) -> None:
+    schedule = schedule_of(kind, Shape.alone(stages, count))
+    table = schedule.table()
+    fewer = data.draw(st.integers(1, count))
+    for s, row in enumerate(schedule.actions):
+        assert [(WORKS[w], m) for w, m in zip(table.work[s], table.micro_batch[s], strict=True)] == [
+            (action.work, action.micro_batch) for action in row
+        ]
+        # Skipping the micro-batches that do not exist visits every other action, in order.
+        visited = []
+        at = 0
+        while at < len(row):
+            if table.micro_batch[s, at] < fewer:
+                visited.append(row[at])
+                at += 1
+            else:
+                at = int(table.skip[s, at])
+        assert visited == [action for action in row if action.micro_batch < fewer]
+
+
+def test_a_table_pads_shorter_rows() -> None:
+    table = Schedule.parse("schedule a\nstage 0  F0 B0\nstage 1  F0").table()
+    assert table.work.tolist() == [[WORKS.index(Work.FORWARD), WORKS.index(Work.BACKWARD)], [0, -1]]
