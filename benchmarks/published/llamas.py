@@ -25,8 +25,8 @@ from hydragraph.cost.costs import CostedWork, Costs
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.instruction_work import Part, Without
 from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.cost.micro_batch_order import FORWARD
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.one_f_one_b import FORWARD
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.cost.timeline import Timeline, run
 from hydragraph.cost.traffic import Transfers

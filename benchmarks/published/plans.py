@@ -11,7 +11,7 @@ from benchmarks.published.rivals import Spent, charge
 from benchmarks.published.workload import Lengths, fixed_length
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.cost.one_f_one_b import pipeline_seconds
+from hydragraph.cost.micro_batch_order import pipeline_seconds
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines, bound_pipelines
 from hydragraph.planner.assignment.best_candidate import compare_pipelines
 from hydragraph.planner.exact.dispatching import dispatch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.one_f_one_b import pipeline_seconds
+from hydragraph.cost.micro_batch_order import pipeline_seconds
 
 Lengths = list[int]
 

@@ -58,6 +58,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 OWN = Stack()
 # Micro-batches per stage of the iteration that `fixed` simulates: enough to hide traffic.
@@ -203,7 +204,7 @@ class Costs:
 
     # Pipelines.
 
-    def pipeline(self, pipeline: Pipeline, schedule: str = "1f1b", limit: int | None = None) -> PipelineCost:
+    def pipeline(self, pipeline: Pipeline, schedule: str = DEFAULT_SCHEDULE, limit: int | None = None) -> PipelineCost:
         """Return the cost of a pipeline: constants of its slowest stage for search, and its stages for exact seconds.
 
         Args:
@@ -360,7 +361,9 @@ class Costs:
         )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the maximum number of tokens of a pipeline's micro-batch under 1F1B, given the memory of each rank.
+        """Return the maximum number of tokens of a pipeline's micro-batch, given the memory of each rank.
+
+        The default schedule determines how many micro-batches are in flight.
 
         Args:
             strategy: the pipeline's strategy if it shares stages with other pipelines, whose micro-batches are then

@@ -1,8 +1,9 @@
 """The maximum tokens of micro-batches: each rank's memory is walked, and tokens are added until it is full.
 
-Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does. Under
-1F1B stage s of S has S - s micro-batches in flight: of two stages between the first and the last, built of equal blocks
-under equal conditions, the later one holds a micro-batch less, and the one with fewer layers holds less of each.
+Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does. Under the
+default schedule later stages have fewer micro-batches in flight: of two stages between the first and the last, built of
+equal blocks under equal conditions, the later one holds a micro-batch less, and the one with fewer layers holds less of
+each.
 
 Example: <tp2,pp8> of 8 + 8 + ... + 8 layers on equal ranks: stages 0, 1 and 7 are walked, and stages 2 to 6 hold less
 than stage 1. With 10 layers on stage 5, that one is walked as well.
@@ -22,9 +23,11 @@ from hydragraph.cost.peak_memory import Peak
 from hydragraph.cost.rank_memory import Walk, telling
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Number of programs whose peaks are cached, of about a megabyte each.
 PEAKS = 256
@@ -143,10 +146,12 @@ class Reach:
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        """Return the memory of a rank of a pipeline's stage under 1F1B, as a function of its micro-batches' tokens."""
+        """Return the memory of a rank of a pipeline's stage as a function of its micro-batches' tokens."""
         # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
         shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
-        return self._peak((shape, at), Strategy((pipeline,)), [telling(len(pipeline.stages), at)], rank)
+        count = telling(DEFAULT_SCHEDULE, len(pipeline.stages), at)
+        assert count is not None, "the default schedule bounds what is in flight"
+        return self._peak((shape, at), Strategy((pipeline,)), [count], rank)
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the memory of a rank of a shared stage, as a function of all its micro-batches' tokens.
@@ -155,9 +160,9 @@ class Reach:
         of a model one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        # GPipe has all of them in flight at once; one more for the input that 1F1B has received for its next forward.
+        # The walk has all of them in flight at once, and one more for the input received for the next forward.
         last = left[0] == 1
-        flying = Strategy(tuple(sharing), "1f1b" if last else "gpipe")
+        flying = Strategy(tuple(sharing), DEFAULT_SCHEDULE if last else ALL_IN_FLIGHT)
         counts = left if last else [left[0] + 1, *left[1:]]
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 

@@ -31,7 +31,7 @@ from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.cluster import Device as SpecDevice
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline
-from hydragraph.spec.strategy_text import regular_pipeline
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, regular_pipeline
 
 # Used if no link was measured, as on a single rank.
 INSTANT = Interconnect(1e300, 0.0)
@@ -48,7 +48,7 @@ class PipelineCost:
         util_len: number of tokens from where on a micro-batch uses the device well.
         devices: number of devices.
         parts: its stages one by one; empty if they are only known to be alike.
-        schedule: "1f1b" or "gpipe".
+        schedule: its kind (`ir.schedules`).
     """
 
     a: float
@@ -59,7 +59,7 @@ class PipelineCost:
     util_len: int
     devices: int
     parts: tuple[StageCost, ...] = ()
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
 
     @property
     def envelope(self) -> Constants:

@@ -32,6 +32,7 @@ from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.schedules.schedule_kinds import most_in_flight
 from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
@@ -219,14 +220,15 @@ def batch_bytes(own: int, every: int) -> int:
     return INTEGER_BYTES * (3 * own + every)
 
 
-def telling(stages: int, position: int) -> int:
-    """Return how many micro-batches reach a stage's peak under 1F1B: more only add their tokens.
+def telling(schedule: str, stages: int, position: int) -> int | None:
+    """Return how many micro-batches reach a stage's peak; further ones only add their tokens. None: all of them.
 
-    The first of S stages holds S micro-batches, and the gradient that returns for one. A later stage s holds S - s and,
-    once its gradients are complete, the next hidden state, which arrives early, and two gradients in transit. With a
-    single micro-batch, gradients would be sent immediately and never be complete.
+    The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
+    gradients are complete, the next hidden state, which arrives early, and two gradients in transit. With a single
+    micro-batch, gradients would be sent immediately and never be complete.
     """
-    return stages + 1 if position == 0 else stages - position + 3
+    most = most_in_flight(schedule, stages)[position]
+    return None if most is None else most + (1 if position == 0 else 3)
 
 
 def exchange_name(op: Op, bucket: str) -> str:

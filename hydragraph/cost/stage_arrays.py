@@ -1,11 +1,11 @@
-"""Time of stages for a micro-batch, as arrays for compiled code; and the end of a pipeline of them.
+"""Time of stages for a micro-batch, as arrays for compiled code; `schedule_replay` gives the end of a pipeline of them.
 
     K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
     seconds[k, s, r, part]  [K, S, R, 5, 3]  seconds per token^2, per token, and per micro-batch
     row[s, part]            [S, 5]           a micro-batch's seconds on each stage: of the slowest of its ranks
 
 A micro-batch is described only by sum l^2 and sum l over its sequences, so constants and links give the same result as
-`cost.stages`, up to the last digits. Tables and links with measured points have no such form; the search uses
+`cost.stage_costs`, up to the last digits. Tables and links with measured points have no such form; the search uses
 approximate constants for them, and its result is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
 
 Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. A micro-batch of 4 and 6 tokens
@@ -23,21 +23,16 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.schedule_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
+from hydragraph.ir.schedules.schedule import ScheduleTable
+from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.spec.cluster import Interconnect
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-# Parts of a stage's time; see `cost.schedule.pipeline_end`.
-EARLY = 0
-FORWARD = 1
-BACKWARD = 2
-AHEAD = 3
-BACK = 4
-PARTS = 5
 
 
 class StageTerms(NamedTuple):
@@ -46,31 +41,22 @@ class StageTerms(NamedTuple):
     Attributes:
         seconds: [K, S, R, 5, 3].
         stages: of each kind [K].
-        gpipe: it runs all forwards first [K].
+        tables: order of the work of each kind [K, S, actions].
         faithful: its numbers are those of `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
     stages: Ints
-    gpipe: Bools
+    tables: ScheduleTable
     faithful: Bools
 
 
-class Scratch(NamedTuple):
-    """Buffers of `end_of`: the ends of forwards and backwards [S, V], and each stage's progress [S]."""
-
-    ends_f: Floats
-    ends_b: Floats
-    clock: Floats
-    done_f: Ints
-    done_b: Ints
-
-
-def stage_terms(kinds: Sequence[PipelineCost], shortest: int | None = None) -> StageTerms:
+def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None = None) -> StageTerms:
     """Return the arrays of these kinds of pipelines.
 
     Args:
         kinds: of pipelines.
+        count: maximum number of micro-batches of a pipeline.
         shortest: minimum tokens of any micro-batch; if given, tables and links with measured points are replaced by
             lines below them, for bounds, instead of approximations.
     """
@@ -85,9 +71,31 @@ def stage_terms(kinds: Sequence[PipelineCost], shortest: int | None = None) -> S
     return StageTerms(
         seconds,
         np.array([len(array) for array, _ in arrays], dtype=np.int64),
-        np.array([kind.schedule == "gpipe" for kind in kinds]),
+        _tables(
+            tuple((kind.schedule, len(array)) for kind, (array, _) in zip(kinds, arrays, strict=True)), max(count, 1)
+        ),
         np.array([faithful for _, faithful in arrays]),
     )
+
+
+@lru_cache(maxsize=64)
+def _tables(kinds: tuple[tuple[str, int], ...], count: int) -> ScheduleTable:
+    """Return the tables of kinds, each given by its schedule and its number of stages, as one [K, S, actions]."""
+    every = [table_of(schedule, stages, count) for schedule, stages in kinds]
+    deepest = max(len(table.work) for table in every)
+    longest = max(table.work.shape[1] for table in every)
+    stacked = ScheduleTable(*(np.full((len(kinds), deepest, longest), -1, np.int32) for _ in range(3)))
+    for k, table in enumerate(every):
+        stages, actions = table.work.shape
+        for array, part in zip(stacked, table, strict=True):
+            array[k, :stages, :actions] = part
+    return stacked
+
+
+@compiled
+def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
+    """Return the table of one kind."""
+    return ScheduleTable(terms.tables.work[kind], terms.tables.micro_batch[kind], terms.tables.skip[kind])
 
 
 @lru_cache(maxsize=256)
@@ -160,18 +168,6 @@ def _faithful(stage: StageCost) -> bool:
 
 
 @compiled
-def scratch_of(stages: int, count: int) -> Scratch:
-    """Return buffers for pipelines of `stages` stages and `count` micro-batches."""
-    return Scratch(
-        np.empty((stages, count)),
-        np.empty((stages, count)),
-        np.empty(stages),
-        np.empty(stages, np.int64),
-        np.empty(stages, np.int64),
-    )
-
-
-@compiled
 def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float) -> None:
     """Write the seconds of each stage for a micro-batch.
 
@@ -189,63 +185,3 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
                 k = seconds[s, r, part]
                 most = max(most, k[0] * squares + k[1] * tokens + k[2])
             row[s, part] = most
-
-
-@compiled
-def end_of(rows: Floats, order: Ints, count: int, stages: int, gpipe: bool, scratch: Scratch) -> float:
-    """Return when a pipeline ends: `cost.schedule.pipeline_end`, compiled.
-
-    Args:
-        rows: seconds of micro-batches, by number [M, S, 5].
-        order: the number of the micro-batch at each position; the first `count` are read.
-        count: number of micro-batches.
-        stages: of the pipeline.
-        gpipe: all forwards come first.
-        scratch: for at least `stages` stages and `count` micro-batches.
-    """
-    if count == 0:
-        return 0.0
-    ends_f, ends_b, clock, done_f, done_b = scratch
-    for s in range(stages):
-        clock[s] = 0.0
-        done_f[s] = 0
-        done_b[s] = 0
-    left = 2 * stages * count
-    # Stages in turn, each as far as possible: forwards travel in passes down the pipeline, backwards in passes up.
-    down = True
-    while left:
-        for turn in range(stages):
-            s = turn if down else stages - 1 - turn
-            most = count if gpipe else min(stages - s, count)
-            now = clock[s]
-            f = done_f[s]
-            b = done_b[s]
-            while b < count:
-                if f < count and f - b < most:
-                    if s and done_f[s - 1] <= f:
-                        break
-                    m = order[f]
-                    now += rows[m, s, EARLY]
-                    if s:
-                        now = max(now, ends_f[s - 1, f] + rows[m, s - 1, AHEAD])
-                    now += rows[m, s, FORWARD]
-                    ends_f[s, f] = now
-                    f += 1
-                else:
-                    m = order[b]
-                    if s < stages - 1:
-                        if done_b[s + 1] <= b:
-                            break
-                        now = max(now, ends_b[s + 1, b] + rows[m, s, BACK])
-                    now += rows[m, s, BACKWARD]
-                    ends_b[s, b] = now
-                    b += 1
-                left -= 1
-            clock[s] = now
-            done_f[s] = f
-            done_b[s] = b
-        down = not down
-    last = 0.0
-    for s in range(stages):
-        last = max(last, clock[s])
-    return last

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hydragraph.cost.curves import Constants, Curve, Table, squares
 from hydragraph.cost.schedule_replay import Rows, exchanged_end, pipeline_end
 from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
 
@@ -153,7 +154,9 @@ class StageCost:
         return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
 
 
-def stages_end(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = "1f1b") -> float:
+def stages_end(
+    stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = DEFAULT_SCHEDULE
+) -> float:
     """Return the end of a pipeline whose micro-batches have sequences of these lengths and run in this order."""
     if not micro_batches:
         return 0.0

@@ -1,7 +1,8 @@
 """Conversion of a search candidate to a runnable strategy: rank placement, assignment, exact seconds and memory.
 
 The search works with forms of groups and average layers. This module maps groups to ranks, distributes micro-batches by
-the exact 1F1B recurrence with messages between stages, walks memory (`rank_memory.Walk`), and chooses state owners.
+the exact replay of the schedule with messages between stages, walks memory (`rank_memory.Walk`), and chooses state
+owners.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import batch_bytes, telling
-from hydragraph.cost.stage_arrays import end_of, scratch_of
+from hydragraph.cost.schedule_replay import replay, scratch_of
 from hydragraph.cost.stage_costs import StageCost, stages_end
+from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.generators.device_groups import Group
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
@@ -160,7 +162,7 @@ class Ends:
         self._lengths = tuple(lengths)
         self._schedule = strategy.schedule
         self._parts: list[tuple[StageCost, ...]] = []
-        self._rows: list[NDArray[np.float64]] = []  # times of a micro-batch by stage, as `end_of` takes them
+        self._rows: list[NDArray[np.float64]] = []  # times of a micro-batch by stage, as `replay` takes them
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
@@ -186,7 +188,8 @@ class Ends:
             return stages_end(parts, [self._lengths] * count, self._schedule)
         order = np.zeros(count, np.int64)
         scratch = scratch_of(len(parts), count)
-        return float(end_of(self._rows[kind], order, count, len(parts), self._schedule == "gpipe", scratch))
+        table = table_of(self._schedule, len(parts), count)
+        return float(replay(table, len(parts), self._rows[kind], order, count, scratch))
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return the number of micro-batches of each pipeline that minimizes the end of the last one."""
@@ -419,8 +422,7 @@ def _needed(
         shape = tuple((s.layers, s.kind) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
-            # Under GPipe all micro-batches are in flight at once.
-            few = largest[: telling(len(pipeline.stages), position)] if strategy.schedule == "1f1b" else largest
+            few = largest[: telling(strategy.schedule, len(pipeline.stages), position)]
             # All devices of a stage hold the same amount.
             key = (shape, position, tuple(few))
             if key not in known:
@@ -433,7 +435,8 @@ def _needed(
 
 def _most(stages: int, schedule: str) -> int | None:
     """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
-    return None if schedule != "1f1b" else stages + 2
+    counts = [telling(schedule, stages, position) for position in range(stages)]
+    return None if None in counts else max(count for count in counts if count is not None)
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:

@@ -2,17 +2,18 @@
 
 `bound` keeps all devices busy all the time. Real pipelines cannot: sequences and layers do not split, a pipeline fills
 and drains, and memory is limited. For equal micro-batches, stages s = 1, ..., S of l_s layers, t_s = f_s + b_s seconds
-(forward, backward) and X = sum t_s, a pipeline runs m micro-batches under 1F1B in at least
+(forward, backward) and X = sum t_s, a pipeline runs m micro-batches in at least
 
     X + (m - 1) t_s - min(S - s, m - 1) f_s        for every stage s,
 
-because stage s has done at most S - s forwards besides its first when the first backward returns to it, after passing
-through all stages once; GPipe takes X + (m - 1) t_s. The test whether a pipeline can end by T is repeated for
-intervals [X0, X1] of X: stage s then has at most (T - X0) / (m - 1 - min(S - s, m - 1) f_s / t_s) seconds, which
-limits its layers for each execution option, as does its memory; all stages together have at most X1 seconds and,
-because all devices must also hold the state, a limited number of bytes. Prices for both (Lagrange) leave a
-knapsack over stages: the most layers for given numbers of devices of each kind. A second knapsack, over pipelines,
-gives the most micro-batches of all devices by T. If there are too few, T is a bound; bisection finds the largest.
+because under the default schedule stage s has done at most S - s forwards besides its first when the first backward
+returns to it, after passing through all stages once; a schedule that runs all forwards first takes X + (m - 1) t_s. The
+test whether a pipeline can end by T is repeated for intervals [X0, X1] of X: stage s then has at most (T - X0) / (m - 1
+- min(S - s, m - 1) f_s / t_s) seconds, which limits its layers for each execution option, as does its memory; all
+stages together have at most X1 seconds and, because all devices must also hold the state, a limited number of bytes.
+Prices for both (Lagrange) leave a knapsack over stages: the most layers for given numbers of devices of each kind. A
+second knapsack, over pipelines, gives the most micro-batches of all devices by T. If there are too few, T is a bound;
+bisection finds the largest.
 
 Omitted, which lowers the bound: pull and push, messages between stages, the node of each device, and messages in
 memory. Not covered: stages shared by several pipelines, and micro-batches of different sizes in one iteration.

@@ -19,7 +19,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
     """Draw pipelines x micro-batches to a PNG file, replacing it only when the new one is complete.
 
     A micro-batch is as wide as its time on one stage, and coloured by its longest sequence; hatched is the pipeline's
-    bubble under 1F1B, white its wait for the slowest.
+    bubble under its schedule, white its wait for the slowest.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable

@@ -3,7 +3,7 @@
 pipelines:
   - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
   - stages: [{devices: [3], layers: 8}]
-schedule: gpipe                     # optional, as are a stage's sequence_parallel and recompute
+schedule: NAME                      # optional (`SCHEDULES`), as are a stage's sequence_parallel and recompute
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from typing import Any
 
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy_text import SCHEDULES, StageText, StrategyText, format_strategy, parse_strategy
+from hydragraph.spec.strategy_text import (
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    StageText,
+    StrategyText,
+    format_strategy,
+    parse_strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,14 @@ class Strategy:
 
     Attributes:
         pipelines: of any shapes, with the same number of layers in total; no device is in two stages.
-        schedule: the order of forwards and backwards within a pipeline: "1f1b" or "gpipe".
+        schedule: the order of forwards and backwards within a pipeline, one of `SCHEDULES`.
 
     Raises:
         ValueError: naming pipeline and stage, when the above does not hold.
     """
 
     pipelines: tuple[Pipeline, ...]
-    schedule: str = SCHEDULES[0]
+    schedule: str = DEFAULT_SCHEDULE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", _tuple("pipelines", self.pipelines))

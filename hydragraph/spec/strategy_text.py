@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-SCHEDULES = ("1f1b", "gpipe")  # the first is the default, which the text leaves out
+SCHEDULES = ("1f1b", "gpipe")
+DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
 
 _TOKEN = re.compile(r"1f1b|[A-Za-z]+|[0-9]+|\S")
 _FLAGS = {"s": "sequence parallelism", "r": "recomputation"}
@@ -35,7 +36,7 @@ class StrategyText(NamedTuple):
     """The text of a strategy: the stages of each pipeline, and the schedule."""
 
     pipelines: tuple[tuple[StageText, ...], ...]
-    schedule: str = SCHEDULES[0]
+    schedule: str = DEFAULT_SCHEDULE
 
 
 def parse_strategy(text: str, layers: int) -> StrategyText:
@@ -64,7 +65,7 @@ def format_strategy(strategy: StrategyText) -> str:
     texts = [_format_pipeline(p, _next_device(strategy.pipelines[:i])) for i, p in enumerate(strategy.pipelines)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
-    return joined if strategy.schedule == SCHEDULES[0] else f"{joined} {strategy.schedule}"
+    return joined if strategy.schedule == DEFAULT_SCHEDULE else f"{joined} {strategy.schedule}"
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int) -> tuple[StageText, ...]:

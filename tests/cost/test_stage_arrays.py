@@ -1,4 +1,4 @@
-"""Compiled stages take and end as `cost.stages` and `cost.schedule` say; lines for bounds are nowhere above them."""
+"""Compiled stages take and end as `stage_costs` and `schedule_replay` say; lines for bounds are nowhere above them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_arrays import FORWARD, PARTS, StageTerms, end_of, fill_row, scratch_of, stage_terms
+from hydragraph.cost.schedule_replay import FORWARD, PARTS, replay, scratch_of
+from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
 from hydragraph.cost.stage_costs import Hop, StageCost
 from hydragraph.spec.cluster import Interconnect
 from tests.planner.examples import pipelines, with_stages
@@ -25,7 +26,7 @@ def end(terms: StageTerms, batches: list[list[int]]) -> float:
     for row, batch in zip(rows, batches, strict=True):
         fill_row(row, terms.seconds[0], stages, float(sum(n * n for n in batch)), float(sum(batch)))
     order = np.arange(len(batches))
-    return float(end_of(rows, order, len(batches), stages, bool(terms.gpipe[0]), scratch_of(stages, len(batches))))
+    return float(replay(table_at(terms, 0), stages, rows, order, len(batches), scratch_of(stages, len(batches))))
 
 
 def test_the_example_of_the_module() -> None:
@@ -33,7 +34,7 @@ def test_the_example_of_the_module() -> None:
         (((1.0, Constants(0.0, 2.0, 0.0)),), ((1.0, Constants(0.0, 3.0, 1.0)),)),
         (((1.0, Constants(0.0, 1.0, 0.0)),), ((1.0, Constants(0.0, 1.0, 0.0)),)),
     )
-    terms = stage_terms([PipelineCost(0.0, 4.0, 1.0, 1, 99, 1, 1, (stage,))])
+    terms = stage_terms([PipelineCost(0.0, 4.0, 1.0, 1, 99, 1, 1, (stage,))], 1)
     row = np.zeros((1, PARTS))
     fill_row(row, terms.seconds[0], 1, 52.0, 10.0)
     assert row[0, FORWARD] == 31.0
@@ -42,17 +43,17 @@ def test_the_example_of_the_module() -> None:
 @given(pipelines(most=1).flatmap(lambda kinds: st.one_of(st.just(kinds[0]), with_stages(kinds[0]))), BATCHES)
 @settings(max_examples=80)
 def test_a_pipeline_ends_when_its_cost_says(kind: PipelineCost, batches: list[list[int]]) -> None:
-    terms = stage_terms([kind])
+    terms = stage_terms([kind], len(batches))
     true = kind.seconds(batches)
     if terms.faithful[0]:
         assert end(terms, batches) == pytest.approx(true, rel=1e-9)
-    assert end(stage_terms([kind], shortest=min(map(min, batches))), batches) <= true * (1 + 1e-9)
+    assert end(stage_terms([kind], len(batches), shortest=min(map(min, batches))), batches) <= true * (1 + 1e-9)
 
 
 def test_kinds_of_other_depths_stand_side_by_side() -> None:
     flat = PipelineCost(0.0, 1.0, 0.5, 1, 99, 1, 1)
     deep = replace(flat, stages=3)
-    terms = stage_terms([flat, deep])
+    terms = stage_terms([flat, deep], 1)
     assert terms.seconds.shape == (2, 3, 1, PARTS, 3)
     assert terms.stages.tolist() == [1, 3]
     assert terms.faithful.all()
@@ -68,5 +69,5 @@ def test_messages_that_hold_up_stages_and_tables_are_left_to_their_own_recurrenc
         (first, replace(second, forward=(((1.0, table),),))),
         (replace(first, ahead=Hop((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second),
     ):
-        assert not stage_terms([replace(kind, parts=stages)]).faithful[0]
-    assert stage_terms([replace(kind, parts=(first, second))]).faithful[0]
+        assert not stage_terms([replace(kind, parts=stages)], 1).faithful[0]
+    assert stage_terms([replace(kind, parts=(first, second))], 1).faithful[0]

@@ -1,7 +1,7 @@
 """1F1B: a stage runs a few forwards ahead, then a backward and a forward in turn, then the remaining backwards.
 
 Stage s of S runs min(M, S - 1 - s) of M forwards ahead, so at most S - s micro-batches of a pipeline are in flight. The
-clock gives the order, also where pipelines share stages. See `schedule` for a grid.
+clock orders them, and handles stages that several pipelines share. `schedule` shows a grid.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ action takes one and messages take none. F is a forward, B a backward, I and W t
 gradient of the stage's input and those of its weights. `F1.4` is the forward of pipeline 1's micro-batch 4; the number
 of pipeline 0 is left out.
 
-    schedule 1f1b
+    schedule example
     stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
@@ -44,7 +44,7 @@ class Work(Enum):
     __hash__ = object.__hash__  # faster than the hash of the name, and each kind is a single object
 
 
-# The actions after which the gradient of a stage's input can be sent.
+# Kinds of work that produce the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 

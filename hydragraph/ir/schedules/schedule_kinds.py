@@ -12,12 +12,21 @@ from functools import lru_cache
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.schedules import gpipe, one_f_one_b
 from hydragraph.ir.schedules.clock import forwards_of
-from hydragraph.ir.schedules.schedule import Schedule, Shape
+from hydragraph.ir.schedules.schedule import Schedule, ScheduleTable, Shape, Work
 
 KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
     one_f_one_b.NAME: one_f_one_b.one_f_one_b,
     gpipe.NAME: gpipe.gpipe,
 }
+
+# Kinds whose backward is one action, not two halves.
+WHOLE_BACKWARD = frozenset(
+    name
+    for name, build in KINDS.items()
+    if all(action.work in (Work.FORWARD, Work.BACKWARD) for action in build(Shape.alone(1, 1)).actions[0])
+)
+# Schedule kind that keeps all micro-batches of a stage in flight.
+ALL_IN_FLIGHT = gpipe.NAME
 
 
 @lru_cache(maxsize=64)
@@ -29,12 +38,28 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
     return KINDS[kind](shape)
 
 
-@lru_cache(maxsize=1024)
-def most_in_flight(kind: str, stages: int, stage: int) -> int | None:
-    """Return how many micro-batches a stage of a pipeline holds at most, however many there are; None: all of them.
+@lru_cache(maxsize=256)
+def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
+    """Return how many micro-batches each stage of a pipeline holds at most, however many there are; None: all of them.
 
     A kind that bounds them at all holds no more than there are stages.
     """
     count = stages + 1
-    most = schedule_of(kind, Shape.alone(stages, count)).in_flight(stage)
-    return most if most < count else None
+    schedule = KINDS[kind](Shape.alone(stages, count))
+    return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
+
+
+def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage of a pipeline holds at most, of `count` ones."""
+    return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
+
+
+def table_of(kind: str, stages: int, count: int) -> ScheduleTable:
+    """Return the table of a kind for a pipeline alone, of at least `count` micro-batches."""
+    # One table serves all smaller counts, so a few sizes suffice.
+    return _table(kind, stages, 1 << max(3, (count - 1).bit_length()))
+
+
+@lru_cache(maxsize=64)
+def _table(kind: str, stages: int, count: int) -> ScheduleTable:
+    return KINDS[kind](Shape.alone(stages, count)).table()

@@ -19,7 +19,7 @@ Equations of Hydraulis -> functions:
     section 6, dispatch, then pack                                      `enveloped`
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimised by `formed`
     a lower bound on it for any V (ours; the paper has none)             `formed_room`
-    1F1B itself, and a lower bound on it (ours)                          `improved`, `bound_pipelines`, `bound_devices`
+    the schedule itself, and a lower bound on it (ours)                  `improved`, `bound_pipelines`, `bound_devices`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.stage_arrays import StageTerms, stage_terms
+from hydragraph.cost.stage_arrays import StageTerms, stage_terms, table_at
 from hydragraph.planner.assignment.bounds import Relaxation, alone, least_of, schedule_bound
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
@@ -138,7 +138,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     """Return the bound for all assignments to these pipelines, and the start of the search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds))
+    given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
     # Longest first is a complete plan for any deadline; the envelope's bound is searched below it.
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
@@ -151,7 +151,7 @@ def _lines(problem: Problem, terms: StageTerms) -> StageTerms:
     """Return terms that are nowhere above a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
-    return stage_terms(problem.kinds, int(problem.lengths[-1]))
+    return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))
 
 
 def assign_bounded(
@@ -237,7 +237,16 @@ def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
         work = np.ascontiguousarray(problem.cost[mine, t])
         # A share is still sorted by length, so packing need not sort it again.
         estimates[p], _, count[p], position, _ = form_in_order(
-            work, problem.lengths[mine], problem.terms[t], kind.stages, kind.c, kind.util_len, SUM, PACKING_KICKS, 0
+            work,
+            problem.lengths[mine],
+            problem.terms[t],
+            kind.stages,
+            kind.c,
+            kind.util_len,
+            SUM,
+            PACKING_KICKS,
+            table_at(start.given.terms, t),
+            0,
         )
         batch[mine] = first + position
         orders.append(first + np.arange(count[p]))
@@ -294,7 +303,7 @@ def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices
     problem = problem_of(kinds, lengths, formed=True)
     if not len(problem.lengths):
         return 0.0
-    terms = _lines(problem, stage_terms(problem.kinds))
+    terms = _lines(problem, stage_terms(problem.kinds, len(problem.lengths)))
     least = least_of(problem, terms)
     cost = least.divided(problem)
     devices_of = np.array([k.devices for k in problem.kinds])

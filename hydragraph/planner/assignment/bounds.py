@@ -19,11 +19,11 @@ Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capaci
     1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
     0.4 of the first and the second take kind 0 until 3.6, and 0.6 of the first kind 1; undivided they end at 6 or later
 
-This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, 1F1B or GPipe, for any stages,
-micro-batches and order. Consider a stage that computes some sequences, and let the shortest take t forward through the
-stages before it and u back: the stage begins no earlier than t, and u remains when it is done. So the pipeline ends no
-earlier than t + u + their time on that stage. This holds for any set of sequences, so also for all those above some
-length:
+This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, for any stages, micro-batches and
+order. They hold for every kind of schedule whose backward is one action (`HOLDS_FOR`). Consider a stage that computes
+some sequences, and let the shortest take t forward through the stages before it and u back: the stage begins no earlier
+than t, and u remains when it is done. So the pipeline ends no earlier than t + u + their time on that stage. This holds
+for any set of sequences, so also for all those above some length:
 
     divided     the relaxation for those sequences, with room z - t - u on each pipeline
     pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p. With one kind of
@@ -46,11 +46,15 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
-from hydragraph.cost.stage_arrays import AHEAD, BACK, BACKWARD, FORWARD, StageTerms, end_of, fill_row, scratch_of
+from hydragraph.cost.schedule_replay import AHEAD, BACK, BACKWARD, FORWARD, replay, scratch_of
+from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.planner.assignment.problem import Problem
 
 Floats = NDArray[np.float64]
 
+# The kinds of schedules for which `schedule_bound` holds.
+HOLDS_FOR = WHOLE_BACKWARD
 # Groups of similar lengths in the linear program: their prices are close to those of sequences, and always valid.
 GROUPS = 200
 # Rounds of the program, each at the z that the previous one proved.
@@ -228,7 +232,7 @@ def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float
         terms: see `least_of`.
         prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation are good ones.
     """
-    if not len(problem.lengths):
+    if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
@@ -290,4 +294,4 @@ def _alone(terms: StageTerms, kind: int, length: float) -> float:
     stages = int(terms.stages[kind])
     row = np.zeros((1, stages, terms.seconds.shape[3]))
     fill_row(row[0], terms.seconds[kind], stages, length * length, length)
-    return float(end_of(row, np.zeros(1, np.int64), 1, stages, bool(terms.gpipe[kind]), scratch_of(stages, 1)))
+    return float(replay(table_at(terms, kind), stages, row, np.zeros(1, np.int64), 1, scratch_of(stages, 1)))

@@ -27,7 +27,8 @@ import math
 
 import numpy as np
 
-from hydragraph.cost.one_f_one_b import FORWARD, best_order, equal_stages
+from hydragraph.cost.micro_batch_order import best_order
+from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import (
     COLUMNS,
@@ -211,12 +212,14 @@ def form_in_order(
     util_len: float,
     objective: int,
     kicks: int,
+    table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with micro-batches numbered in the order that 1F1B ends first, and that end.
+    """Return the result of `form` with micro-batches numbered in the order that ends first, and that end.
 
     Args:
         work, lengths, terms, stages, c, util_len, objective, kicks: see `form`.
+        table: of the pipeline's schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
     best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
@@ -236,7 +239,7 @@ def form_in_order(
             costs[used_count] = costs[j]
             number[j] = used_count
             used_count += 1
-    end, order = best_order(equal_stages(costs[:used_count], stages), FORWARD, climb)
+    end, order = best_order(costs[:used_count], stages, table, climb)
     # `order` gives the micro-batch at each position; a sequence needs the position of its micro-batch.
     position = np.empty(len(order), np.int64)
     for at in range(len(order)):

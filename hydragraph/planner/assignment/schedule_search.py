@@ -1,7 +1,7 @@
 """Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled by numba).
 
 The earlier searches use an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
-micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`stage_arrays.end_of`), so that
+micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`schedule_replay.replay`), so that
 small first and last micro-batches, uneven stages and slow links count exactly. That is more expensive; so only the
 pipeline that ends last is improved, by the first step found that helps, until no step or effort is left.
 
@@ -33,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.stage_arrays import AHEAD, PARTS, Scratch, StageTerms, end_of, fill_row, scratch_of
+from hydragraph.cost.schedule_replay import AHEAD, PARTS, Scratch, replay, scratch_of
+from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
 
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
         busy: computing seconds of each stage of a pipeline [P, S].
         ends: [P].
         spent: tasks computed so far [1].
-        scratch: scratch arrays of `end_of`.
+        scratch: scratch arrays of `replay`.
         trial: two orders of a trial [2, C + 1].
     """
 
@@ -164,7 +165,7 @@ def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> f
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
-    return float(end_of(plan.rows, order, count, stages, given.terms.gpipe[t], plan.scratch))
+    return float(replay(table_at(given.terms, t), stages, plan.rows, order, count, plan.scratch))
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i are put into D groups, each a
 pipeline with one entity per stage. With M micro-batches in an iteration a group runs K = M / D of them; with P stages
-it waits the fraction rho = (P - 1) / (K + P - 1) of the time (the bubble of 1F1B), so
+it waits the fraction rho = (P - 1) / (K + P - 1) of the time (the bubble of the default schedule), so
 
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 

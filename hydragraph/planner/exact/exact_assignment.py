@@ -7,7 +7,7 @@ Equations of Hydraulis -> functions:
 
     Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
     Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
-    the end of 1F1B itself (ours)                      `exact_assignment`, by enumeration
+    the end of the schedule itself (ours)              `exact_assignment`, by enumeration
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_arrays import PARTS, StageTerms, end_of, fill_row, scratch_of, stage_terms
+from hydragraph.cost.schedule_replay import PARTS, replay, scratch_of
+from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
@@ -122,8 +123,8 @@ def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
         Unsupported: a sequence is longer than every MaxLen.
     """
     problem = problem_of(pipelines, lengths, formed=True)
-    terms = stage_terms(problem.kinds)
     n = len(problem.lengths)
+    terms = stage_terms(problem.kinds, n)
     if n > MOST or not terms.faithful.all():
         raise ValueError(f"{n} sequences, at most {MOST} of them: all assignments are too many, or costs are tables")
     # For every subset of the sequences, the best that a pipeline of each kind can do with it alone.
@@ -173,6 +174,7 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
     places = np.full((1 << n, n), -1, np.int64)
     ends[0] = 0.0
     scratch = scratch_of(stages, n)
+    table = table_at(terms, kind)
     rows = np.empty((n, stages, PARTS))
     squares = np.zeros(n)
     tokens = np.zeros(n)
@@ -198,7 +200,7 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
                     fill_row(rows[m], terms.seconds[kind], stages, squares[m], tokens[m])
                     order[m] = m
                 while True:
-                    end = end_of(rows, order, groups, stages, terms.gpipe[kind], scratch)
+                    end = replay(table, stages, rows, order, groups, scratch)
                     if end < ends[subset]:
                         ends[subset] = end
                         for j in range(count):

@@ -4,7 +4,7 @@ Equations of Hydraulis -> functions:
 
     Eq. 1, (PP - 1 + V) max_j cost_j                    objective "published": `micro_batches.price`, EQ1
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  objective "sum": `micro_batches.price`, SUM
-    1F1B itself (ours)                                  objective "1f1b": `one_f_one_b.pipeline_seconds`
+    the schedule itself (ours)                          objective "1f1b": `pipeline_seconds`
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.one_f_one_b import pipeline_seconds
+from hydragraph.cost.micro_batch_order import pipeline_seconds
+from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import EQ1, SUM, form_in_order
 from hydragraph.planner.assignment.problem import problem_of
@@ -131,7 +132,16 @@ def pack_sorted(
     """
     which = EQ1 if objective == "published" else SUM
     seconds, bound, count, placed, end = form_in_order(
-        np.ascontiguousarray(work), lengths, terms, pipeline.stages, pipeline.c, pipeline.util_len, which, kicks, climb
+        np.ascontiguousarray(work),
+        lengths,
+        terms,
+        pipeline.stages,
+        pipeline.c,
+        pipeline.util_len,
+        which,
+        kicks,
+        table_of(pipeline.schedule, pipeline.stages, len(lengths)),
+        climb,
     )
     # Convert back to the caller's indices.
     batches: list[list[int]] = [[] for _ in range(count)]
@@ -146,5 +156,5 @@ def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequ
 
 
 def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    """Return the 1F1B recurrence of a pipeline's micro-batches."""
-    return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages)
+    """Return the end of a pipeline's micro-batches by its schedule, on stages that take the same time."""
+    return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)

@@ -29,10 +29,12 @@ from numpy.typing import NDArray
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import batch_bytes
+from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
 from hydragraph.planner.price_candidate import NEAR_LIMIT, Candidate
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -152,15 +154,15 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
     stages = len(laid.order)
     shape = (stages, max(len(bench.options[i]) for i in laid.order))
     layer, extra, fixed, each, gradients = (np.full(shape, math.inf) for _ in range(5))
+    in_flight_of = in_flight(DEFAULT_SCHEDULE, stages, count)
     for s, form in enumerate(laid.order):
         rate = bench.forms[form].rate
         first, last = s == 0, s == stages - 1
-        flying = min(stages - s, count)
         for o, option in enumerate(bench.options[form]):
             layer[s, o] = rate * option.layer_s
             extra[s, o] = rate * (option.aux_s + first * option.first_s + last * option.last_s)
             fixed[s, o] = option.own_bytes + first * option.first_bytes + last * option.last_bytes
-            each[s, o] = option.state_bytes + flying * option.kept_bytes
+            each[s, o] = option.state_bytes + in_flight_of[s] * option.kept_bytes
             gradients[s, o] = option.state_bytes
     ranks = np.array([bench.forms[i].tp for i in laid.order])
     return _Row(laid, times, layer, extra, fixed, each, gradients, ranks, np.array([limits[i] for i in laid.order]))

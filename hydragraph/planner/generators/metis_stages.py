@@ -29,6 +29,7 @@ from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import Footprint, MicroBatch
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
+from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.metis.cluster import Cluster, DeviceType
 from hydragraph.planner.metis.metis_search import Found, Order, exact, walked
 from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
@@ -37,6 +38,7 @@ from hydragraph.planner.metis.profile import Measurement, Profile
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Maximum number of types, whose orders are all tried: 5 types have 120.
 _MOST_TYPES = 5
@@ -395,11 +397,11 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
 def _fits(costs: Costs, plan: Staged, flying: int) -> bool:
     """Return whether every rank's memory suffices or, without a walk, whether `flying` micro-batches are enough.
 
-    Under 1F1B a stage has as many in flight as there are stages from it to the end, for each pipeline that it serves.
+    A stage has as many in flight as the default schedule says, for each pipeline that it serves.
     """
     if plan.memory:
         return all(held <= costs.memory_of(rank) for rank, held in enumerate(plan.memory))
     degrees = plan.found.degrees
     most = max(dp for dp, _ in degrees)
-    depth = [min(plan.found.batches, len(degrees) - s) for s in range(len(degrees))]
+    depth = in_flight(DEFAULT_SCHEDULE, len(degrees), plan.found.batches)
     return all(flying >= most // dp * deep for (dp, _), deep in zip(degrees, depth, strict=True))

@@ -3,8 +3,8 @@
 The search lays out thousands of pipelines, with up to as many stages as layers. A group's times and memory
 (`group_prices.Option`) are here a row of numbers, by form and option; `pipeline_layers.spread` assigns the layers.
 
-Under 1F1B stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as leave room for
-what each of them keeps; an owner of the state also holds messages (`Prices.held`).
+Under the default schedule stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as
+leave room for what each of them keeps; an owner of the state also holds messages (`Prices.held`).
 """
 
 from __future__ import annotations

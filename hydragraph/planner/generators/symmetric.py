@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
+from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
 from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
 # Number of plans kept from each category: equal layers, layers by speed, one group only, one node only.
@@ -234,12 +236,11 @@ class _Rows:
         self._count = -(-micro_batches // width)
         self._layer_s = rate * of["layer_s"]
         self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
-        # Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end.
-        flying = np.minimum(depth - np.arange(depth), self._count)
+        flying = np.array(in_flight(DEFAULT_SCHEDULE, depth, self._count))
         behind = 1 - (np.arange(depth) + 1) / depth
         held = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
         self._most = np.full(self._layer_s.shape, math.inf)
-        for line, kept in zip(held, (flying, 0), strict=True):
+        for line, kept in zip(held, (flying, np.zeros_like(flying)), strict=True):
             each = line * of["state_bytes"] + kept * of["kept_bytes"]
             own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
             self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9)))

@@ -1,4 +1,4 @@
-"""1F1B beside the rule of its papers, for one pipeline and for pipelines that share stages."""
+"""1F1B against the rule in its papers, for one pipeline and for pipelines that share stages."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def test_what_does_not_fit_a_kind_goes_elsewhere() -> None:
 def test_of_three_sequences_two_share_one_of_two_pipelines() -> None:
     kind = PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1)
     given = problem_of([kind, kind], [4, 3, 3], formed=True)
-    assert schedule_bound(given, stage_terms([kind]), np.ones(1)) == pytest.approx(6.0, rel=1e-5)
+    assert schedule_bound(given, stage_terms([kind], 2), np.ones(1)) == pytest.approx(6.0, rel=1e-5)
     slow = replace(kind, b=7.0)  # too slow for any of them: the three share one
     given = problem_of([kind, slow], [4, 3, 3], formed=True)
-    assert schedule_bound(given, stage_terms([kind, slow]), np.array([1.0, 0.0])) == pytest.approx(9.0, rel=1e-5)
+    assert schedule_bound(given, stage_terms([kind, slow], 2), np.array([1.0, 0.0])) == pytest.approx(9.0, rel=1e-5)
 
 
 @given(uneven(pipelines(most=3)), st.lists(st.integers(1, 2000), min_size=1, max_size=25), st.floats(0, 1))
@@ -85,7 +85,7 @@ def test_no_plan_beats_the_bound_of_the_schedule_at_any_prices(
     kinds: tuple[PipelineCost, ...], sizes: list[int], tilt: float
 ) -> None:
     given_ = problem_of(kinds, sizes, formed=True)
-    terms = stage_terms(given_.kinds, shortest=min(sizes))
+    terms = stage_terms(given_.kinds, len(given_.lengths), shortest=min(sizes))
     prices = np.linspace(tilt, 1.0, len(given_.kinds))
     assert schedule_bound(given_, terms, prices) <= assign_pipelines(kinds, sizes).seconds * (1 + 1e-9)
 
@@ -94,7 +94,7 @@ def test_kinds_that_cost_nothing_bound_nothing() -> None:
     quick = PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1)
     slow = PipelineCost(0.0, 1.0, 0.0, 3, 9, 1, 1)  # its last stage ends after three times as long
     given_ = problem_of([quick, slow], [4], formed=True)
-    terms = stage_terms(given_.kinds, shortest=4)
+    terms = stage_terms(given_.kinds, len(given_.lengths), shortest=4)
     for prices in ([0.0, 1.0], [1.0, 0.0], [1.0, 1.0]):
         found = schedule_bound(given_, terms, np.array(prices))
         assert found <= assign_pipelines([quick, slow], [4]).seconds * (1 + 1e-9)

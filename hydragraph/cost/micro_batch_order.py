@@ -1,0 +1,157 @@
+"""The order of a pipeline's micro-batches that ends first, on stages that take the same time.
+
+Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third. In this order they end at 14
+under the default schedule; the estimate, 3 + 6 + (2 - 1) 6 = 15, is above it.
+
+Equations of Hydraulis -> functions:
+
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  `published_seconds`
+    what it estimates, the end of the schedule (ours)   `pipeline_seconds`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.cost import schedule_replay
+from hydragraph.cost.schedule_replay import PARTS, Scratch, replay, scratch_of
+from hydragraph.ir.schedules.schedule import ScheduleTable
+from hydragraph.ir.schedules.schedule_kinds import table_of
+from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The forward's fraction of a micro-batch's time on a stage: backward computes two products for each of forward's.
+FORWARD = 1 / 3
+_FORWARD = schedule_replay.FORWARD
+_BACKWARD = schedule_replay.BACKWARD
+
+
+@compiled
+def equal_stages(costs: Floats, stages: int) -> Floats:
+    """Return the rows [V, S, 5] of micro-batches on stages that take the same time."""
+    rows = np.zeros((len(costs), stages, PARTS))
+    for j in range(len(costs)):
+        for s in range(stages):
+            rows[j, s, _FORWARD] = FORWARD * costs[j]
+            rows[j, s, _BACKWARD] = (1.0 - FORWARD) * costs[j]
+    return rows
+
+
+@compiled
+def longest_to_shortest(costs: Floats) -> Ints:
+    """Return the micro-batches ordered by their seconds, descending."""
+    count = len(costs)
+    descending = np.arange(count)
+    for j in range(count):
+        # Insertion sort is stable, which numba's default sort does not promise.
+        at = j
+        while at and costs[descending[at - 1]] < costs[j]:
+            descending[at] = descending[at - 1]
+            at -= 1
+        descending[at] = j
+    return descending
+
+
+@compiled
+def starting_order(descending: Ints, shape: int) -> Ints:
+    """Return one of four orders: descending, ascending, the largest in the middle, the largest at both ends."""
+    count = len(descending)
+    if shape == 0:
+        return descending.copy()
+    trial = np.empty(count, np.int64)
+    # Filled alternately from both ends, the last ones lie in the middle: the largest if the smallest come first.
+    low = 0
+    high = count - 1
+    for i in range(count):
+        if shape < 3:
+            source = descending[count - 1 - i]
+        else:
+            source = descending[i]
+        if i % 2 and shape > 1:
+            trial[high] = source
+            high -= 1
+        else:
+            trial[low] = source
+            low += 1
+    return trial
+
+
+@compiled
+def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds: int, scratch: Scratch) -> float:
+    """Improve an order in place by swaps of micro-batches, for at most `rounds` while that helps; return its end."""
+    count, stages = rows.shape[:2]
+    # The end has no formula in the order, so every swap is tried by a replay, and undone if it is worse.
+    for _ in range(rounds):
+        improved = False
+        for i in range(count - 1):
+            for j in range(i + 1, count):
+                order[i], order[j] = order[j], order[i]
+                swapped = replay(table, stages, rows, order, count, scratch)
+                if swapped < end * (1 - 1e-12):
+                    end = swapped
+                    improved = True
+                else:
+                    order[i], order[j] = order[j], order[i]
+        if not improved:
+            break
+    return end
+
+
+@compiled
+def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> tuple[float, Ints]:
+    """Return the end and the order of micro-batches that finish first among those tried.
+
+    These are the given order, descending and ascending ones, the largest in the middle and at both ends; each is
+    improved by at most `climb` rounds of swapping.
+
+    Args:
+        costs: seconds of each micro-batch on a stage, forward and backward [V].
+        stages: number of stages.
+        table: of the pipeline's schedule.
+        climb: number of rounds.
+    """
+    count = len(costs)
+    rows = equal_stages(costs, stages)
+    scratch = scratch_of(stages, count)
+    best_order = np.arange(count)
+    best = replay(table, stages, rows, best_order, count, scratch)
+    if stages == 1 or count < 2:
+        return best, best_order
+    # No order is best for all: with few micro-batches the first and the last count most, because nothing hides the
+    # stages' filling and draining; so orders that put small or large ones there are where climbing starts.
+    descending = longest_to_shortest(costs)
+    best = climbed(rows, best_order, best, table, climb, scratch)
+    for shape in range(4):
+        trial = starting_order(descending, shape)
+        end = climbed(rows, trial, replay(table, stages, rows, trial, count, scratch), table, climb, scratch)
+        if end < best:
+            best = end
+            best_order = trial
+    return best, best_order
+
+
+def published_seconds(costs: Sequence[float], stages: int) -> float:
+    """Return the estimate of Appendix D.1: the sum of micro-batches + (PP - 1) times the largest."""
+    return sum(costs) + (stages - 1) * max(costs) if costs else 0.0
+
+
+def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
+    """Return the end of micro-batches, in their order, on stages that take the same time.
+
+    Args:
+        costs: seconds of one stage for each micro-batch, forward and backward.
+        stages: PP.
+        schedule: its kind.
+    """
+    count = len(costs)
+    if not count:
+        return 0.0
+    rows = equal_stages(np.asarray(costs, dtype=np.float64), stages)
+    order = np.arange(count)
+    return float(replay(table_of(schedule, stages, count), stages, rows, order, count, scratch_of(stages, count)))
