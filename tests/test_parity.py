@@ -90,6 +90,40 @@ def test_strategies_with_every_feature_equal_one_device() -> None:
     check("llama", EVERY_FEATURE)
 
 
+STREAMED = [
+    "2*<tp1,pp1>w",  # pipelines share every exchange
+    "<[0]x4w> + <[1]x4>",  # one of two pipelines
+    "<[1]x2g,[0]x2w>",
+]
+
+
+def test_stages_that_stream_equal_one_device() -> None:
+    check("tied llama", STREAMED, ranks=2)
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("tied llama", {"home": hg.Home([3, 0, 1, 2]), "window": 0}),
+        ("gpt2", {"home": hg.Home(copies=2)}),
+    ],
+)
+def test_streaming_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
+    strategies = [
+        "<[0,1]x3w,[2]x1> + <[3]x4w>",
+        "<[3]x1w,[0]x1,[2]x1w,[1]x1g>",
+        "4*<tp1,pp1>w",
+        "<[3]x1w,[0,1]x2w,[2]x1w> gpipe",
+        "<[0,1]x3sw,[2]x1rw> + <[3]x4g>",
+        "<[0]x2w,[3]x2w> + <[1]x2w,[3]x2w>",  # a shared stage
+        "<[2,0]x4srw> + <[1,3]x4w>",
+        "<[2]x4w>",
+    ]
+    check(model, strategies, **options)
+
+
 @thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
@@ -117,7 +151,7 @@ def any_strategy(draw: st.DrawFn) -> str:
             draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True))
         )
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
-        flags = [draw(st.sampled_from(["", "s", "r", "sr"])) for _ in stages]
+        flags = [draw(st.sampled_from(["", "s", "r", "sr", "w", "srw", "g"])) for _ in stages]
         parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, layers, flags, strict=True))
         text.append("<" + ",".join(parts) + ">")
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))

@@ -51,7 +51,9 @@ from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.value import bucket_of
 from hydragraph.passes.place import Placement, place
+from hydragraph.passes.stream import turns as exchanges
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
@@ -464,7 +466,9 @@ class Costs:
         return self._owned[rank, learning]
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: its slowest pipeline, plus `fixed`."""
+        """Return the seconds of an iteration: its slowest pipeline, plus `fixed`; simulated if a stage streams."""
+        if strategy.streams and self.stack.own:
+            return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
@@ -683,7 +687,8 @@ class CostedWork:
         self._strategy = strategy
         self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
         self._placement: Placement = place(costs.outline, strategy, assignment.counts)
-        self._holders = dict(self._placement.holders)
+        self._users = {(turn.op, turn.name): turn.stages for turn in exchanges(self._placement, "train")}
+        self._last = {bucket_of(name): name for op, name in self._users if op is Op.PUSH}
         self._where = {stage.ranks[0]: stage for stage in self._placement.stages}
         self._buckets = {b.name: b for b in costs.buckets}
         self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
@@ -737,8 +742,8 @@ class CostedWork:
 
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`; equal buckets held by the same stages get the same object."""
-        stages = self._holders.get(bucket, ())
-        weights = self._buckets[bucket]
+        stages = self._users.get((op, bucket), ())
+        weights = self._buckets[bucket_of(bucket)]
         if op is Op.PUSH and not weights.learns:
             return NOTHING
         owners = self._costs.home_of(weights)
@@ -754,8 +759,9 @@ class CostedWork:
     def handed_on(self, bucket: str) -> Transfers:
         """See `Priced`; buckets with the same home get the same object."""
         costs = self._costs
-        weights = self._buckets[bucket]
-        if costs.home.copies == 1 or not weights.learns:
+        weights = self._buckets[bucket_of(bucket)]
+        # A bucket's streamed pushes are added at home, and only the last one hands the sums on.
+        if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)
         if owners not in self._moved:
@@ -843,8 +849,11 @@ class CostedWork:
                     for m, each in zip(stage.micro_batches, took, strict=True):
                         seconds |= {(op, block, rank, m): each for rank in stage.ranks}
         seconds |= {(Op.UPDATE, "", rank): self.update_s(rank) for rank in range(self._costs.ranks)}
-        pulls, pushes = ({n: dict(self.moved(op, n).pairs) for n in self._holders} for op in (Op.PULL, Op.PUSH))
-        handed = {n: dict(self.handed_on(n).pairs) for n in self._holders}
+        pulls, pushes = (
+            {name: dict(self.moved(op, name).pairs) for other, name in self._users if other is op}
+            for op in (Op.PULL, Op.PUSH)
+        )
+        handed = {name: dict(self.handed_on(name).pairs) for name in pushes}
         rates = {rank: self.handling(rank) for rank in range(self._costs.ranks)}
         return Work(seconds, pulls, pushes, {}, self.commit_s(), rates, handed)
 

@@ -91,7 +91,8 @@ class Reach:
     def _alone(self, pipeline: Pipeline, beside: float) -> int:
         profile = self._costs.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
-        if measured is not None and all(s.kind == StageKind(pipeline.stages[0].tp) for s in pipeline.stages):
+        plain = all(s.kind == StageKind(pipeline.stages[0].tp) and not s.stream for s in pipeline.stages)
+        if measured is not None and plain:
             return int(measured)
         most: int | None = None
         for at, rank in self._deciding(pipeline):
@@ -108,17 +109,18 @@ class Reach:
         """Yield (stage position, rank) pairs that may determine the limit: if these fit, all fit."""
         ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
         contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
-        looked: list[tuple[StageKind, Counter[object], float]] = []  # stages between the first and the last
+        looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1
+            alike = (stage.kind, stage.stream)
             for rank in self._unlike(stage):
                 left = self._left(rank)
                 if between and any(
-                    kind == stage.kind and contents[at] <= held and room <= left for kind, held, room in looked
+                    kind == alike and contents[at] <= held and room <= left for kind, held, room in looked
                 ):
                     continue
                 if between:
-                    looked.append((stage.kind, contents[at], left))
+                    looked.append((alike, contents[at], left))
                 yield at, rank
 
     def _contents(self, first: int, end: int) -> Counter[object]:
@@ -148,7 +150,7 @@ class Reach:
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
         """Return the memory of a rank of a pipeline's stage as a function of its micro-batches' tokens."""
         # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
-        shape = tuple((stage.layers, stage.kind) for stage in pipeline.stages)
+        shape = tuple((stage.layers, stage.kind, stage.stream) for stage in pipeline.stages)
         count = telling(DEFAULT_SCHEDULE, len(pipeline.stages), at)
         assert count is not None, "the default schedule bounds what is in flight"
         return self._peak((shape, at), Strategy((pipeline,)), [count], rank)

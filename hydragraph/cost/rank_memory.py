@@ -21,10 +21,11 @@ from hydragraph.cost.traffic_bytes import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
     MessageBytes,
+    added_bytes,
     pulled,
     pulled_bytes,
     pushed,
-    summed_bytes,
+    sums_at_home,
 )
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
@@ -33,10 +34,11 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule_kinds import most_in_flight
-from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
+from hydragraph.passes.stream import turns
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
@@ -275,15 +277,16 @@ class Walk:
         self._over = over or {}
         self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
         self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
-        self._holders = dict(placement.holders)
+        self._users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
+        self._pushed: set[str] = set()  # buckets
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._buckets = {b.name: b for b in blocks.buckets}
         self._known_layouts: dict[object, tuple[Layout, Layout]] = {}
-        self._layouts_of: dict[str, tuple[Layout, Layout]] = {}
+        self._layouts_of: dict[tuple[Op, str], tuple[Layout, Layout]] = {}
         self._known_links: dict[tuple[Op, int], MessageBytes] = {}
-        self._known_sums: dict[int, int] = {}
+        self._known_at_home: dict[int, bool] = {}
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
@@ -300,6 +303,7 @@ class Walk:
         }
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._in_flight: list[str] = []
+        self._pushed = set()
         self._alive = Alive()
 
     @cached_property
@@ -342,9 +346,9 @@ class Walk:
         """Follow one instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
-                self._alive.drop(exchange_name(Op.PULL, value.bucket))
+                self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
-                self._alive.drop(exchange_name(Op.PUSH, value.bucket))
+                self._alive.drop(exchange_name(Op.PUSH, value.exchange))
         if instruction.op is Op.PULL:
             self._pull(instruction.target, held=bool(instruction.writes))
         elif instruction.op is Op.FORWARD:
@@ -376,10 +380,10 @@ class Walk:
 
     # Weights and gradients.
 
-    def _pull(self, bucket: str, held: bool) -> None:
+    def _pull(self, name: str, held: bool) -> None:
         if not (held or self._messages):
             return
-        layouts = self._layouts(bucket)
+        layouts = self._layouts(Op.PULL, name)
         key = (Op.PULL, id(layouts))
         if key not in self._known_links:
             # Message sizes take longer to compute than to look up.
@@ -389,38 +393,42 @@ class Walk:
                 else MessageBytes(0, pulled_bytes(*layouts, self._rank, self._model.itemsize))
             )
         link = self._known_links[key]
-        self._fly(exchange_name(Op.PULL, bucket), link.outgoing)
+        self._fly(exchange_name(Op.PULL, name), link.outgoing)
         if held:
-            self._alive.add(weights(bucket), "weights", link.incoming)
+            self._alive.add(weights(name), "weights", link.incoming)
 
-    def _push(self, bucket: str) -> None:
+    def _push(self, name: str) -> None:
         if not self._messages:
-            self._alive.drop(gradients(bucket))
+            self._alive.drop(gradients(name))
             return
-        layouts = self._layouts(bucket)
+        layouts = self._layouts(Op.PUSH, name)
         key = (Op.PUSH, id(layouts))
         if key not in self._known_links:
             self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
         link = self._known_links[key]
-        total = gradients(bucket)
+        total = gradients(name)
         kept = () if link.outgoing else (total,)  # without a copy, the value itself is the message
         size = max(link.outgoing + link.incoming, link.handed)  # one after the other
-        self._fly(exchange_name(Op.PUSH, bucket), size, *kept)
+        if bucket_of(name) in self._pushed:
+            size += added_bytes(*layouts, self._rank)
+        self._pushed.add(bucket_of(name))
+        self._fly(exchange_name(Op.PUSH, name), size, *kept)
         self._alive.drop(total)
 
-    def _layouts(self, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's home layout, and that of the stages using it; equal buckets get the same objects."""
-        if name in self._layouts_of:
-            return self._layouts_of[name]
-        bucket = self._buckets[name]
+    def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
+        """Return the home layout of an exchange's bucket, and that of its stages; equal ones are the same objects."""
+        if (op, name) in self._layouts_of:
+            return self._layouts_of[op, name]
+        bucket = self._buckets[bucket_of(name)]
+        users = self._users[op, name]
         owners = self._home_of(bucket)
-        key = (bucket.form, self._holders[name], id(owners))
+        key = (bucket.form, users, id(owners))
         if key not in self._known_layouts:
-            kinds = [self._kind(ranks) for ranks in self._holders[name]]
+            kinds = [self._kind(ranks) for ranks in users]
             each = [{p.name: kind for p in bucket.parameters} for kind in kinds]
-            self._known_layouts[key] = owners, propagation(bucket, self._holders[name], each)
-        self._layouts_of[name] = self._known_layouts[key]
-        return self._layouts_of[name]
+            self._known_layouts[key] = owners, propagation(bucket, users, each)
+        self._layouts_of[op, name] = self._known_layouts[key]
+        return self._layouts_of[op, name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
         # Only affects parameters that each rank of a stage holds whole; a cut parameter has a single holder.
@@ -464,13 +472,23 @@ class Walk:
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
-            self._alive.add(value, "gradients", self._summed_bytes(self._layouts(value.bucket)))
+            _, users = self._layouts(Op.PUSH, value.exchange)
+            size = 0 if value.bucket in self._at_home else GRADIENT_BYTES * users.local_size(self._rank)
+            self._alive.add(value, "gradients", size)
 
-    def _summed_bytes(self, layouts: tuple[Layout, Layout]) -> int:
+    @cached_property
+    def _at_home(self) -> frozenset[str]:
+        """The buckets whose gradients are accumulated at home: no push of theirs moves any."""
+        pushes = [name for op, name in self._users if op is Op.PUSH]
+        apart = {bucket_of(name) for name in pushes if not self._stays_home(name)}
+        return frozenset(map(bucket_of, pushes)) - apart
+
+    def _stays_home(self, push: str) -> bool:
+        layouts = self._layouts(Op.PUSH, push)
         key = id(layouts)
-        if key not in self._known_sums:
-            self._known_sums[key] = summed_bytes(*layouts, self._rank)
-        return self._known_sums[key]
+        if key not in self._known_at_home:
+            self._known_at_home[key] = sums_at_home(*layouts, self._rank)
+        return self._known_at_home[key]
 
     def _hidden(self, value: Value, whole: bool = True) -> None:
         size = self._hidden_bytes(value.micro_batch)

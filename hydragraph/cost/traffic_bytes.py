@@ -58,14 +58,19 @@ def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int
     return users.local_size(rank) * itemsize
 
 
-def summed_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes for accumulating a bucket's gradients beyond a rank's home shard; arguments as for `pulled`."""
-    own = users.local_size(rank)
-    if sums_stay(users, owners):
-        sends, receives = reduce(users, owners, rank).of(rank)
-        if _same(sends, own, receives, owners.local_size(rank)):
-            return 0  # they are accumulated at home
-    return GRADIENT_BYTES * own
+def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
+    """Return whether a rank's gradients of a bucket are those of its home shard; arguments as for `pulled`."""
+    if not sums_stay(users, owners):
+        return False
+    sends, receives = reduce(users, owners, rank).of(rank)
+    return _same(sends, users.local_size(rank), receives, owners.local_size(rank))
+
+
+def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
+    """Return the bytes of a push's sums before they are added to those of earlier pushes; arguments as for `pulled`."""
+    if sums_at_home(owners, users, rank):
+        return 0
+    return GRADIENT_BYTES * owners.first.local_size(rank)
 
 
 def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:

@@ -152,11 +152,11 @@ def _exchanges_apart(program: RankProgram) -> bool:
     waited = False  # for a push
     for i in program.instructions:
         if i.op in _COMPUTED:
-            read = (value.bucket for value in i.reads if value.kind is ValueKind.WEIGHTS)
+            read = (value.exchange for value in i.reads if value.kind is ValueKind.WEIGHTS)
             if any((Op.PULL, bucket) not in entered for bucket in read):
                 return False
         elif i.op in _EXCHANGED:
-            if any((i.op, value.bucket) not in entered for value in _room(i)):
+            if any((i.op, value.exchange) not in entered for value in _room(i)):
                 return False
             waited = waited or (i.op is Op.PUSH and bool(_room(i)))
             entered.add((i.op, i.target))
@@ -237,14 +237,14 @@ class _Run:
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op in _EXCHANGED:
-            return self._behind({(instruction.op, value.bucket) for value in _room(instruction)})
+            return self._behind({(instruction.op, value.exchange) for value in _room(instruction)})
         if instruction.op not in (Op.FORWARD, Op.BACKWARD, Op.COMMIT):
             return ()
         late = tuple(
             r for r in self._together(rank, instruction) if r != rank and not self._same(instruction, self._current(r))
         )
         # A pull's weights have arrived once every rank has entered the pull: each of them may be an owner that sends.
-        return (*late, *self._behind({(Op.PULL, v.bucket) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
+        return (*late, *self._behind({(Op.PULL, v.exchange) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
 
     def _behind(self, exchanges: set[tuple[Op, str]]) -> tuple[int, ...]:
         """Return the ranks that have not yet entered some of these exchanges."""

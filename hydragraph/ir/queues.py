@@ -169,8 +169,8 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
                 needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
                 if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
                     continue
-                buckets = (v.bucket for v in instruction.reads if computes and v.kind is ValueKind.WEIGHTS)
-                absent = tuple(dict.fromkeys(r for bucket in buckets for r in lacking.get(bucket, everyone)))
+                pulls = (v.exchange for v in instruction.reads if computes and v.kind is ValueKind.WEIGHTS)
+                absent = tuple(dict.fromkeys(r for pull in pulls for r in lacking.get(pull, everyone)))
                 peers = program.tp if computes else everyone if instruction.op is Op.COMMIT else (program.rank,)
                 key = (instruction.op, instruction.target, instruction.micro_batch)
                 rank.compute.append(_Computation(at, key, tuple(peers), tuple(needs), absent))

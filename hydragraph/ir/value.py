@@ -10,6 +10,7 @@ A value is a string, with the information in its text as attributes:
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
+    W.{bucket}@{n}, G.{bucket}@{n}     the same of the bucket's n-th streamed pull or push (`passes.stream`)
     {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
 
 So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` is `h2.0` with peer 3.
@@ -50,16 +51,18 @@ class Value(str):
         position: k of an activation and its gradient; else -1.
         block: block of a saved value; else "".
         bucket: bucket of weights and gradients; else "".
+        exchange: name of their pull or push: the bucket, or {bucket}@{n} if it is streamed; else "".
         micro_batch: counted within the pipeline, or across all pipelines that share stages (`ir.rank_program.Role`); -1
             for weights and gradients, which belong to all.
         peer: the rank that a message goes to; else -1.
     """
 
-    __slots__ = ("block", "bucket", "kind", "micro_batch", "peer", "position")
+    __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")
     kind: ValueKind
     position: int
     block: str
     bucket: str
+    exchange: str
     micro_batch: int
     peer: int
 
@@ -69,7 +72,7 @@ class Value(str):
         kind: ValueKind,
         position: int = NONE,
         block: str = "",
-        bucket: str = "",
+        exchange: str = "",
         micro_batch: int = NONE,
         peer: int = NONE,
     ) -> Value:
@@ -77,13 +80,24 @@ class Value(str):
         self.kind = kind
         self.position = position
         self.block = block
-        self.bucket = bucket
+        self.bucket = bucket_of(exchange)
+        self.exchange = exchange
         self.micro_batch = micro_batch
         self.peer = peer
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Value], tuple[str]]:
         return parse_value, (str(self),)
+
+
+def streamed(bucket: str, turn: int) -> str:
+    """Return the name of a bucket's streamed pull or push: {bucket}@{turn}, counted over all ranks."""
+    return f"{bucket}@{turn}"
+
+
+def bucket_of(exchange: str) -> str:
+    """Return the bucket of a pull or push by its name, which is the bucket itself unless it is streamed."""
+    return exchange.partition("@")[0]
 
 
 # A program names each value several times, and equal stages name the same values, so each is made once.
@@ -123,15 +137,15 @@ def loss(micro_batch: int) -> Value:
 
 
 @_once
-def weights(bucket: str) -> Value:
-    """Return W.{bucket}."""
-    return Value(f"W.{bucket}", ValueKind.WEIGHTS, bucket=bucket)
+def weights(exchange: str) -> Value:
+    """Return W.{exchange}: the weights brought by the pull of this name."""
+    return Value(f"W.{exchange}", ValueKind.WEIGHTS, exchange=exchange)
 
 
 @_once
-def gradients(bucket: str) -> Value:
-    """Return G.{bucket}."""
-    return Value(f"G.{bucket}", ValueKind.GRADIENTS, bucket=bucket)
+def gradients(exchange: str) -> Value:
+    """Return G.{exchange}: the gradients taken by the push of this name."""
+    return Value(f"G.{exchange}", ValueKind.GRADIENTS, exchange=exchange)
 
 
 @_once
@@ -148,14 +162,15 @@ def readdressed(sent: Value, peer: int) -> Value:
 
 _NUMBER = r"(0|[1-9]\d*)"
 _NAME = r"([\w.\-/:]+)"
+_EXCHANGE = r"([\w.\-/:]+(?:@(?:0|[1-9]\d*))?)"
 _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
     (re.compile(rf"h{_NUMBER}\.{_NUMBER}"), lambda k, m: activation(int(k), int(m))),
     (re.compile(rf"d{_NUMBER}\.{_NUMBER}"), lambda k, m: activation_gradient(int(k), int(m))),
     (re.compile(rf"s\.{_NAME}\.{_NUMBER}"), lambda block, m: saved(block, int(m))),
     (re.compile(rf"a\.{_NUMBER}"), lambda m: aux(int(m))),
     (re.compile(rf"loss\.{_NUMBER}"), lambda m: loss(int(m))),
-    (re.compile(rf"W\.{_NAME}"), weights),
-    (re.compile(rf"G\.{_NAME}"), gradients),
+    (re.compile(rf"W\.{_EXCHANGE}"), weights),
+    (re.compile(rf"G\.{_EXCHANGE}"), gradients),
     (re.compile(rf"([hd]\d+\.\d+)>{_NUMBER}"), lambda sent, peer: message(parse_value(sent), int(peer))),
 )
 

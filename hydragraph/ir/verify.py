@@ -24,6 +24,7 @@ from hydragraph.ir.value import (
     activation,
     activation_gradient,
     aux,
+    bucket_of,
     gradients,
     loss,
     message,
@@ -199,13 +200,19 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         values = missing.pop((instruction.op, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
-        if values != (frozenset(instruction.reads), frozenset(instruction.writes)):
+        if values != (_of_buckets(instruction.reads), _of_buckets(instruction.writes)):
             reads, writes = (", ".join(sorted(names)) for names in values)
             raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
     for op, target, m in missing:
         raise VerificationError(f"{op.value} {target} [{m}] is missing", program.rank)
 
 
+def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
+    """Return values with weights and gradients as if each bucket were pulled and pushed once."""
+    return frozenset(_NAMED[value.kind](value.bucket) if value.kind in _NAMED else value for value in values)
+
+
+_NAMED = {ValueKind.WEIGHTS: weights, ValueKind.GRADIENTS: gradients}
 _Key = tuple[Op, str, int | None]
 _Values = tuple[frozenset[Value], frozenset[Value]]
 
@@ -277,12 +284,13 @@ def _check_values(program: RankProgram) -> None:
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
     """Check pulls, pushes, commit and update on one rank of each kind, and that all order pulls and pushes alike."""
-    used = frozenset(bucket for _, site in ones for bucket in site.buckets)
-    for program, site in ones:
-        _check_exchange(program, site, Op.PULL, used)
-        _check_window(program, outline, Op.PULL)
-        _check_window(program, outline, Op.PUSH)
-        _check_exchange(program, site, Op.PUSH, used - {*outline.frozen} if mode != "evaluate" else frozenset())
+    for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
+        mine = [_named(program, kind) for program, _ in ones]
+        used = frozenset().union(*mine)
+        for (program, _), own in zip(ones, mine, strict=True):
+            _check_exchange(program, own, op, used)
+            _check_window(program, outline, op)
+    for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
     # Exchanges of one kind share a communicator, which matches them only by order.
@@ -297,22 +305,33 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
                     raise _fail(program, index, f"rank 0 enters the {op.value} of {bucket} at this point in the order")
 
 
-def _check_exchange(program: RankProgram, site: _Site, op: Op, buckets: frozenset[str]) -> None:
-    """Check that a rank enters the exchange of every bucket once, and takes part with exactly what it holds."""
-    missing = set(buckets)
+def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
+    """Return the exchanges of the weights, or gradients, that a rank computes with: of each use if they stream."""
+    return frozenset(
+        value.exchange
+        for instruction in program.instructions
+        if instruction.op in (Op.FORWARD, Op.BACKWARD)
+        for value in (instruction.reads if kind is ValueKind.WEIGHTS else instruction.writes)
+        if value.kind is kind
+    )
+
+
+def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges: frozenset[str]) -> None:
+    """Check that a rank enters every exchange once, and takes part with exactly what it computes with."""
+    missing = set(exchanges)
     for index, instruction in enumerate(program.instructions):
         if instruction.op is not op:
             continue
         if instruction.target not in missing:
             raise _fail(program, index, f"the {op.value} of {instruction.target} is repeated, or no rank needs it")
         missing.remove(instruction.target)
-        mine = instruction.target in site.buckets
+        mine = instruction.target in own
         reads = (gradients(instruction.target),) if op is Op.PUSH and mine else ()
         writes = (weights(instruction.target),) if op is Op.PULL and mine else ()
         if (instruction.reads, instruction.writes) != (reads, writes):
             raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {instruction.target}")
-    for bucket in sorted(missing):
-        raise VerificationError(f"the {op.value} of {bucket} is missing; every rank takes part in it", program.rank)
+    for exchange in sorted(missing):
+        raise VerificationError(f"the {op.value} of {exchange} is missing; every rank takes part in it", program.rank)
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
@@ -322,7 +341,7 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
     for index, instruction in enumerate(program.instructions):
         if instruction.op is not op:
             continue
-        left = outline.in_flight - outline.sizes[instruction.target]
+        left = outline.in_flight - outline.sizes[bucket_of(instruction.target)]
         over = []
         while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
             over.append(under_way.popleft())

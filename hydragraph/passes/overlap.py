@@ -27,27 +27,30 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     window (`passes.window`) is full. The commit reads what it completes: the losses, which it sums, and the gradients,
     whose pushes it waits for. Messages still on their way to other stages are freed before it.
     """
+    if placement.streams:  # `stream` has placed the exchanges, between which a rank must not wait for a message early
+        placed = _with_ends(placement, program.rank, program.instructions)
+    else:
+        placed = _with_exchanges(placement, mode, program)
+    losses = tuple(value for instruction in placed for value in instruction.writes if value.kind is ValueKind.LOSS)
+    totals = tuple(value for instruction in placed if instruction.op is Op.PUSH for value in instruction.reads)
+    update = (Instruction(Op.UPDATE),) if mode == "train" else ()
+    commit = Instruction(Op.COMMIT, reads=(*losses, *totals))
+    return replace(program, instructions=_with_waits([*placed, commit, *update]))
+
+
+def _with_exchanges(placement: Placement, mode: Mode, program: RankProgram) -> list[Instruction]:
+    """Add one pull and, except for an evaluation, one push of each bucket, and the ends of messages."""
     mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
     work = _post_early(placement, program)
     pulls = [Instruction(Op.PULL, bucket, writes=(weights(bucket),) if bucket in mine else ()) for bucket in buckets]
-    pulls = windowed(pulls, placement.outline)
-    losses = tuple(value for instruction in work for value in instruction.writes if value.kind is ValueKind.LOSS)
-    if mode == "evaluate":
-        commit = Instruction(Op.COMMIT, reads=losses)
-        ended = _with_ends(placement, program.rank, work)
-        return replace(program, instructions=_with_waits([*interleaved(pulls, ended), commit]))
     pushes = [
         Instruction(Op.PUSH, bucket, reads=(gradients(bucket),) if bucket in mine else ())
         for bucket in reversed(buckets)
-        if bucket not in placement.outline.frozen
+        if mode != "evaluate" and bucket not in placement.outline.frozen
     ]
-    totals = tuple(value for push in pushes for value in push.reads)
-    update = (Instruction(Op.UPDATE),) if mode == "train" else ()
-    end = (Instruction(Op.COMMIT, reads=(*losses, *totals)), *update)
     pushed = _with_pushes(work, windowed(pushes, placement.outline), _free_to_wait(placement, program.rank, work))
-    ended = _with_ends(placement, program.rank, pushed)
-    return replace(program, instructions=_with_waits([*interleaved(pulls, ended), *end]))
+    return interleaved(windowed(pulls, placement.outline), _with_ends(placement, program.rank, pushed))
 
 
 def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) -> int:

@@ -12,12 +12,13 @@ from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place
 from hydragraph.passes.retain import retain
+from hydragraph.passes.stream import decides, stream
 from hydragraph.spec.strategy import Strategy
 
 Pass = Callable[[Placement, Mode, RankProgram], RankProgram]
 
 # The passes that run on every rank's program, in order, after `place` has placed the blocks.
-PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("overlap", overlap), ("retain", retain))
+PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("stream", stream), ("overlap", overlap), ("retain", retain))
 
 
 def rank_programs(
@@ -55,7 +56,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
     # Key of a rank's instructions -> its body, and the indices of the body's peers among the rank's neighbours.
     known: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
-        decides, neighbours = _decides(placement, rank)
+        decides, neighbours = _decides(placement, mode, rank)
         if decides not in known:
             program = placed_program(placement, name, mode, rank, ranks)
             body, peers = numbered(program.instructions)
@@ -64,7 +65,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
         yield _header(placement, name, rank, ranks), body, tuple(neighbours[place] for place in places)
 
 
-def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
+def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
     """Return what determines a rank's instructions, except the identity of its neighbours; and these neighbours.
 
     Neighbours are numbered in the order of the rank's roles: a rank that sends twice to one peer runs a different body
@@ -89,7 +90,7 @@ def _decides(placement: Placement, rank: int) -> tuple[Hashable, Peers]:
         ]
         ends = (bool(role.previous), bool(role.following))
         roles.append((role.micro_batches, ends, tuple(named), beats[role.pipeline]))
-    return (stage.blocks, tuple(roles)), tuple(number)
+    return (stage.blocks, tuple(roles), decides(placement, mode, stage)), tuple(number)
 
 
 def rank_program(

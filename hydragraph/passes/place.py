@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import Role
@@ -39,6 +40,7 @@ class PlacedStage:
         layers: the half-open range of layers it computes.
         blocks: the half-open range of positions of the blocks it computes.
         kind: kind of the stage, shared by its ranks.
+        stream: what it streams (`spec.strategy.Stage`).
     """
 
     roles: tuple[PlacedRole, ...]
@@ -46,6 +48,12 @@ class PlacedStage:
     layers: tuple[int, int]
     blocks: tuple[int, int]
     kind: StageKind = StageKind()  # noqa: RUF009
+    stream: bool | str = False
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether it pulls weights for every use of a block, instead of once."""
+        return self.stream is True
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -134,6 +142,16 @@ class Placement:
         groups = [_group(stages, tuple(p for p in joined if p in stages)) for joined in self.joined]
         return {pipeline: group for group in groups for pipeline in group.pipelines}
 
+    @property
+    def streams(self) -> bool:
+        """Whether a stage with work streams."""
+        return any(stage.stream for stage in self.stages)
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Results of passes that are the same for all ranks, by mode (`passes.stream`)."""
+        return {}
+
     def held(self, rank: int) -> frozenset[str]:
         """Return the buckets whose weights a rank needs."""
         stage = self.stage_of.get(rank)
@@ -210,4 +228,4 @@ def _pipeline_stages(
             previous=stages[i - 1].devices if i > 0 else (),
             following=stages[i + 1].devices if i + 1 < len(stages) else (),
         )
-        yield PlacedStage((role,), stage.devices, layers, outline.span(*layers), stage.kind)
+        yield PlacedStage((role,), stage.devices, layers, outline.span(*layers), stage.kind, stage.stream)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program_outline import Outline
-from hydragraph.ir.value import Value, ValueKind, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, bucket_of, gradients, weights
 
 NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradients}
 
@@ -29,11 +29,11 @@ def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruc
     under_way: deque[str] = deque()
     size = 0
     for exchange in exchanges:
-        size += outline.sizes[exchange.target]
+        size += outline.sizes[bucket_of(exchange.target)]
         over = []
         while under_way and size > outline.in_flight:
             first = under_way.popleft()
-            size -= outline.sizes[first]
+            size -= outline.sizes[bucket_of(first)]
             over.append(NAMED[exchange.op](first))
         under_way.append(exchange.target)
         result.append(_behind(exchange, over))

@@ -66,7 +66,8 @@ class Deterministic:
         """Check that all stages are cut alike, in these and all earlier and later strategies.
 
         Raises:
-            Unsupported: two differ, or a stage of more than two devices does not name them in ascending order.
+            Unsupported: two differ, a stage streams, or one of more than two devices does not name them in ascending
+                order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -79,6 +80,13 @@ class Deterministic:
                         "over shards would have other bits",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="give all stages of all strategies the same degree and sequence parallelism",
+                    )
+                if stage.stream:
+                    raise Unsupported(
+                        f"a stage on devices {list(stage.devices)} that streams: its gradients are rounded to fp32 "
+                        "after every micro-batch",
+                        where=f"{_WHERE}, strategy {strategy}",
+                        remedy="leave out stream (w and g in a text), or train without deterministic",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(

@@ -229,17 +229,46 @@ def start_push(
     buffers: Buffers,
     handing: Exchange | None = None,
     dtype: torch.dtype = torch.float32,
+    adds: bool = False,
 ) -> Finish:
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
         gradients: this rank's 1-D contribution, empty if it has none; returned to `buffers` when sent.
-        home: this rank's 1-D gradient shard, overwritten; of the same dtype.
+        home: this rank's 1-D gradient shard, of the same dtype; overwritten, or added to.
         handing: the transfer of the sums to second owners (`hand_exchange`).
         dtype: to round to before sending; gradients that stay on their rank are not rounded.
+        adds: add the sums to `home`, which the bucket's earlier pushes have written.
     """
-    push = _start_sum(exchange, gradients, _part(home, exchange.target_at, exchange.target), groups, buffers, dtype)
+    target = _part(home, exchange.target_at, exchange.target)
+    if adds and gradients is not home:
+        push = _added(exchange, gradients, target, groups, buffers, dtype)
+    else:
+        push = _start_sum(exchange, gradients, target, groups, buffers, dtype)
     return _handed_on(push, handing, home, groups, buffers)
+
+
+def _added(
+    exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers, dtype: torch.dtype
+) -> Finish:
+    """Start moving gradients to the owners, whose sums are added to `home`; arguments as for `start_push`."""
+    if exchange.is_identity:
+
+        def add_own() -> Tensor:
+            home.add_(gradients)
+            buffers.give(gradients)
+            return home
+
+        return Finish(add_own)
+    sums = buffers.take(len(home))
+    push = _start_sum(exchange, gradients, sums, groups, buffers, dtype)
+
+    def add() -> Tensor:
+        home.add_(push())
+        buffers.give(sums)
+        return home
+
+    return Finish(add, push.message)
 
 
 def _start_sum(

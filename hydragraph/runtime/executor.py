@@ -22,7 +22,7 @@ from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
-from hydragraph.ir.value import Value, ValueKind, aux, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, weights
 from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
@@ -38,6 +38,7 @@ from hydragraph.runtime.speed_probe import Probed
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
+from hydragraph.runtime.weight_views import let_go, restored
 
 _ROW = 1024  # elements
 SAYS = 4  # numbers
@@ -247,8 +248,7 @@ class Executor:
         if pending is None:
             return
         if pending.follows:
-            with it.timing.waiting(stream, value, more=True), self._watch.communicating():
-                pending.go_on()
+            self._begin_handing(it, value, pending)
         with self.streams.on(stream):  # the stream that needs the memory waits, not the computing one
             self._end(it, stream, under_way, value)
 
@@ -256,7 +256,8 @@ class Executor:
         name = instruction.target
         exchange = it.prepared.pulls[name]
         with self.streams.on(Stream.PULL):
-            home = self._home.weights[name] if self._rounded is None else self._rounded.of(name)
+            bucket = bucket_of(name)
+            home = self._home.weights[bucket] if self._rounded is None else self._rounded.of(bucket)
             it.timing.started(weights(name))
             finish = start_pull(exchange, home, self._program.dtype, self._groups, self._buffers)
         under_way = it.arriving if instruction.writes else it.serving
@@ -298,7 +299,13 @@ class Executor:
             out = it.collectives.all_gather(out, 1)
         it.values[instruction.writes[0]] = out
         if len(instruction.writes) > 1:
-            it.values[instruction.writes[1]] = kept
+            it.values[instruction.writes[1]] = let_go(kept, self._streamed(it, instruction))
+
+    @staticmethod
+    def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
+        """Return the weights of an instruction that are freed before its block's backward, by bucket."""
+        read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
+        return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
     def _weights(self, it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
         shards: dict[str, Tensor] = {}
@@ -336,7 +343,7 @@ class Executor:
         block = it.prepared.blocks[instruction.target]
         if block.recompute:
             self._buffers.trim()
-        kept = it.values[instruction.reads[0]]
+        kept = restored(it.values[instruction.reads[0]], self._streamed(it, instruction))
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
@@ -350,7 +357,7 @@ class Executor:
         operands |= {"tangent": tangent, COLLECTIVES: it.collectives}
         arguments = [operands[n] if n in operands else shards[block.names[n]] for n in block.variant.needs]
         for name in block.variant.added:
-            arguments += self._total(it, block.names[name])
+            arguments += self._total(it, instruction, block.names[name])
         results = block.variant.backward(*arguments)
         # No reference may keep the forward's saved values alive while gradients are summed: memory peaks here.
         it.values[instruction.reads[0]] = kept = None
@@ -361,7 +368,7 @@ class Executor:
                 whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
                 it.values[instruction.writes[0]] = whole
             else:
-                total, beta = self._total(it, block.names[name])
+                total, beta = self._total(it, instruction, block.names[name])
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
@@ -389,26 +396,25 @@ class Executor:
 
     def _sums(self, it: _Iteration, value: Value) -> list[Tensor]:
         if value not in it.sums:
-            size = it.prepared.pushes[value.bucket].source
+            size = it.prepared.pushes[value.exchange].source
             it.sums[value] = [self._buffers.take(size, torch.float64).zero_() for _ in exact_sums.GRIDS]
         return it.sums[value]
 
-    def _total(self, it: _Iteration, name: str) -> tuple[Tensor, float]:
+    def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
         """Return the buffer of a parameter's gradient, and the factor on its contents: 0.0 the first time."""
         bucket = self._home.pieces[name].bucket
-        value = gradients(bucket)
+        summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
+        value = next(value for value in summed if value.bucket == bucket)
         if value not in it.values:
-            it.values[value] = self._gradient_buffer(it, bucket)
+            it.values[value] = self._gradient_buffer(it, value)
         beta = float(name in it.added)
         it.added.add(name)
         return self._shards(it, value)[name], beta
 
-    def _gradient_buffer(self, it: _Iteration, bucket: str) -> Tensor:
-        exchange = it.prepared.pushes[bucket]
-        home = self._home.gradients[bucket]
-        if exchange.is_identity and len(home) == exchange.target:  # not if the home also has a second copy
-            return home
-        return self._buffers.take(exchange.source)
+    def _gradient_buffer(self, it: _Iteration, value: Value) -> Tensor:
+        if value.bucket in it.prepared.at_home:
+            return self._home.gradients[value.bucket]
+        return self._buffers.take(it.prepared.pushes[value.exchange].source)
 
     def _send(self, it: _Iteration, instruction: Instruction) -> None:
         assert instruction.peer is not None
@@ -450,27 +456,33 @@ class Executor:
         value = gradients(name)
         total = it.values.get(value)
         if total is None and value in instruction.reads:
-            total = self._gradient_buffer(it, name)
+            total = self._gradient_buffer(it, value)
+        home = self._home.gradients[value.bucket]
         if total is None:
-            total = self._home.gradients[name].new_empty(0)
+            total = home.new_empty(0)
         else:
             it.values[value] = total
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:  # no block gave it a gradient
                     shard.zero_()
+            if total is not home:  # the next push of the bucket, if there is one, has a buffer of its own
+                it.added.difference_update(it.prepared.shards[value.bucket])
         exchange = it.prepared.pushes[name]
-        home = self._home.gradients[name]
         it.values.pop(value, None)  # now owned by the message, which frees its memory
         it.views.pop(value, None)
         handing = it.prepared.handings.get(name)
         dtype = self._program.push_dtype
+        adds = name in it.prepared.adds
         self._start(
-            it, value, [total], lambda: start_push(exchange, total, home, self._groups, self._buffers, handing, dtype)
+            it,
+            value,
+            [total],
+            lambda: start_push(exchange, total, home, self._groups, self._buffers, handing, dtype, adds),
         )
 
     def _push_exact(self, it: _Iteration, instruction: Instruction) -> None:
         value = gradients(instruction.target)
-        home = self._home.gradients[instruction.target]
+        home = self._home.gradients[value.bucket]
         exchange = it.prepared.pushes[instruction.target]
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
@@ -495,12 +507,19 @@ class Executor:
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
         """Start handing finished sums on to second owners, in the order of the pushes, as on all ranks."""
-        for value, pending in it.pushing.items():
+        for value, pending in list(it.pushing.items()):
             if pending.follows:
                 if not (wait or pending.arrived):
                     break
-                with it.timing.waiting(Stream.PUSH, value, more=True), self._watch.communicating():
-                    pending.go_on()
+                self._begin_handing(it, value, pending)
+
+    def _begin_handing(self, it: _Iteration, value: Value, pending: Pending) -> None:
+        """End the sums of a bucket's last push, after those of its earlier ones, and start handing them on."""
+        earlier = [other for other in it.pushing if other.bucket == value.bucket and other != value]
+        for other in earlier:
+            self._end(it, Stream.PUSH, it.pushing, other)
+        with it.timing.waiting(Stream.PUSH, value, more=True), self._watch.communicating():
+            pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
         """End finished exchanges, so that their memory can be reused."""

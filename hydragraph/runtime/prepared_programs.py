@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import Layout, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import bucket_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.recently_used import LRU
+from hydragraph.passes.stream import Turn, turns
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.passes.weight_layouts import bucket_kinds
 from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, push_exchange
@@ -59,8 +62,10 @@ class Prepared:
         program: the instructions.
         part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
-        pulls, pushes: by bucket; only those that learn are pushed.
-        handings: by pushed bucket, its transfer to second owners, if the home has such.
+        pulls, pushes: by name, which is the bucket's unless they are streamed; only what learns is pushed.
+        handings: by push, the transfer of its bucket to second owners, if the home has such: only by the last push.
+        adds: the pushes that add to the home gradients, as a push of the same bucket precedes them.
+        at_home: the buckets whose gradients are accumulated in the home gradients themselves.
         shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; only if held.
         stages: the rank tuples of all stages, for the tensor-parallel groups.
     """
@@ -71,6 +76,8 @@ class Prepared:
     pulls: Mapping[str, Exchange]
     pushes: Mapping[str, Exchange]
     handings: Mapping[str, Exchange]
+    adds: frozenset[str]
+    at_home: frozenset[str]
     shards: Mapping[str, Mapping[str, tuple[int, int]]]
     stages: tuple[tuple[int, ...], ...]
 
@@ -100,6 +107,7 @@ class Preparer:
         device: torch.device | None = None,
     ) -> None:
         self._program = program
+        self._buckets_by_name = {bucket.name: bucket for bucket in program.buckets}
         self._variants = variants
         self._buffers = buffers
         self._homes = homes
@@ -125,17 +133,22 @@ class Preparer:
         here = placement.stage_of.get(self._rank)
         part = here.part_of(self._rank) if here else StagePart()
         blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
-        links = {b.name: self._link(b, placement) for b in self._program.buckets if b.blocks}
-        pushes = {name: push for name, (_, push) in links.items() if push is not None}
-        handings = {name: self._handing(self._homes[name]) for name in pushes}
+        links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
+        pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
+        last = {bucket_of(name): name for name in pushes}
+        first = {bucket_of(name): name for name in reversed(pushes)}
+        handings = {name: self._handing(self._homes[bucket]) for bucket, name in last.items()}
+        apart = {bucket_of(name) for name, push in pushes.items() if not self._accumulates_at_home(name, push)}
         mine = placement.held(self._rank)
         return Prepared(
             rank_program(self._program.outline, strategy, counts, self._rank, mode, ranks=self._ranks),
             part,
             blocks,
-            {name: pull for name, (pull, _) in links.items()},
+            {name: pull for (op, name), (pull, _) in links.items() if op is Op.PULL},
             pushes,
             {name: handing for name, handing in handings.items() if handing is not None},
+            frozenset(pushes.keys() - first.values()),
+            frozenset(last.keys() - apart),
             {b.name: local_shards(b, part) for b in self._program.buckets if b.name in mine},
             tuple(stage.ranks for stage in placement.stages),
         )
@@ -160,8 +173,14 @@ class Preparer:
             recompute=part.recompute,
         )
 
-    def _link(self, bucket: Bucket, placement: Placement) -> tuple[Exchange, Exchange | None]:
-        stages = dict(placement.holders).get(bucket.name, ())
+    def _accumulates_at_home(self, name: str, push: Exchange) -> bool:
+        """Return whether a push moves no data: its gradients are this rank's home gradients."""
+        # Not if the home also has a second copy.
+        return push.is_identity and self._homes[bucket_of(name)].local_size(self._rank) == push.target
+
+    def _link(self, turn: Turn, placement: Placement) -> tuple[Exchange, Exchange | None]:
+        bucket = self._buckets_by_name[turn.bucket]
+        stages = turn.stages
         # All ranks of a stage agree on this, so the first one's part represents them.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]

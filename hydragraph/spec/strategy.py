@@ -3,7 +3,7 @@
 pipelines:
   - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
   - stages: [{devices: [3], layers: 8}]
-schedule: NAME                      # optional (`SCHEDULES`), as are a stage's sequence_parallel and recompute
+schedule: NAME                      # optional (`SCHEDULES`), as are a stage's sequence_parallel, recompute and stream
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from hydragraph.spec.strategy_text import (
     parse_strategy,
 )
 
+GRADIENTS = "gradients"  # a stage's `stream` if it streams only these
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -39,12 +41,16 @@ class Stage:
         layers: number of its layers, at least 1.
         sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
         recompute: save only each layer's input and run its forward again in the backward.
+        stream: True: pull weights before each forward and each backward of a block and free them after it, and push
+            gradients after each backward, to be added at home; "gradients": only push gradients like this. False: pull
+            each weight and push each gradient once per iteration.
     """
 
     devices: tuple[int, ...]
     layers: int
     sequence_parallel: bool = False
     recompute: bool = False
+    stream: bool | str = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", _tuple("devices", self.devices))
@@ -60,6 +66,8 @@ class Stage:
         for name in ("sequence_parallel", "recompute"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
+        if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
+            raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
 
     @property
     def kind(self) -> StageKind:
@@ -211,10 +219,15 @@ class Strategy:
         return len(self.joined) < len(self.pipelines)
 
     @property
+    def streams(self) -> bool:
+        """Whether a stage streams."""
+        return any(stage.stream for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
     def name(self) -> str:
         """Its text, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>", which `parse` reads back as its equal."""
         stages = (
-            tuple(StageText(s.devices, s.layers, s.sequence_parallel, s.recompute) for s in pipeline.stages)
+            tuple(StageText(s.devices, s.layers, s.sequence_parallel, s.recompute, s.stream) for s in pipeline.stages)
             for pipeline in self.pipelines
         )
         return format_strategy(StrategyText(tuple(stages), self.schedule))
@@ -222,7 +235,7 @@ class Strategy:
     @property
     def fingerprint(self) -> str:
         """Six hexadecimal digits that distinguish strategies with the same name for different models."""
-        content = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
     def __str__(self) -> str:
@@ -352,6 +365,11 @@ class Strategy:
         return from_record(cls, data)
 
 
+def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a fingerprint: a stage without streaming keeps the one that it had before streaming."""
+    return {name: value for name, value in items if (name, value) != ("stream", False)}
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -376,6 +394,7 @@ def _fields(first: int, stage: Stage) -> dict[str, str]:
         "layers": f"{first}-{first + stage.layers - 1}",
         "sequence_parallel": str(stage.sequence_parallel),
         "recompute": str(stage.recompute),
+        "stream": str(stage.stream),
     }
 
 

@@ -1,8 +1,10 @@
 """The one-line text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
 
     strategy = term { "+" term } [ schedule ]
-    term     = [ count "*" ] "<" "tp" int "," "pp" int ">"  |  "<" stage { "," stage } ">"
-    stage    = "[" int { "," int } "]" "x" layers [ flags ]         flags: s = sequence parallel, r = recompute
+    term     = [ count "*" ] "<" "tp" int "," "pp" int ">" [ flags ]  |  "<" stage { "," stage } ">"
+    stage    = "[" int { "," int } "]" "x" layers [ flags ]
+    flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
+               g = stream gradients (not with w)
 
 A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it (the first starts at
 device 0) and splits the layers evenly, remainders to the last stages. An explicit pipeline names both. White space is
@@ -20,7 +22,13 @@ SCHEDULES = ("1f1b", "gpipe")
 DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
 
 _TOKEN = re.compile(r"1f1b|[A-Za-z]+|[0-9]+|\S")
-_FLAGS = {"s": "sequence parallelism", "r": "recomputation"}
+_FLAGS = {
+    "s": "sequence parallelism",
+    "r": "recomputation",
+    "w": "streaming of weights and gradients",
+    "g": "streaming of gradients",
+}
+_STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
 
 class StageText(NamedTuple):
@@ -30,6 +38,7 @@ class StageText(NamedTuple):
     layers: int
     sequence_parallel: bool = False
     recompute: bool = False
+    stream: bool | str = False
 
 
 class StrategyText(NamedTuple):
@@ -91,6 +100,7 @@ def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
 
 def _format_stage(stage: StageText) -> str:
     flags = "s" * stage.sequence_parallel + "r" * stage.recompute
+    flags += "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
     return f"[{','.join(map(str, stage.devices))}]x{stage.layers}{flags}"
 
 
@@ -183,16 +193,12 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     start = reader.expect("pp", "<tp2,pp1>")
     pp, token = reader.number("the number of stages", minimum=1)
     reader.expect(">", "<tp2,pp1>")
-    letters = reader.peek()
-    flags = (
-        reader.take().text if letters and set(letters) <= _FLAGS.keys() and len(set(letters)) == len(letters) else ""
-    )
+    flags = reader.take().text if reader.peek() and _are_flags(reader.peek()) else ""
     if pp > layers:
         raise reader.error(f"{pp} stages for {layers} layers: use at most one stage per layer", start, token)
     regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
     return tuple(
-        tuple(StageText(stage.devices, stage.layers, "s" in flags, "r" in flags) for stage in stages)
-        for stages in regular
+        tuple(StageText(stage.devices, stage.layers, *_flagged(flags)) for stage in stages) for stages in regular
     )
 
 
@@ -207,7 +213,19 @@ def _parse_stage(reader: _Reader) -> StageText:
     reader.expect("x", example)
     layers, _ = reader.number("the number of layers", minimum=1)
     flags = reader.take().text if reader.peek().isalpha() else ""
-    if len(set(flags)) != len(flags) or not set(flags) <= _FLAGS.keys():
+    if not _are_flags(flags):
         meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
-        raise reader.error(f"a stage's flags are {meanings}, each at most once", reader.tokens[reader.at - 1])
-    return StageText(tuple(devices), layers, "s" in flags, "r" in flags)
+        what = f"a stage's flags are {meanings}, each at most once, and one of w and g"
+        raise reader.error(what, reader.tokens[reader.at - 1])
+    return StageText(tuple(devices), layers, *_flagged(flags))
+
+
+def _are_flags(letters: str) -> bool:
+    """Return whether letters are a stage's flags, each at most once."""
+    distinct = set(letters)
+    return distinct <= _FLAGS.keys() and len(distinct) == len(letters) and not distinct >= _STREAMED.keys()
+
+
+def _flagged(flags: str) -> tuple[bool, bool, bool | str]:
+    """Return the sequence parallelism, recomputation and streaming of a stage with these flags."""
+    return "s" in flags, "r" in flags, next((_STREAMED[letter] for letter in flags if letter in _STREAMED), False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hydragraph.cost.traffic_bytes import MessageBytes, pulled, pushed, summed_bytes
+from hydragraph.cost.traffic_bytes import MessageBytes, pulled, pushed, sums_at_home
 from hydragraph.ir.layout import GradientKind, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
@@ -33,7 +33,7 @@ def test_where_the_user_owns_all_nothing_is_sent_or_copied() -> None:
     owners, users = home(SIZE, [1]), propagation(BUCKET, ((1,),), [WHOLE])
     for rank in range(2):
         assert pulled(owners, users, rank, 2, 4) == pushed(owners, users, rank) == MessageBytes(0, 0)
-        assert summed_bytes(owners, users, rank) == 0
+        assert sums_at_home(owners, users, rank)
         assert pulled(owners, users, rank, 2, 2) == MessageBytes(0, 2 * SIZE * rank)  # rounded
 
 

@@ -121,6 +121,8 @@ def test_every_field_changes_the_fingerprint() -> None:
         replace(stage, layers=7),
         replace(stage, sequence_parallel=True),
         replace(stage, recompute=True),
+        replace(stage, stream=True),
+        replace(stage, stream="gradients"),
     ]
     made = [Strategy((Pipeline((each,)),)) for each in (stage, *changed)]
     made.append(replace(made[0], schedule="gpipe"))
@@ -339,6 +341,10 @@ def test_check_names_the_place_and_the_fix(layers: int, ranks: int, heads: tuple
         ("pipelines: [{stages: [{devices: [0], layers: 0}]}]", "pipelines[0].stages[0]: layers is 0"),
         ("pipelines: [{stages: [{devices: [0], layers: '1'}]}]", "pipelines[0].stages[0]: layers is '1'"),
         ("pipelines: [{stages: [{devices: [0], layers: 1, recompute: 1}]}]", "stages[0]: recompute is 1: use true"),
+        (
+            "pipelines: [{stages: [{devices: [0], layers: 1, stream: weights}]}]",
+            "stages[0]: stream is 'weights': use true, false or gradients",
+        ),
         ("pipelines: [{stages: [{devices: [0], layers: 1, layers: 2}]}]", "field 'layers' is given twice"),
         ("pipelines: [{stages: [{devices: [0], layers: 1}]}]\nschedule: zb", "schedule is 'zb': use"),
         ("pipelines: [", "not readable as YAML"),

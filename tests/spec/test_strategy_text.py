@@ -26,7 +26,13 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
     pool = draw(st.permutations(range(first, first + sum(sizes) + draw(st.integers(0, 2)))))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(
-        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(st.booleans()))
+        StageText(
+            tuple(pool[at : at + size]),
+            count,
+            draw(st.booleans()),
+            draw(st.booleans()),
+            draw(st.sampled_from([False, True, "gradients"])),
+        )
         for at, size, count in zip(starts, sizes, counts, strict=True)
     )
 
@@ -97,6 +103,8 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
         ("<[0]x4,[1]x4>", "<tp1,pp2>"),
         ("<[1]x4,[0]x4>", "<[1]x4,[0]x4>"),
         ("<[0,1]x8rs>", "<[0,1]x8sr>"),
+        ("<[0,1]x8wrs>", "<[0,1]x8srw>"),
+        ("<tp1,pp1>w + <tp1,pp1>gr", "<[0]x8w> + <[1]x8rg>"),
         ("<[0,1]x5s,[2]x3r>gpipe", "<[0,1]x5s,[2]x3r> gpipe"),
     ],
 )
@@ -124,6 +132,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("<tp1,pp0>", "at least 1", "0"),
         ("<tp1,pp1", "expected '>'", ""),
         ("<tp1,pp9>", "9 stages for 8 layers", "pp9"),
+        ("<[0]x8wg>", "and one of w and g", "wg"),
         ("0*<tp1,pp1>", "number of pipelines must be at least 1", "0"),
         ("2<tp1,pp1>", "expected '*'", "<"),
         ("2 * <[0]x8>", "cannot be repeated", "2 * <[0]x8>"),

@@ -1,0 +1,320 @@
+"""Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has made them.
+
+A stage that streams pulls a bucket again for every block that uses it: one block ahead, so that the pull overlaps with
+the block before. Two blocks in a row that use a bucket share one pull. Each of its backwards makes gradients of its
+own, which are pushed at once and added at home.
+
+    pull     W.layer.0@4 = link home -> here
+    pull     W.layer.1@4 = link home -> here
+    compute  h1.2, s.layer.0.2 = forward layer.0 [2] (W.layer.0@4, h0.2, a.2)   after W.layer.0@4
+    pull     W.head@2 = link home -> here                       after W.layer.0@4
+    compute  h2.2, s.layer.1.2 = forward layer.1 [2] (W.layer.1@4, h1.2, a.2)   after W.layer.1@4
+
+Every rank enters every exchange, so all ranks need one order of them that none has to wait for. A model of the
+iteration gives it: stages run their tasks in order, each as soon as its input exists, and all pipelines take equally
+long. Every computation then has a time, later than those of all computations that it depends on. A pull has the time of
+the computation before the one that needs it, and a push that of the computation that made its gradients. Each rank
+enters a pull before its own computations of that time, and a push after them. So whatever a rank waits for is earlier
+in this order, and the earliest rank never waits: there is no deadlock, for any stages and any schedule. Stages that
+need a bucket at the same time, as the pipelines of plain data parallelism do, share one exchange.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.program_outline import Mode, Outline
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, ValueKind, gradients, streamed, weights
+from hydragraph.passes.order import Task, tasks
+from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
+from hydragraph.passes.window import NAMED, windowed
+
+Ranks = tuple[int, ...]
+
+
+class Computation(NamedTuple):
+    """A forward or backward of a block on a stage."""
+
+    op: Op
+    block: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One pull or push of a bucket, which all ranks enter.
+
+    Attributes:
+        op: `Op.PULL` or `Op.PUSH`.
+        bucket: the bucket.
+        name: its name, unique for the operation: the bucket, or `ir.value.streamed`.
+        stages: the ranks of every stage that pulls the weights, or contributes gradients.
+        time: in the model of the iteration.
+    """
+
+    op: Op
+    bucket: str
+    name: str
+    stages: tuple[Ranks, ...]
+    time: Fraction
+
+
+@dataclass(frozen=True, eq=False)
+class Streaming:
+    """The exchanges of an iteration with stages that stream.
+
+    Attributes:
+        turns: in the order in which every rank enters them.
+        times: by the ranks of a stage, the time of each of its computations, in order.
+        names: by the ranks of a stage and a computation of it, the exchange of each bucket that it reads or adds to.
+    """
+
+    turns: tuple[Turn, ...]
+    times: Mapping[Ranks, Mapping[Computation, Fraction]]
+    names: Mapping[tuple[Ranks, Computation, Op], Mapping[str, str]]
+
+
+def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
+    """Return all pulls and pushes of an iteration, each kind in its order; a plain one has the name of its bucket."""
+    if placement.streams:
+        return streaming(placement, mode).turns
+    pulls = [Turn(Op.PULL, bucket, bucket, stages, _START) for bucket, stages in placement.holders]
+    if mode == "evaluate":
+        return tuple(pulls)
+    pushed = [turn for turn in reversed(pulls) if turn.bucket not in placement.outline.frozen]
+    return (*pulls, *(replace(turn, op=Op.PUSH) for turn in pushed))
+
+
+def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
+    """Add the pulls and pushes of an iteration with stages that stream; leave others to `overlap`."""
+    if not placement.streams:
+        return program
+    found = streaming(placement, mode)
+    stage = placement.stage_of.get(program.rank)
+    ranks = stage.ranks if stage else ()
+    waiting = deque(zip(found.turns, _exchanges(placement.outline, found.turns, ranks), strict=True))
+    placed: list[Instruction] = []
+    received: list[Instruction] = []  # what the next block needs, after the exchanges before that block
+    for instruction in program.instructions:
+        if instruction.op is Op.RECEIVE or instruction.target == "aux":
+            received.append(instruction)
+            continue
+        if instruction.op in (Op.FORWARD, Op.BACKWARD):
+            key = _computation(instruction)
+            time = found.times[ranks][key]
+            while waiting and _precedes(waiting[0][0], time):
+                placed.append(waiting.popleft()[1])
+            instruction = _renamed(instruction, found, ranks, key)
+        placed += [*received, instruction]
+        received = []
+    return replace(program, instructions=(*placed, *received, *(exchange for _, exchange in waiting)))
+
+
+def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
+    """Return what determines, beyond roles and blocks, the exchanges in the programs of a stage's ranks."""
+    if stage is None or not placement.streams:
+        return None
+    found = streaming(placement, mode)
+    taken = tuple(i for i, turn in enumerate(found.turns) if stage.ranks in turn.stages)
+    return taken, tuple(found.times[stage.ranks].values())
+
+
+def _computation(instruction: Instruction) -> Computation:
+    assert instruction.micro_batch is not None, "a forward or backward has a micro-batch"
+    return Computation(instruction.op, instruction.target, instruction.micro_batch)
+
+
+def _precedes(turn: Turn, time: Fraction) -> bool:
+    """Return whether an exchange is entered before the computation of a time."""
+    return turn.time <= time if turn.op is Op.PULL else turn.time < time
+
+
+def _exchanges(outline: Outline, found: tuple[Turn, ...], ranks: Ranks) -> Iterator[Instruction]:
+    """Yield the instructions of a stage's ranks for exchanges, in order, with the waits of the window."""
+    ways: dict[Op, Iterator[Instruction]] = {}
+    for op in (Op.PULL, Op.PUSH):
+        mine = [_exchange(turn, ranks in turn.stages) for turn in found if turn.op is op]
+        ways[op] = iter(windowed(mine, outline))
+    for turn in found:
+        yield next(ways[turn.op])
+
+
+def _exchange(turn: Turn, mine: bool) -> Instruction:
+    values = (NAMED[turn.op](turn.name),) if mine else ()
+    if turn.op is Op.PULL:
+        return Instruction(Op.PULL, turn.name, writes=values)
+    return Instruction(Op.PUSH, turn.name, reads=values)
+
+
+def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Computation) -> Instruction:
+    """Let a computation read the weights of its own pulls, and make the gradients of its own pushes."""
+    pulls = found.names[ranks, key, Op.PULL]
+    pushes = found.names.get((ranks, key, Op.PUSH), {})
+
+    def renamed(value: Value) -> Value:
+        if value.kind is ValueKind.WEIGHTS:
+            return weights(pulls[value.bucket])
+        return gradients(pushes[value.bucket]) if value.kind is ValueKind.GRADIENTS else value
+
+    return replace(
+        instruction, reads=tuple(map(renamed, instruction.reads)), writes=tuple(map(renamed, instruction.writes))
+    )
+
+
+# --- the exchanges and their order ------------------------------------------------------------------------------------
+
+_START = Fraction(-1)  # before every computation
+
+
+class _Moment(NamedTuple):
+    """Time of an exchange and what else orders it; exchanges of one moment are one."""
+
+    time: Fraction
+    pushes: bool
+    place: int  # of the bucket, in the order of pulls or pushes
+    bucket: str
+    streamed: bool
+
+
+_Uses = list[tuple[PlacedStage, tuple[Computation, ...]]]  # stages, each with the computations that an exchange serves
+
+
+def streaming(placement: Placement, mode: Mode) -> Streaming:
+    """Return the exchanges of an iteration, made once for all ranks."""
+    if mode not in placement.results:
+        placement.results[mode] = _streaming(placement, mode)
+    result: Streaming = placement.results[mode]
+    return result
+
+
+def _streaming(placement: Placement, mode: Mode) -> Streaming:
+    outline = placement.outline
+    times = _times(placement, mode)
+    moments: defaultdict[_Moment, _Uses] = defaultdict(list)
+    places = {bucket: i for i, bucket in enumerate(outline.pull_order)}
+    for stage in placement.stages:
+        for time, bucket, served in _pulls(outline, stage, times[stage.ranks]):
+            moments[_Moment(time, False, places[bucket], bucket, stage.streams_weights)].append((stage, served))
+    if mode != "evaluate":
+        for moment, stage, served in _pushes(placement, times, places):
+            moments[moment].append((stage, served))
+    numbers: Counter[tuple[bool, str]] = Counter()
+    found: list[Turn] = []
+    names: defaultdict[tuple[Ranks, Computation, Op], dict[str, str]] = defaultdict(dict)
+    for moment in sorted(moments):
+        op = Op.PUSH if moment.pushes else Op.PULL
+        name = moment.bucket
+        if moment.streamed:
+            name = streamed(moment.bucket, numbers[moment.pushes, moment.bucket])
+            numbers[moment.pushes, moment.bucket] += 1
+        for stage, served in moments[moment]:
+            for computation in served:
+                names[stage.ranks, computation, op][moment.bucket] = name
+        stages = tuple(stage.ranks for stage, _ in moments[moment])
+        found.append(Turn(op, moment.bucket, name, stages, moment.time))
+    return Streaming(tuple(found), times, dict(names))
+
+
+def _pulls(
+    outline: Outline, stage: PlacedStage, times: Mapping[Computation, Fraction]
+) -> Iterator[tuple[Fraction, str, tuple[Computation, ...]]]:
+    """Yield the time of each pull of a stage, its bucket, and the computations that use it."""
+    if not stage.streams_weights:
+        for bucket in stage_buckets(outline, stage):
+            yield _START, bucket, tuple(c for c in times if bucket in outline.weights[c.block])
+        return
+    order = list(times)
+    before = times[order[0]]  # time of the computation before
+    held: dict[str, tuple[Fraction, list[Computation]]] = {}
+    for computation in order:
+        needed = outline.weights[computation.block]
+        for bucket in [bucket for bucket in held if bucket not in needed]:
+            time, served = held.pop(bucket)
+            yield time, bucket, tuple(served)
+        for bucket in needed:
+            held.setdefault(bucket, (before, []))[1].append(computation)
+        before = times[computation]
+    for bucket, (time, served) in held.items():
+        yield time, bucket, tuple(served)
+
+
+def _pushes(
+    placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
+) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
+    """Yield the pushes of every stage; those of stages that do not stream wait for the last one that adds to them."""
+    outline = placement.outline
+    whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
+    for stage in placement.stages:
+        backwards = [c for c in times[stage.ranks] if c.op is Op.BACKWARD]
+        for computation in backwards if stage.stream else ():
+            for bucket in outline.gradients[computation.block]:
+                time = times[stage.ranks][computation]
+                yield _Moment(time, True, -places[bucket], bucket, True), stage, (computation,)
+        for bucket in () if stage.stream else stage_buckets(outline, stage) - {*outline.frozen}:
+            whole[bucket].append((stage, tuple(c for c in backwards if bucket in outline.gradients[c.block])))
+    for bucket, uses in whole.items():
+        last = max(times[stage.ranks][computation] for stage, served in uses for computation in served)
+        for stage, served in uses:
+            yield _Moment(last, True, -places[bucket], bucket, False), stage, served
+
+
+# --- the model of the iteration ---------------------------------------------------------------------------------------
+
+
+def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
+    """Return when each stage would run each of its computations if all pipelines took one unit of time.
+
+    A backward takes twice as long as a forward, and the blocks of a stage take equally long. A task begins when its
+    stage has ended the task before, and the neighbouring stage the same micro-batch's.
+    """
+    by_ranks = {stage.ranks: stage for stage in placement.stages}
+    left = {stage.ranks: deque(tasks(placement, stage, mode)) for stage in placement.stages}
+    times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
+    free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
+    ended: dict[tuple[Ranks, Task], Fraction] = {}
+    ready = deque(left)
+    while ready:
+        ranks = ready.popleft()
+        stage = by_ranks[ranks]
+        while left[ranks]:
+            task = left[ranks][0]
+            neighbour = _source(stage, task)
+            if neighbour and (neighbour, task) not in ended:
+                break
+            left[ranks].popleft()
+            begin = max(free[ranks], ended[neighbour, task]) if neighbour else free[ranks]
+            seconds = Fraction(1 if task[0] is Op.FORWARD else 2, 3 * len(stage.micro_batches))
+            blocks = _blocks(placement.outline, stage, task)
+            for i, block in enumerate(blocks):
+                times[ranks][Computation(task[0], block, task[1])] = begin + i * seconds / len(blocks)
+            free[ranks] = ended[ranks, task] = begin + seconds
+            ready.extend(_targets(stage, task))
+    assert not any(left.values()), "the tasks of a schedule end"
+    return times
+
+
+def _blocks(outline: Outline, stage: PlacedStage, task: Task) -> list[str]:
+    """Return the blocks that a task computes, in order: backwards end at the lowest that is trained."""
+    first, last = stage.blocks
+    order = range(first, last) if task[0] is Op.FORWARD else reversed(range(max(first, outline.lowest), last))
+    return [outline.blocks[k] for k in order]
+
+
+def _source(stage: PlacedStage, task: Task) -> Ranks:
+    """Return the ranks of the stage from which a task gets its input; empty if there is none."""
+    role = stage.role_of(task[1])
+    return role.previous if task[0] is Op.FORWARD else role.following
+
+
+def _targets(stage: PlacedStage, task: Task) -> Iterator[Ranks]:
+    """Yield the ranks of the stage that gets a task's output."""
+    role = stage.role_of(task[1])
+    ranks = role.following if task[0] is Op.FORWARD else role.previous
+    if ranks:
+        yield ranks

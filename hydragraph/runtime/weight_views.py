@@ -1,0 +1,61 @@
+"""Saved views of weights that a stage streams: kept as sizes and strides, because the weights are pulled again.
+
+A forward may save a transposed weight for its backward. The view would keep the pulled buffer alive, or show other
+data once the buffer is reused. The same view of the buffer of the next pull has the same values: weights change only at
+the end of an iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """View of a bucket's pulled weights.
+
+    Attributes:
+        bucket: the bucket.
+        size, stride: of the view.
+        at: its offset from the beginning of the weights, in elements.
+    """
+
+    bucket: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    at: int
+
+
+def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
+    """Replace the views of weights among saved values.
+
+    Args:
+        saved: the values that a forward saves, tensors and sizes.
+        weights: bucket -> the 1-D weights that it used.
+    """
+    storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
+
+    def replaced(value: Any) -> Any:
+        name = storages.get(value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else None
+        if name is None:
+            return value
+        return WeightView(name, value.size(), value.stride(), value.storage_offset() - weights[name].storage_offset())
+
+    return [replaced(value) for value in saved]
+
+
+def restored(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
+    """Return saved values with views of these weights in place of `WeightView`s; arguments as for `let_go`."""
+
+    def view(value: Any) -> Any:
+        if not isinstance(value, WeightView):
+            return value
+        flat = weights[value.bucket]
+        return flat.as_strided(value.size, value.stride, flat.storage_offset() + value.at)
+
+    return [view(value) for value in saved]
