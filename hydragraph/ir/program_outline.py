@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from hydragraph.ir.value import bucket_of
 
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
@@ -41,6 +43,8 @@ class Outline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
         object.__setattr__(self, "buckets", tuple((name, tuple(blocks)) for name, blocks in self.buckets))
+        object.__setattr__(self, "frozen", tuple(self.frozen))
+        object.__setattr__(self, "elements", tuple(self.elements))
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
         # `forward aux [m]` is a reserved instruction: it makes the values that every stage computes for itself.
@@ -84,7 +88,22 @@ class Outline:
         """Maximum number of elements in flight at once: the window, or two of the largest blocks."""
         if self.window is not None:
             return self.window
-        return 2 * max(sum(self.sizes[name] for name in names) for names in self.weights.values())
+        return 2 * self._largest
+
+    @cached_property
+    def _largest(self) -> int:
+        return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
+
+    def room(self, exchanges: Iterable[str]) -> int:
+        """Return the maximum number of elements in flight for the pulls, or the pushes, of an iteration.
+
+        Args:
+            exchanges: their names (`ir.value`). If any is streamed, the default is one of the largest blocks: streaming
+                saves memory, and is one block ahead anyway.
+        """
+        if self.window is None and any(bucket_of(name) != name for name in exchanges):
+            return self._largest
+        return self.in_flight
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:

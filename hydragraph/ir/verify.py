@@ -338,10 +338,11 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
     """Check that every pull or push waits exactly for the oldest pending ones until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
+    room = outline.room(instruction.target for instruction in program.instructions if instruction.op is op)
     for index, instruction in enumerate(program.instructions):
         if instruction.op is not op:
             continue
-        left = outline.in_flight - outline.sizes[bucket_of(instruction.target)]
+        left = room - outline.sizes[bucket_of(instruction.target)]
         over = []
         while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
             over.append(under_way.popleft())

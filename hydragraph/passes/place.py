@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hydragraph.ir.program_outline import Mode, Outline
@@ -164,7 +164,7 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 
 
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
-    """Assign blocks to stages and buckets to the stages that use them.
+    """Assign blocks to stages and buckets to the stages that use them; the last few results are kept.
 
     The first block is placed with layer 0, the last block with the last layer. Pipelines without micro-batches get no
     blocks.
@@ -177,6 +177,11 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
     """
+    return _place(outline, strategy, tuple(micro_batches))
+
+
+@lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration, one after another
+def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(
             f"strategy {strategy}: {strategy.layers} layers, but the model has {outline.layers}; make them equal"

@@ -25,13 +25,14 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
     """Make every pull or push of a sequence wait until it fits in the window; a bucket that is alone always fits."""
+    room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
     size = 0
     for exchange in exchanges:
         size += outline.sizes[bucket_of(exchange.target)]
         over = []
-        while under_way and size > outline.in_flight:
+        while under_way and size > room:
             first = under_way.popleft()
             size -= outline.sizes[bucket_of(first)]
             over.append(NAMED[exchange.op](first))

@@ -10,7 +10,7 @@ from typing import Any
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
 
 WORDS = {
     "state": "home weights and optimizer state",
@@ -89,14 +89,35 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     again = recomputing(found.strategy)
     if fit_only(costs, again, assignment):
         return f"recompute: {again.name} fits"
-    for strategy, words in ((found.strategy, ""), (again, f" and recomputation, {again.name}")):
+    for strategy in streaming_more(found.strategy):
+        tried = fit(costs, strategy, assignment)
+        if tried.fits:
+            return _streamed(tried, found)
+    streamed = strategy  # everything is streamed and recomputed
+    choices = (
+        (found.strategy, ""),
+        (again, f" and recomputation, {again.name}"),
+        (streamed, f", recomputation and streaming, {streamed.name}"),
+    )
+    for strategy, words in choices:
         shorter = _most_tokens(costs, strategy, assignment)
         if shorter is not None:
             return f"micro-batches of at most {shorter:,} tokens{words}"
-    length = _longest(costs, again, assignment)
-    if length is not None:
-        return f"sequences of at most {length:,} tokens (data.max_length), one by one, and recomputation, {again.name}"
+    for strategy, words in choices[1:]:
+        length = _longest(costs, strategy, assignment)
+        if length is not None:
+            return f"sequences of at most {length:,} tokens (data.max_length), one by one{words}"
     return _more(found)
+
+
+def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
+    """Say which stages stream, and what it costs."""
+    stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
+    which = "all stages" if all(stage.stream for stage in stages) else f"{sum(bool(s.stream) for s in stages)} stages"
+    what = "gradients" if all(stage.stream in (False, GRADIENTS) for stage in stages) else "weights and gradients"
+    more = " and recompute" * any(stage.recompute for stage in stages)
+    costs = f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
+    return f"stream the {what} of {which}{more}: {tried.strategy.name} fits, {costs}"
 
 
 def _more(found: MemoryFit) -> str:
@@ -162,6 +183,29 @@ def recomputing(strategy: Strategy) -> Strategy:
     # Recomputation changes what stages keep, not their ranks: the rest of the strategy stays the same.
     pipelines = (Pipeline(tuple(replace(s, recompute=True) for s in p.stages)) for p in strategy.pipelines)
     return replace(strategy, pipelines=tuple(pipelines))
+
+
+def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
+    """Yield a strategy with more and more streaming: of gradients, then of weights as well, with recomputation last.
+
+    Only stages that stream nothing yet change.
+    """
+
+    def changed(stream: bool | str, recompute: bool) -> Strategy:
+        pipelines = (
+            Pipeline(
+                tuple(
+                    replace(s, stream=True if s.stream is True else stream, recompute=s.recompute or recompute)
+                    for s in p.stages
+                )
+            )
+            for p in strategy.pipelines
+        )
+        return replace(strategy, pipelines=tuple(pipelines))
+
+    for recompute in (False, True):
+        for stream in (GRADIENTS, True):
+            yield changed(stream, recompute)
 
 
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing
+from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing, streaming_more
 from hydragraph.spec.assignment import Assignment
 from tests.cost.priced import cluster, costs
 
@@ -44,18 +44,27 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
     found = fit(poor, strategy, assignment)
     words = advice(poor, found, assignment)
     again = recomputing(strategy)
+    *_, least = streaming_more(strategy)  # streamed and recomputed
     assert found.fits == (int(most * part) >= most) == (not words)
     if words.startswith("recompute: "):
         assert words == f"recompute: {again.name} fits"
         assert fit_only(poor, again, assignment)
+    elif words.startswith("stream"):
+        assert not fit_only(poor, again, assignment)
+        name = words.partition(": ")[2].partition(" fits")[0]
+        streamed = hg.Strategy.parse(name, layers=4)
+        assert streamed in streaming_more(strategy)
+        assert fit_only(poor, streamed, assignment)
+        assert f"a step takes {fit(poor, streamed, assignment).seconds:.3g} s" in words
     elif words.startswith("micro-batches"):
-        chosen = again if "recomputation" in words else strategy
+        chosen = least if "streaming" in words else again if "recomputation" in words else strategy
         assert fit_only(poor, chosen, packed_in(assignment, number(words)))
     elif words.startswith("sequences"):
         cut = replace(assignment, lengths=tuple(min(n, number(words)) for n in lengths))
-        assert fit_only(poor, again, packed_in(cut, number(words)))
+        chosen = least if "streaming" in words else again
+        assert fit_only(poor, chosen, packed_in(cut, number(words)))
     elif words:
-        assert not fit_only(poor, again, packed_in(assignment, max(lengths)))
+        assert not fit_only(poor, least, packed_in(assignment, max(lengths)))
         assert "more ranks, at least" in words or "higher tensor-parallel degree" in words
 
 
