@@ -41,11 +41,12 @@ class Report:
 
 def compile_all(capability: int) -> list[Report]:
     """Compile what is shipped for one compute capability (90 is sm_90); the process must not interpret kernels."""
-    from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy, triton_attention
+    from hydragraph.kernels import adamw, dropout, linear_cross_entropy, slice_copy, triton_attention
 
     assert "TRITON_INTERPRET" not in os.environ
     attention = triton_attention.variants(divmod(capability, 10))
-    variants = chain(slice_copy.variants(), adamw.variants(), linear_cross_entropy.variants(), attention)
+    ours = (slice_copy, adamw, linear_cross_entropy, dropout)
+    variants = chain(*(module.variants() for module in ours), attention)
     return [compile_one(variant, capability) for variant in variants]
 
 

@@ -46,7 +46,8 @@ def test_all_fit_the_shared_memory(built: tuple[int, list[Report]]) -> None:
 @needs_triton
 def test_what_streams_through_memory_does_so_16_bytes_at_a_time(built: tuple[int, list[Report]]) -> None:
     _, reports = built
-    streaming = [r for r in reports if not r.name.startswith("attention")]
+    # Dropout spends its time on random words, not on memory.
+    streaming = [r for r in reports if not r.name.startswith(("attention", "dropout"))]
     assert {r.name.split()[0] for r in streaming} == {"slice_copy", "adamw", "linear_cross_entropy"}
     assert [r.name for r in streaming if not r.wide("ld")] == []
     # The reduction of logits writes three numbers per token.

@@ -1,0 +1,205 @@
+"""Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
+
+The place is (seed, step, call in the model, number of the sequence in the mini-batch, position, feature), see
+`hydragraph.kernels.philox`. So ranks, packing, recomputation and a resumed run all give an element the same fate, and
+the backward draws the mask again instead of saving it.
+
+Shapes: x has T tokens along one dimension; its other dimensions, in order, are the F features of a token. A rank that
+holds a part of a dimension passes where its part begins, and draws that part of the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.kernels.philox import ROUNDS, call_word, threshold, words
+from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+_ROWS, _COLUMNS = 4, 256  # elements of a program
+_TRITON = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Sizes of a call: the features of x are [outer, length, inner], a part of [outer, whole, inner] from `first`."""
+
+    tokens: int
+    after: int  # elements of x per token behind the token dimension
+    outer: int
+    length: int
+    inner: int
+    whole: int
+    first: int
+
+    @property
+    def features(self) -> int:
+        return self.outer * self.length * self.inner
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Return the index of each feature of x among all features, [F] int64."""
+        part = torch.arange(self.length * self.inner, device=device) + self.first * self.inner
+        starts = torch.arange(self.outer, device=device) * (self.whole * self.inner)
+        return (starts[:, None] + part).flatten()
+
+
+def _form(x: Tensor, token_dim: int, first: Tensor | None, dim: int, whole: int, scale: int) -> _Form:
+    sizes = list(x.shape)
+    after = math.prod(sizes[token_dim + 1 :])
+    if first is None:
+        features = math.prod(sizes[:token_dim]) * after
+        return _Form(sizes[token_dim], after, 1, features, 1, features, 0)
+    outer = math.prod(n for d, n in enumerate(sizes[:dim]) if d != token_dim)
+    inner = math.prod(n for d, n in enumerate(sizes) if d > dim and d != token_dim)
+    return _Form(sizes[token_dim], after, outer, sizes[dim], inner, whole, int(first) // scale)
+
+
+@kernel("tokens", "after", "part", "whole", "first", "features", "call")
+def _drop(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    keys,
+    tokens,
+    after,
+    part,
+    whole,
+    first,
+    features,
+    call,
+    threshold,
+    scale,
+    ROUNDS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    here = (row < tokens) & (column < features)
+    at = column // after * (tokens * after) + row * after + column % after
+    feature = column // part * whole + first + column % part
+    key = tl.load(keys + 2 * row, mask=row < tokens, other=0)
+    place = tl.load(keys + 2 * row + 1, mask=row < tokens, other=0)
+    k0 = key.to(tl.uint32)
+    k1 = (key >> 32).to(tl.uint32)
+    c0 = (feature >> 2).to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
+    c1 = place.to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
+    c2 = (place >> 32).to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
+    c3 = tl.zeros((ROWS, COLUMNS), tl.uint32) + call.to(tl.uint32)
+    m0 = tl.full((1, 1), 0xD2511F53, tl.uint32)
+    m1 = tl.full((1, 1), 0xCD9E8D57, tl.uint32)
+    w0 = tl.full((1, 1), 0x9E3779B9, tl.uint32)
+    w1 = tl.full((1, 1), 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        high0 = tl.umulhi(c0, m0 + tl.zeros((ROWS, COLUMNS), tl.uint32))
+        high1 = tl.umulhi(c2, m1 + tl.zeros((ROWS, COLUMNS), tl.uint32))
+        low0 = c0 * m0
+        low1 = c2 * m1
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = k0 + w0
+        k1 = k1 + w1
+    which = feature & 3
+    word = tl.where(which == 0, c0, tl.where(which == 1, c1, tl.where(which == 2, c2, c3)))
+    value = tl.load(x + at, mask=here, other=0.0)
+    kept = tl.where(word.to(tl.int64) >= threshold, value.to(tl.float32) * scale, 0.0)
+    tl.store(out + at, tl.where(place < 0, value, kept.to(value.dtype)), mask=here)
+
+
+def variants() -> Iterator[KernelVariant]:
+    """Yield the kernel as launched for each dtype."""
+    for name in ("bf16", "fp16", "fp32"):
+        numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
+        signature = {
+            "x": f"*{name}",
+            "out": f"*{name}",
+            "keys": "*i64",
+            **dict.fromkeys(numbers, "i64"),
+            "scale": "fp32",
+        }
+        constants = {"ROUNDS": ROUNDS, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        yield KernelVariant(f"dropout {name}", _drop, signature, constants)
+
+
+def _launch(x: Tensor, keys: Tensor, form: _Form, call: int, p: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return out
+    part, whole = form.length * form.inner, form.whole * form.inner
+    grid = (-(-form.tokens // _ROWS), -(-form.features // _COLUMNS))
+    sizes = (form.tokens, form.after, part, whole, form.first * form.inner, form.features)
+    _drop[grid](x.contiguous(), out, keys.contiguous(), *sizes, call, threshold(p), _scale(p), ROUNDS, _ROWS, _COLUMNS)
+    return out
+
+
+def _scale(p: float) -> float:
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+def reference(x: Tensor, keys: Tensor, form: _Form, call: int, p: float, token_dim: int) -> Tensor:
+    """Plain PyTorch version, on any device."""
+    drawn = words(keys[0], form.indices(x.device), call)
+    sizes = [n for d, n in enumerate(x.shape) if d != token_dim]
+    kept = (drawn >= threshold(p)).view(-1, *sizes).movedim(0, token_dim)
+    off = (keys[0, :, 1] < 0).view(-1, *[1] * (x.dim() - 1 - token_dim))
+    scaled = (x.to(torch.promote_types(x.dtype, torch.float32)) * _scale(p)).to(x.dtype)
+    return torch.where(off, x, torch.where(kept, scaled, 0)).contiguous()
+
+
+@torch.library.custom_op("hydragraph::dropout", mutates_args=())
+def _dropout(
+    x: Tensor,
+    keys: Tensor | None,
+    block: Tensor | None,
+    first: Tensor | None,
+    p: float,
+    call: int = 0,
+    token_dim: int = 0,
+    dim: int = 0,
+    whole: int = 0,
+    scale: int = 1,
+) -> Tensor:
+    """Drop elements of x with probability p, and divide the others by 1 - p.
+
+    Args:
+        keys: numbers of the tokens, [1, T, 2] int64; None only while a model is traced.
+        block: 0-d int64 on the CPU, the number of the block of the model.
+        first: 0-d int64 on the CPU: where this rank's part of dimension `dim` begins, times `scale`; None: x is whole.
+        call: number of the call in its block.
+        token_dim: dimension of the tokens.
+        dim, whole: dimension that ranks share, and its size on all of them together.
+    """
+    if keys is None or block is None:
+        raise AssertionError("hydragraph::dropout without keys is a placeholder")
+    require_one_device("dropout", {"x": x, "keys": keys})
+    form = _form(x, token_dim, first, dim, whole, scale)
+    word = call_word(int(block), call)
+    if x.dtype in _TRITON and use_kernel(x.device, "dropout"):
+        return _launch(x, keys, form, word, p)
+    return reference(x, keys, form, word, p, token_dim)
+
+
+@_dropout.register_fake
+def _(x: Tensor, *_others: Any, **_named: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, keys, block, first, *ctx.options = inputs
+    ctx.save_for_backward(keys, block, first)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return torch.ops.hydragraph.dropout(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+
+
+_dropout.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,96 @@
+"""Random words that depend only on their place: Philox4x32-10, a counter-based generator, in plain PyTorch.
+
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). One evaluation turns a counter of four 32-bit words
+and a key of two into four random words. Nothing is carried from one evaluation to the next, so the words do not depend
+on which rank draws them, in which order, or how often.
+
+    counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
+    key       64 bits from the seed and the step (`key_of`)
+    result    the words of features 4 i to 4 i + 3
+
+The numbers of a token travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32
+plus its position. A negative second number marks a token from which nothing is dropped, as in an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+_WORD = 0xFFFFFFFF
+_BLOCK = 16  # bits: the number of a call within its block is below 2**16
+_TOGETHER = 1 << 16  # evaluations whose intermediate words stay in a CPU's cache
+
+
+def key_of(seed: int, step: int) -> int:
+    """Return the key of a step, a signed 64-bit number: different for all steps below 2**32 of one seed."""
+    key = (seed ^ (step << 32)) & (2**64 - 1)
+    return key - 2**64 if key >= 2**63 else key
+
+
+def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    """Return the keys of packed sequences, [1, T, 2] int64.
+
+    Args:
+        key: key of the step.
+        lengths: tokens of each sequence.
+        numbers: number of each sequence in the mini-batch; -1: nothing is dropped from it.
+    """
+    tokens = torch.cat(
+        [torch.arange(n) + (i << 32) if i >= 0 else torch.full((n,), -1) for n, i in zip(lengths, numbers, strict=True)]
+    )
+    return torch.stack([torch.full_like(tokens, key), tokens], -1)[None]
+
+
+def call_word(block: int, call: int) -> int:
+    """Return the counter's word for a call within a block, both counted from 0.
+
+    Raises:
+        ValueError: there are too many blocks or calls for 32 bits.
+    """
+    if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
+        raise ValueError(f"call {call} of block {block}: at most {1 << _BLOCK} calls and blocks have distinct words")
+    return block << _BLOCK | call
+
+
+def threshold(p: float) -> int:
+    """Return the number below which a word drops its element: p of all 2**32 words are below it."""
+    return round(p * 2**32)
+
+
+def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
+    """Return the random words of tokens and features, [T, F] int64, each from 0 to 2**32 - 1.
+
+    Args:
+        keys: [T, 2] int64.
+        features: [F] int64, increasing, below 2**34.
+        call: word of the call (`call_word`).
+    """
+    groups, column = torch.unique_consecutive(features >> 2, return_inverse=True)
+    columns = column * 4 + (features & 3)
+    result = torch.empty(len(keys), len(features), dtype=torch.int64, device=keys.device)
+    rows = max(1, _TOGETHER // max(1, len(groups)))
+    for first in range(0, len(keys), rows):
+        drawn = _evaluate(keys[first : first + rows], groups, call)
+        torch.index_select(drawn, 1, columns, out=result[first : first + rows])
+    return result
+
+
+def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
+    """Return the words of whole groups of four features, [T, 4 G] int64."""
+    # Words are kept in int64, whose products wrap around modulo 2**64 as unsigned ones do.
+    k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
+    position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
+    c0: Tensor = groups[None, :]
+    c1, c2, c3 = position, sequence, torch.full_like(position, call)
+    for _ in range(ROUNDS):
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (b >> 32 & _WORD) ^ c1 ^ k0, b & _WORD, (a >> 32 & _WORD) ^ c3 ^ k1, a & _WORD
+        k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
+    shape = torch.broadcast_shapes(*(c.shape for c in (c0, c1, c2, c3)))
+    return torch.stack([c.expand(shape) for c in (c0, c1, c2, c3)], -1).flatten(1)
