@@ -58,19 +58,23 @@ def llama(
     return randomised(LlamaForCausalLM(config))
 
 
-def gpt2(layers: int = 4, heads: int = 4, vocab: int = 101) -> nn.Module:
-    """Return a GPT-2: fused qkv, tied embeddings, biases, learned positions."""
+def dropping_gpt2(layers: int = 4, heads: int = 4) -> nn.Module:
+    """Return a GPT-2 with the dropout of its default config: embeddings, attention, and results of both halves."""
+    return gpt2(layers, heads, attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
+
+
+def gpt2(layers: int = 4, heads: int = 4, vocab: int = 101, **dropout: float) -> nn.Module:
+    """Return a GPT-2: fused qkv, tied embeddings, biases, learned positions; without dropout by default."""
+    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **dropout}
     config = GPT2Config(
         n_embd=16 * heads,
         n_head=heads,
         vocab_size=vocab,
         n_layer=layers,
         n_positions=256,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
+        **rates,
     )
     return randomised(GPT2LMHeadModel(config))
 

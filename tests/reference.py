@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +28,22 @@ def train(
     mini_batches: list[list[Tensor]],
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
     clip: float | None = None,
+    masks: Callable[[nn.Module, int, int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
 ) -> Reference:
-    """Train a copy of a causal language model; loss = sum of next-token losses / number of targets."""
+    """Train a copy of a causal language model; loss = sum of next-token losses / number of targets.
+
+    `masks` is entered for each sequence, with the model, the step, the number of the sequence and its length.
+    """
     model = copy.deepcopy(model)
     stepper = optimizer(model.parameters())
     losses, gradients = [], []
-    for batch in mini_batches:
+    for step, batch in enumerate(mini_batches, start=1):
         stepper.zero_grad()
         targets = sum(max(len(s) - 1, 0) for s in batch)
         loss = torch.zeros(())
-        for ids in (s for s in batch if len(s) > 1):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        for i, ids in ((i, s) for i, s in enumerate(batch) if len(s) > 1):
+            with masks(model, step, i, len(ids)):
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
             loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets
         loss.backward()
         losses.append(loss.item())

@@ -171,7 +171,6 @@ def test_dora_is_refused_where_its_norms_need_whole_weights() -> None:
         (peft.IA3Config(task_type="CAUSAL_LM"), "the peft method IA3"),
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "the peft method PROMPT_TUNING"),
         (peft.LoraConfig(task_type="CAUSAL_LM", trainable_token_indices=[1, 2]), "LoRA with trainable_token_indices"),
-        (peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1), "dropout 0.1 in training"),
     ],
 )
 def test_what_is_refused_is_named(config: Any, what: str) -> None:

@@ -22,6 +22,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
+from hydragraph.passes.graph_node import ATTENDING
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 
@@ -127,7 +128,7 @@ def operations(program: Program, block: Block, tp: int) -> tuple[float, float, i
 
 def _attention(node: fx.Node) -> float:
     """Return the operations of an attention node per token^2; 0 for other nodes."""
-    if node.target is not torch.ops.hydragraph.varlen_attention.default:
+    if node.target not in ATTENDING:
         return 0.0
     query = node.args[0]
     causal = node.args[5]

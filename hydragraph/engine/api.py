@@ -111,6 +111,7 @@ def compile(
     deterministic: bool = False,
     window: int | None = None,
     push_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> Executable:
     """Compile a model for training under a strategy that every step may change.
 
@@ -166,6 +167,8 @@ def compile(
             same number of elements. One bucket always passes. Default: two of the largest blocks.
         push_dtype: dtype in which gradients travel to their owners; `torch.bfloat16` halves the bytes. Each rank rounds
             its sum over micro-batches once; owners sum and store in fp32. Cannot be combined with `deterministic`.
+        seed: seed of dropout, the same on every rank. A mask depends on it, the number of the update, the call in the
+            model, the number of the sequence in its mini-batch, position and feature, but not on the strategy.
 
     Raises:
         TypeError: `model` is not a module.
@@ -185,6 +188,8 @@ def compile(
             f"compile: push_dtype {push_dtype} rounds each rank's sum, which depends on the ranks there are: leave it "
             "out with deterministic"
         )
+    if type(seed) is not int:
+        raise ValueError(f"compile: seed is {seed!r}: give an integer")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm >= 0):
         raise ValueError(
             f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
@@ -244,6 +249,7 @@ def compile(
             joining or late,
             deterministic,
             loss,
+            seed,
         )
     executable.progress_s = progress_s
     if member is not None and not late:

@@ -55,11 +55,13 @@ from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.mask_patterns import window
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
+from hydragraph.frontend.packed_batch import Draws
 from hydragraph.frontend.packed_inputs import Loss, own_fields
 from hydragraph.frontend.peft_adapters import base_model, is_peft
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
+from hydragraph.kernels.philox import key_of
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.passes.field_limits import limits_of
@@ -171,6 +173,7 @@ class Executable:
 
     Attributes:
         program, strategies: the captured program, and the strategies that steps choose from.
+        seed: seed of dropout.
         given, wanted_home, device: the strategies and the home passed to `compile`, and the device it computes on.
         spans: set it to a list, and every following step appends the times of its instructions
             (`runtime.instruction_trace`).
@@ -199,6 +202,7 @@ class Executable:
         joining: bool = False,
         deterministic: bool = False,
         loss: Loss | None = None,
+        seed: int = 0,
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
@@ -206,6 +210,7 @@ class Executable:
         self._sums = Deterministic.begin(world.device, backend) if deterministic else None
         self.program = program
         self._max_grad_norm = max_grad_norm
+        self.seed = seed
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
@@ -768,6 +773,7 @@ class Executable:
                 "strategies": str(list(map(str, self.strategies))),
                 "deterministic": "" if self._sums is None else str(self._sums),
                 "max_grad_norm": str(self._max_grad_norm),
+                "seed": str(self.seed),
                 "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
                 "loss": hashlib.blake2b(str(self._epilogue.graph).encode(), digest_size=8).hexdigest(),
             }
@@ -832,7 +838,7 @@ class Executable:
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             batch, strategy = self._meet(sequences, given, mode)
-            work = self._work(batch, strategy)
+            work = self._work(batch, strategy, mode)
             assigned = time.perf_counter()
             self._prepare(work, mode)
             preparing_s = time.perf_counter() - assigned
@@ -963,7 +969,7 @@ class Executable:
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
 
-    def _work(self, batch: MiniBatch, strategy: Strategy | None) -> AssignedBatch:
+    def _work(self, batch: MiniBatch, strategy: Strategy | None, mode: Mode) -> AssignedBatch:
         """Assign a mini-batch that all ranks have agreed on, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
         self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
@@ -977,7 +983,13 @@ class Executable:
             self._several,
             choice.planned,
             self.program.unplaced,
+            self._draws(len(batch.sequences), mode) if self.program.drops else None,
         )
+
+    def _draws(self, count: int, mode: Mode) -> Draws:
+        """Return the numbers of a mini-batch's sequences, with which the next update's masks are drawn."""
+        numbers = [-1] * count if mode == "evaluate" else range(count)
+        return Draws(key_of(self.seed, self._steps + 1), numbers)
 
     def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
         """Build this rank's program. If a rank cannot, all raise an agreed error; at this point no message has been

@@ -17,6 +17,7 @@ from hydragraph import log
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
+from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import functional_graph
 from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
@@ -35,7 +36,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.find_cuts import uncut_heads
-from hydragraph.passes.graph_node import operands, varlen
+from hydragraph.passes.graph_node import ATTENDING, operands
 from hydragraph.passes.prove_sizes import prove_sizes, with_an_example
 from hydragraph.private.experts import make_traceable
 from hydragraph.private.torch_modes import own_modes
@@ -223,6 +224,12 @@ def _slice_skeleton(
         {**names[2], "hidden": "hidden"},
         "the model after its last block",
     )
+    if INPUTS.keys() & set(aux.inputs):
+        raise Unsupported(
+            "dropout of a value that blocks share",
+            where=model,
+            remedy="set that dropout probability to 0, or apply it inside the blocks",
+        )
     placed = [n.target for piece in (aux, head) for n in piece.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         raise Unsupported(
@@ -237,7 +244,7 @@ def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[
     """Return the mappings from placeholder to name: of parameters, of buffers and of batch fields."""
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: v.removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
-    return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True))
+    return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True)) | INPUTS
 
 
 def _capture_layers(
@@ -412,7 +419,7 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
     """Return whether labels are the next tokens: attention is causal, except for some classes of transformers."""
     if huggingface.is_huggingface(model):
         return huggingface.is_causal(model)
-    calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target is varlen)
+    calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target in ATTENDING)
     return all(operands(n)[5] for n in calls)
 
 

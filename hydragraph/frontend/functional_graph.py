@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.dropout_calls import number_calls, with_keys
 from hydragraph.frontend.untraceable import watched
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region
 from hydragraph.private.argument_trees import tree_leaves
@@ -125,12 +126,13 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
         Unsupported: the graph contains writes that autograd does not see, or draws random numbers.
     """
     _refuse_changes(exported, where)
+    number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
         exported = exported.run_decompositions({})
-    return _steady(clean(exported.graph_module), where), exported.graph_signature
+    return with_keys(_steady(clean(exported.graph_module), where)), exported.graph_signature
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
@@ -226,10 +228,10 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
         if "scaled_dot_product" in str(node.target):
             # It has dropout too, but is rejected for mixing tokens, with a more helpful error.
             continue
-        if has_tag(node.target, torch.Tag.nondeterministic_seeded) or node.target is torch.ops.aten.dropout.default:
+        if has_tag(node.target, torch.Tag.nondeterministic_seeded):
             raise Unsupported(
                 f"{node.target} draws random numbers, and each rank would draw others",
                 where=where,
-                remedy="set dropout probabilities to 0, or call model.eval() to train without dropout",
+                remedy="draw with torch.nn.functional.dropout or nn.Dropout, or call model.eval() to train without",
             )
     return graph

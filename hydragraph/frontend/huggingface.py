@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from hydragraph.frontend.mask_patterns import Marker, mask, window
 from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.graph_node import varlen
+from hydragraph.passes.graph_node import ATTENDING
 
 # The name of our attention function in transformers' registry.
 ATTENTION = "hydragraph"
@@ -46,7 +47,7 @@ def attention(
     """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: a mask, dropout, a sliding window, chunks, capped scores or attention sinks are requested.
+        Unsupported: a mask, a sliding window, chunks, capped scores or attention sinks are requested.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -58,8 +59,6 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
-    if dropout:
-        raise Unsupported(f"attention dropout {dropout}", where=where, remedy="set the config's attention dropout to 0")
     longest = window(getattr(module, "config", None))
     if longest is not None and (options.get("sliding_window") or 0) >= longest:
         options = {**options, "sliding_window": None}  # `Executable` bounds sequences by the window
@@ -71,7 +70,12 @@ def attention(
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
+    if dropout:
+        longest_of = torch.zeros((), dtype=torch.int64) if max_length_q is None else max_length_q
+        bounds = (cu_seq_lens_q, longest_of, bool(causal), scale)
+        out = torch.ops.hydragraph.attention_dropout(q, k, v, *bounds, None, None, None, float(dropout), 0, 1)
+    else:
+        out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
     out = out if size == widest else out[..., :size]
     return out.reshape(query.shape[0], -1, *out.shape[1:]), None
 
@@ -217,7 +221,7 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
             itself.
     """
     for name, template in layers.items():
-        if not any(n.target is varlen for n in template.graph.graph.nodes):
+        if not any(n.target in ATTENDING for n in template.graph.graph.nodes):
             raise Unsupported(
                 "a layer without transformers' attention interface: attention of its own, or a recurrence",
                 where=f"{model}, {name}",
@@ -237,14 +241,7 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise Unsupported for features that would be captured incorrectly: dropout, router loss, checkpointing."""
-    for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
-            raise Unsupported(
-                f"dropout {module.p} in training",
-                where=name,
-                remedy="set the config's dropout probabilities to 0, or call model.eval() to train without dropout",
-            )
+    """Raise Unsupported for features that would be captured incorrectly: router loss, checkpointing."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise Unsupported(
             "the auxiliary router loss",

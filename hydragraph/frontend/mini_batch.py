@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydragraph.frontend.packed_batch import pack, padding
+from hydragraph.frontend.packed_batch import Draws, pack, padding
 from hydragraph.spec import workload
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.limits import Limit
@@ -102,12 +102,14 @@ def packed(
     several: bool,
     planning: Planned,
     unplaced: int | None = None,
+    draws: Draws | None = None,
 ) -> AssignedBatch:
     """Pack a rank's micro-batches.
 
     Args:
         several: the model keeps packed sequences separate, so padding is a separate sequence.
         unplaced: a token id that has no position, see `Program`.
+        draws: the numbers of all sequences, for a model with dropout.
     """
     mine = {place.pipeline for place in strategy.places(rank)}
     multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
@@ -116,10 +118,13 @@ def packed(
         for p, pipeline in enumerate(assignment.micro_batches)
         for m in pipeline
     )
+
+    def micro_batch(m: Sequence[int], multiple: int) -> dict[str, Tensor]:
+        sequences = [batch.sequences[i] for i in m]
+        return pack(sequences, multiple, device, several, unplaced, draws and draws.of(m))
+
     batches = tuple(
-        tuple(pack([batch.sequences[i] for i in m], multiples[p], device, several, unplaced) for m in pipeline)
-        if p in mine
-        else ()
+        tuple(micro_batch(m, multiples[p]) for m in pipeline) if p in mine else ()
         for p, pipeline in enumerate(assignment.micro_batches)
     )
     return AssignedBatch(strategy, assignment, batches, blanks, planning)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hydragraph.ir.placeholders import DROPOUT_KEYS
+from hydragraph.kernels.philox import keys_of
 from hydragraph.spec import workload
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Numbers that determine the dropout masks of sequences.
+
+    Attributes:
+        key: key of the step (`kernels.philox.key_of`).
+        numbers: number of each sequence in its mini-batch; -1: nothing is dropped from it.
+    """
+
+    key: int
+    numbers: Sequence[int]
+
+    def of(self, chosen: Sequence[int]) -> Draws:
+        """Return the numbers of some of the sequences, by index."""
+        return Draws(self.key, [self.numbers[i] for i in chosen])
+
 
 MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
@@ -25,6 +46,7 @@ def pack(
     device: torch.device | None = None,
     several: bool = False,
     unplaced: int | None = None,
+    draws: Draws | None = None,
 ) -> dict[str, Tensor]:
     """Concatenate sequences into one packed batch.
 
@@ -33,10 +55,11 @@ def pack(
             tokens are not targets.
         several: also pad a lone sequence: a loss that computes with cu_seqlens is traced for at least two sequences.
         unplaced: a token id whose position is -1, and which is skipped when positions are counted.
+        draws: the numbers of the sequences, for a model with dropout.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
-        the sequences' custom fields [1, T, ...], 0 in the padding.
+        the sequences' custom fields [1, T, ...], 0 in the padding; and with `draws` dropout_keys [1, T, 2] int64.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -55,6 +78,9 @@ def pack(
     for name, value in sequences[0].extra.items() if sequences else ():
         fields = [*(s.extra[name] for s in sequences), value.new_zeros((blanks, *value.shape[1:]))]
         batch[name] = torch.cat(fields)[None]
+    if draws is not None:
+        numbers = [*draws.numbers, *[-1] * bool(blanks)]
+        batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
     moved = {name: _moved(value, device) if device else value for name, value in batch.items()}
     return moved | {"max_length": torch.tensor(max(lengths))}
 

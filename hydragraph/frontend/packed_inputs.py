@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
@@ -28,7 +29,7 @@ FIELDS = {
 }
 
 # Names used by compiled graphs, so that no field may have them.
-RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent")
+RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent", DROPOUT_KEYS, DROPOUT_BLOCK)
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
@@ -87,7 +88,7 @@ def own_fields(program: Program) -> dict[str, Field]:
     for template in program.templates.values():
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
-            if name != "hidden" and not name.startswith("other.") and name not in FIELDS:
+            if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
     return dict(sorted(own.items()))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import export, functional_graph
 from hydragraph.frontend.skeleton import Site
 from hydragraph.frontend.skeleton_parts import template_of
@@ -42,7 +43,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
         graph,
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_buffers.items()},
-        inputs,  # type: ignore[arg-type]
+        inputs | INPUTS,  # type: ignore[operator]
         site.name,
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from hydragraph.frontend.token_order import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.graph_node import operands, shape, varlen
+from hydragraph.passes.graph_node import ATTENDING, DRAWN, dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
 from hydragraph.private.tracing import symbol_name, symbols_in
 
@@ -164,7 +164,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             continue
         if routing.follow(node):
             continue
-        if node.target is not varlen and any(n in rows for n in node.all_input_nodes):
+        if node.target not in ATTENDING | DRAWN and any(n in rows for n in node.all_input_nodes):
             bound = next((n for n in node.all_input_nodes if n in bounds), None)
             if bound is not None:
                 return str(node.target), _PACKED
@@ -173,7 +173,8 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             return why if isinstance(why, tuple) else (str(node.target), why)
         with_tokens = [n for n in _read(node) if n in rows]
         if with_tokens:
-            rows[node] = Rows(0, 1) if node.target is varlen else _result(node, rows, with_tokens[0], dims[0], tokens)
+            attends = node.target in ATTENDING
+            rows[node] = Rows(0, 1) if attends else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
 
 
@@ -230,8 +231,11 @@ def _problem(
         uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return _COUNTS if sized and not uniform else None
     orders = {rows[n].order for n in with_tokens}
-    if node.target is varlen:
+    if node.target in ATTENDING:
         return None if orders == {1} else _ROUTED
+    if node.target is dropout:  # its keys are in the order of the batch
+        x, *_, token_dim = operands(node)[:7]
+        return None if orders == {1} and x in rows and rows[x].dim == token_dim else _MIXES
     if len(orders) > 1 or len(dims) != 1:
         return _MIXES
     if node.target in _RESHAPES:

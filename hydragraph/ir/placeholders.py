@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+# Inputs of templates with dropout (`hydragraph.frontend.dropout_calls`).
+DROPOUT_KEYS = "dropout_keys"
+DROPOUT_BLOCK = "dropout_block"
+
 
 def _unfilled(name: str) -> NoReturn:
     raise AssertionError(f"{name} is a placeholder; lower the program for a strategy before running it")

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.parameter import Bucket, Parameter
-from hydragraph.ir.placeholders import communicate, compute, pull, push
+from hydragraph.ir.placeholders import DROPOUT_KEYS, communicate, compute, pull, push
 from hydragraph.ir.program_outline import Outline
 from hydragraph.private.tracing import hint_of
 
@@ -136,6 +136,15 @@ class Program:
     def layers(self) -> int:
         """Number of repeated blocks that a strategy distributes."""
         return len(self.blocks) - 2
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether training drops any values: batches then have keys (`hydragraph.kernels.philox`)."""
+        return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
+
+    def number_of(self, block: Block) -> int:
+        """Return the number of a block in the places of its dropout: from 1 for layers, 0 for embed and head."""
+        return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

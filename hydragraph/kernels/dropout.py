@@ -162,11 +162,11 @@ def _dropout(
     block: Tensor | None,
     first: Tensor | None,
     p: float,
-    call: int = 0,
-    token_dim: int = 0,
-    dim: int = 0,
-    whole: int = 0,
-    scale: int = 1,
+    call: int,
+    token_dim: int,
+    dim: int,
+    whole: int,
+    scale: int,
 ) -> Tensor:
     """Drop elements of x with probability p, and divide the others by 1 - p.
 
@@ -176,7 +176,7 @@ def _dropout(
         first: 0-d int64 on the CPU: where this rank's part of dimension `dim` begins, times `scale`; None: x is whole.
         call: number of the call in its block.
         token_dim: dimension of the tokens.
-        dim, whole: dimension that ranks share, and its size on all of them together.
+        dim, whole: dimension that ranks share, and its size on all of them together; ignored if x is whole.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::dropout without keys is a placeholder")

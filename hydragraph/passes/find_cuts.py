@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.passes.graph_node import known_product, operands, product, shape, varlen
+from hydragraph.passes.graph_node import ATTENDING, known_product, operands, product, shape
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
 from hydragraph.private.operator_schemas import has_tag
@@ -263,4 +263,4 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
 
 def uncut_heads(graph: fx.Graph) -> int:
     """Return the greatest common divisor of all query head counts in a graph; 0 if it has no attention."""
-    return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target is varlen))
+    return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target in ATTENDING))

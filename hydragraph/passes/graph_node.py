@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator
+import hydragraph.kernels.attention_dropout
+import hydragraph.kernels.dropout
+import hydragraph.kernels.varlen_attention  # noqa: F401  these register the operators
 from hydragraph.ir.graph_data import value_of
 
 aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
+attention_dropout = torch.ops.hydragraph.attention_dropout.default
+dropout = torch.ops.hydragraph.dropout.default
+# Operators that mix tokens, of one sequence only; their first seven arguments are the same.
+ATTENDING = frozenset({varlen, attention_dropout})
+DRAWN = frozenset({dropout, attention_dropout})  # operators with random masks
 
 
 def shape(node: fx.Node) -> list[Any]:

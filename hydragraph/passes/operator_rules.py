@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.graph_node import operands, shape, varlen
-from hydragraph.passes.tensor_cut import Cut, Cuts
+from hydragraph.passes.graph_node import ATTENDING, attention_dropout, dropout, operands, shape, varlen
+from hydragraph.passes.tensor_cut import Cut, Cuts, width
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import hint_of
 
@@ -229,7 +229,7 @@ def split_dim(node: fx.Node) -> int:
 def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
     source, index = operands(node)
     cut = cuts.of(source)
-    if cut is None or source.target is varlen:
+    if cut is None or source.target in ATTENDING:
         return cut
     if split_dim(source) != cut.dim:
         return cut
@@ -264,6 +264,23 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
     return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
+
+
+def _dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
+    cut = cuts.of(operands(node)[0])
+    return cut if cut is not None and _begins_like_first(cuts, cut) else None
+
+
+def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
+    cut = _attention(cuts, node)
+    return cut if cut is not None and _begins_like_first(cuts, cut) else None
+
+
+def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
+    """Return whether a cut value is one segment, as long as its lead's first: a rank knows its part of that."""
+    bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
+    segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
+    return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length
 
 
 def _stack(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -336,6 +353,8 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
     operator.getitem: _getitem,
     varlen: _attention,
+    attention_dropout: _attention_dropout,
+    dropout: _dropout,
 }
 
 

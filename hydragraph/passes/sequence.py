@@ -24,7 +24,7 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.graph_node import operands, product, shape
+from hydragraph.passes.graph_node import dropout, operands, product, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, carried, is_pointwise, split_dim
 from hydragraph.passes.tensor_cut import Cuts
 from hydragraph.private.tracing import symbol_name
@@ -96,6 +96,8 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     # For the others, only the first operand may be split: weights, indices and bounds are whole.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
+    if target is dropout:
+        return parts[first] == operands(node)[6]
     if product(node) is not None:
         return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
     if target in _NORMS:
@@ -114,6 +116,8 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
     """Return the token dimension of an operand with all tokens, if `node` needs only this rank's tokens of it."""
+    if node.target is dropout and operand is operands(node)[1] and operand not in parts:
+        return 1  # its keys, [1, T, 2]
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
         return None
     dim = token_dim(operand, symbol)

@@ -41,7 +41,7 @@ from hydragraph.passes import collective_operators as _collectives  # noqa: F401
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
-from hydragraph.passes.graph_node import known_product, operands, product, shape
+from hydragraph.passes.graph_node import DRAWN, dropout, known_product, operands, product, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
@@ -61,8 +61,9 @@ class ShardedTemplate:
     Attributes:
         graph: the forward graph over local shards; placeholders as in the template, then one per name of `vocabulary`.
         kinds: local parameter name -> kind of its gradient.
-        vocabulary: local names of the parameters sharded along the vocabulary; for each, the graph takes the index of
-            this rank's first row (0-d int64), because tables of other sizes are split at other rows.
+        vocabulary: local names of the parameters sharded along the vocabulary, and of those that cut a value with
+            dropout; for each, the graph takes the index of this rank's first row or column (0-d int64), because tables
+            of other sizes are split at other rows.
     """
 
     graph: fx.GraphModule
@@ -172,8 +173,8 @@ class _Rewrite:
         placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        # One additional placeholder for each table that is sharded along the vocabulary.
-        for table in dict.fromkeys(self._table(n) for n in source.graph.nodes if n in self.cuts.rows):
+        # One additional placeholder for each table that is sharded along the vocabulary, and where dropout is cut.
+        for table in dict.fromkeys(map(self._counted, source.graph.nodes)):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
                 # FX makes names unique, but not targets; inputs are bound by target.
@@ -189,6 +190,12 @@ class _Rewrite:
             remove_dead_code(self.graph)
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
+
+    def _counted(self, node: fx.Node) -> fx.Node | None:
+        """Return the weight of which a node must know where this rank's part begins, if there is one."""
+        if node.target in DRAWN and node in self.cuts.cut:
+            return _weight(self.cuts.cut[node].lead)
+        return self._table(node) if node in self.cuts.rows else None
 
     def _table(self, row: fx.Node) -> fx.Node | None:
         """Return the weight that a vocabulary-parallel embedding or loss uses."""
@@ -263,6 +270,8 @@ class _Rewrite:
             return self.call(node.target, self._local(operands(node)[0], node), sizes)
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
+        if node.target in DRAWN and cut is not None:
+            return self._draw(node, cut)
         copied = self._copy(node)
         # The graph uses the token count of the micro-batch, whereas this rank has only part of the tokens.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
@@ -329,6 +338,15 @@ class _Rewrite:
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
         arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
         return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
+
+    def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
+        """Write dropout that draws this rank's part of the mask."""
+        arguments = self._local(operands(node), node)
+        start = self.starts[_weight(cut.lead)]
+        if node.target is dropout:
+            whole = cut.length // cut.scale
+            return self.call(node.target, *arguments[:3], start, *arguments[4:7], cut.dim, whole, cut.scale)
+        return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a sharded dimension with local bounds."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import Layout, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
@@ -38,7 +39,7 @@ class BoundBlock:
         names: local parameter name -> name in the model.
         buffers: local buffer name -> value.
         aux: template input -> index of its output of the aux graph.
-        starts: the variant's inputs that give this rank's first row of the vocabulary.
+        starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the number of the block.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
             between stages it travels whole.
         recompute: its backward runs its forward again, and is therefore a peak of memory.
@@ -167,7 +168,8 @@ class Preparer:
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
-            vocabulary_starts(variant, parameters, part),
+            vocabulary_starts(variant, parameters, part)
+            | {DROPOUT_BLOCK: torch.tensor(self._program.number_of(block))},
             enters=part.sequence_parallel and block.name == first and bool(role.previous),
             leaves=part.sequence_parallel and block.name == last and bool(role.following),
             recompute=part.recompute,

@@ -28,12 +28,14 @@ from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import own_fields
+from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
+from hydragraph.passes.graph_node import ATTENDING
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.runtime import profile_fitting
 from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
@@ -461,7 +463,8 @@ class _Bench:
             generator = torch.Generator().manual_seed(sum(row))
             ids_of = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
             sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in ids_of]
-            batch = pack(sequences, self._parts, self._device, self._several)
+            draws = Draws(0, range(len(row))) if self._program.drops else None
+            batch = pack(sequences, self._parts, self._device, self._several, draws=draws)
             if self._subject.positions is not None:
                 batch["position_ids"] %= self._subject.positions
             self._batches[row] = batch
@@ -544,6 +547,7 @@ class _Bench:
         others = dict(zip((i for i in template.inputs if i.startswith("other.")), block.aux, strict=True))
         hidden = hidden_size(self._program)
         fixed |= vocabulary_starts(variant, parameters, self._part)
+        fixed[DROPOUT_BLOCK] = torch.tensor(self._program.number_of(block))
         last = block is self._program.blocks[-1]
 
         def argument(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
@@ -583,4 +587,4 @@ class _Bench:
 
 def _attends(template: Template) -> bool:
     """Return whether a template has attention, the only operator with quadratic work."""
-    return any(n.target is torch.ops.hydragraph.varlen_attention.default for n in template.graph.graph.nodes)
+    return any(n.target in ATTENDING for n in template.graph.graph.nodes)

@@ -44,7 +44,7 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.spec.workload import Field
 from tests.frontend.execute import batch, loss
-from tests.models import MODELS, captured, gpt2, llama, randomised, tiny
+from tests.models import MODELS, captured, llama, randomised, tiny
 from tests.own_models import weighted
 from tests.thorough import first
 
@@ -129,12 +129,6 @@ def albert() -> nn.Module:
     return AlbertForMaskedLM(AlbertConfig(**sizes))
 
 
-def dropping() -> nn.Module:
-    model = gpt2(layers=1)
-    model.transformer.drop.p = 0.1
-    return model
-
-
 def mistral() -> nn.Module:
     return MistralForCausalLM(MistralConfig(**tiny(num_key_value_heads=2, sliding_window=8)))
 
@@ -143,7 +137,6 @@ def mistral() -> nn.Module:
     ("build", "message"),
     [
         (lambda: nn.Linear(2, 2), "Linear: no repeated blocks were found; name the nn.ModuleList of the repeated"),
-        (dropping, "transformer.drop: dropout 0.1 in training; set the config's dropout probabilities to 0"),
         (mistral, "MistralAttention: sliding_window=8; set sliding_window to None in the config"),
         (albert, "AlbertForMaskedLM: blocks run in the order ['layer.0', 'layer.0', 'layer.0']"),
     ],

@@ -21,7 +21,7 @@ from hydragraph.frontend.huggingface import (
     use_packed_attention,
 )
 from hydragraph.kernels.varlen_attention import reference
-from tests.models import gpt2, llama
+from tests.models import llama
 
 BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 
@@ -59,7 +59,6 @@ def test_who_says_whether_it_is_causal() -> None:
             "attention was called without cu_seq_lens_q, so packed sequences would see each other",
         ),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "an attention mask; pack sequences instead of padding them"),
-        ({"dropout": 0.1}, "attention dropout 0.1; set the config's attention dropout to 0"),
         ({"sliding_window": 128}, "sliding_window=128; set sliding_window to None in the config"),
         ({"softcap": 30.0}, "softcap=30.0; choose a model without capped attention scores"),
         ({"s_aux": 1}, "s_aux=1; choose a model without attention sinks"),
@@ -92,15 +91,6 @@ def test_masked_models_are_not_causal() -> None:
 
     assert is_causal(llama(layers=1))
     assert not is_causal(BertForMaskedLM())
-
-
-def test_dropout_is_refused_only_in_training() -> None:
-    model = gpt2(layers=1)
-    refuse_unsupported(model)
-    model.transformer.h[0].mlp.dropout.p = 0.1
-    with pytest.raises(Unsupported, match=r"transformer.h.0.mlp.dropout: dropout 0.1 in training; .* call model.eval"):
-        refuse_unsupported(model)
-    refuse_unsupported(model.eval())
 
 
 def test_gradient_checkpointing_is_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,15 +15,15 @@ BLOCK = torch.tensor(1)
 KEYS = keys_of(key_of(1, 2), [5, 7, 3], [2, 0, 1])
 
 
-def dropped(x: Tensor, p: float, keys: Tensor = KEYS, **options: Any) -> Tensor:
-    result: Tensor = drop(x, keys, BLOCK, None, p, **options)
+def dropped(x: Tensor, p: float, keys: Tensor = KEYS, call: int = 0, token_dim: int = 1) -> Tensor:
+    result: Tensor = drop(x, keys, BLOCK, None, p, call, token_dim, 0, 0, 1)
     return result
 
 
 def test_mean_and_variance_are_those_of_independent_draws() -> None:
     # 300,000 draws: the share of dropped elements has a standard deviation of 0.0007, and neighbours no correlation.
     keys = keys_of(key_of(0, 1), [300], [0])
-    kept = dropped(torch.ones(1, 300, 1000), 0.2, keys, token_dim=1) > 0
+    kept = dropped(torch.ones(1, 300, 1000), 0.2, keys) > 0
     assert abs(kept.float().mean() - 0.8) < 0.004
     centred = kept[0].float() - 0.8
     assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < 0.004
@@ -35,12 +33,12 @@ def test_mean_and_variance_are_those_of_independent_draws() -> None:
 def test_other_seeds_steps_blocks_calls_and_sequences_have_other_masks() -> None:
     x = torch.ones(1, 15, 64)
     masks = [
-        dropped(x, 0.5, token_dim=1),
+        dropped(x, 0.5),
         dropped(x, 0.5, token_dim=1, call=1),
-        drop(x, KEYS, torch.tensor(2), None, 0.5, 0, 1),
-        dropped(x, 0.5, keys_of(key_of(1, 3), [5, 7, 3], [2, 0, 1]), token_dim=1),
-        dropped(x, 0.5, keys_of(key_of(2, 2), [5, 7, 3], [2, 0, 1]), token_dim=1),
-        dropped(x, 0.5, keys_of(key_of(1, 2), [5, 7, 3], [3, 4, 5]), token_dim=1),
+        drop(x, KEYS, torch.tensor(2), None, 0.5, 0, 1, 0, 0, 1),
+        dropped(x, 0.5, keys_of(key_of(1, 3), [5, 7, 3], [2, 0, 1])),
+        dropped(x, 0.5, keys_of(key_of(2, 2), [5, 7, 3], [2, 0, 1])),
+        dropped(x, 0.5, keys_of(key_of(1, 2), [5, 7, 3], [3, 4, 5])),
     ]
     for i, one in enumerate(masks):
         for other in masks[:i]:
@@ -49,10 +47,10 @@ def test_other_seeds_steps_blocks_calls_and_sequences_have_other_masks() -> None
 
 def test_packing_does_not_change_a_sequence() -> None:
     x = torch.randn(1, 15, 12)
-    together = dropped(x, 0.3, token_dim=1)
+    together = dropped(x, 0.3)
     for number, (first, last) in {2: (0, 5), 0: (5, 12), 1: (12, 15)}.items():
         own = keys_of(key_of(1, 2), [last - first], [number])
-        assert torch.equal(dropped(x[:, first:last], 0.3, own, token_dim=1), together[:, first:last])
+        assert torch.equal(dropped(x[:, first:last], 0.3, own), together[:, first:last])
 
 
 @pytest.mark.parametrize(
@@ -72,26 +70,26 @@ def test_a_part_of_a_dimension_has_its_slice_of_the_mask(shape: tuple[int, ...],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_nothing_is_dropped_with_p_0_or_in_an_evaluation(dtype: torch.dtype) -> None:
     x = torch.randn(1, 15, 12, dtype=dtype)
-    assert torch.equal(dropped(x, 0.0, token_dim=1), x)
-    assert torch.equal(dropped(x, 0.5, keys_of(3, [5, 10], [-1, -1]), token_dim=1), x)
-    assert not dropped(x, 1.0, token_dim=1).any()
+    assert torch.equal(dropped(x, 0.0), x)
+    assert torch.equal(dropped(x, 0.5, keys_of(3, [5, 10], [-1, -1])), x)
+    assert not dropped(x, 1.0).any()
 
 
 def test_the_gradient_has_the_mask_of_the_forward() -> None:
     x = torch.randn(1, 15, 12, dtype=torch.float64, requires_grad=True)
-    out = dropped(x, 0.3, token_dim=1)
+    out = dropped(x, 0.3)
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad != 0, out != 0)
     assert torch.allclose(out, x * x.grad)
     torch.library.opcheck(
-        drop.default, (x, KEYS, BLOCK, None, 0.3, 0, 1), test_utils=("test_schema", "test_faketensor")
+        drop.default, (x, KEYS, BLOCK, None, 0.3, 0, 1, 0, 0, 1), test_utils=("test_schema", "test_faketensor")
     )
 
 
 def test_a_model_that_is_traced_alone_may_lack_keys() -> None:
     with pytest.raises(AssertionError, match="without keys is a placeholder"):
-        drop(torch.ones(1, 2, 2), None, None, None, 0.5)
+        drop(torch.ones(1, 2, 2), None, None, None, 0.5, 0, 1, 0, 0, 1)
 
 
 @interpreted

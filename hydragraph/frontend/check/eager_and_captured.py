@@ -16,6 +16,7 @@ from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.wide_dtype import computing, default_dtype, runner
 from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
 
@@ -96,7 +97,8 @@ class Common:
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
         """Return the inputs of one block, by its template's names."""
         others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
-        return {**self.fields, **{n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}}
+        fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
+        return {**self.fields, DROPOUT_BLOCK: torch.tensor(program.number_of(block)), **fed}
 
 
 def add_captured(

@@ -22,7 +22,9 @@ from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.repeated_blocks import block_list
+from hydragraph.frontend.same_masks import same_masks
 from hydragraph.ir.program import Block, Program
+from hydragraph.kernels.philox import keys_of
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 
@@ -273,7 +275,7 @@ def _attempt(
     model = reduced(subject.model, subject.blocks, group, forms, weights)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
-    packed = batches(sequences)
+    packed = batches(sequences, attempt.seed if program.drops else None)
     times = Counter(i for _, indices in packed for i in indices)
     sums: dict[str, Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
@@ -296,7 +298,8 @@ def _attempt(
     expected = torch.zeros((), dtype=torch.float64)
     with _side("alone"):
         for i, sequence in enumerate(sequences):
-            value = run_alone(model, subject.loss, alone(sequence), times[i], wide, comparison.subtract)
+            with same_masks(model, program, keys_of(attempt.seed, [len(sequence)], [i]), subject.blocks):
+                value = run_alone(model, subject.loss, alone(sequence), times[i], wide, comparison.subtract)
             expected = expected + value.double()
     if failed is not None:
         raise failed

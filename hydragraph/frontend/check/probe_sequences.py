@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.frontend.check.probe_lengths import Lengths, embeddings
-from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import FIELDS, own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
@@ -113,12 +113,20 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
     return torch.zeros(length, *field.sizes, dtype=field.dtype)
 
 
-def batches(sequences: list[Sequence]) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches of different sizes, each with the indices of its sequences; the second is padded."""
+def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Return two packed batches of different sizes, each with the indices of its sequences; the second is padded.
+
+    Args:
+        key: key of dropout, for a model that has it.
+    """
+    draws = None if key is None else Draws(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)
     orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))
-    return [(pack([sequences[i] for i in order], multiple), order) for order, multiple in orders]
+    return [
+        (pack([sequences[i] for i in order], multiple, draws=draws and draws.of(order)), order)
+        for order, multiple in orders
+    ]
 
 
 def alone(sequence: Sequence) -> dict[str, Tensor]:

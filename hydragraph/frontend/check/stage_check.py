@@ -26,7 +26,7 @@ from hydragraph.frontend.check.probe_lengths import Lengths
 from hydragraph.frontend.check.probe_sequences import draw_sequences, ids_read
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.wide_dtype import default_dtype, runner
-from hydragraph.frontend.packed_batch import pack
+from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
@@ -200,7 +200,8 @@ class StageCheck:
         wide = attempt.dtype if attempt.widened else None
         template = program.templates[block.template]
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
-        batch = pack(sequences, form.tp, several=True)
+        draws = Draws(attempt.seed, range(len(sequences))) if program.drops else None
+        batch = pack(sequences, form.tp, several=True, draws=draws)
         values = Common.of(program, self._buffers, batch, wide).inputs(program, block)
         values |= {n: self._buffers[b] for n, b in zip(template.buffers, block.buffers, strict=True)}
         tokens = tokens_of(batch)

@@ -1,0 +1,99 @@
+"""Dropout in traced graphs: calls are numbered in order, and read the numbers of the tokens instead of a generator.
+
+A trace has PyTorch's dropout, and attention with dropout that lacks its keys. `number_calls` gives each of them its
+number in the graph, before anything is reordered or removed; `with_keys` adds the inputs that all of them read:
+
+    dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
+    dropout_block   0-d int64, the number of the block: blocks of one template draw different masks
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
+from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, region
+from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dropout, operands
+from hydragraph.private.tracing import symbol_name
+
+aten = torch.ops.aten
+
+_CALL = 11  # argument of attention with dropout that is the call's number
+# Names of the added inputs, for tables of a graph's inputs.
+INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
+
+
+def number_calls(graph: fx.GraphModule, where: str) -> None:
+    """Replace PyTorch's dropout in a traced graph and its regions by ours, numbered in the order of the calls.
+
+    Raises:
+        Unsupported: a value has no dimension that is the number of tokens, or several.
+    """
+    _number(graph, itertools.count(), where)
+
+
+def _number(module: fx.GraphModule, numbers: Iterator[int], where: str) -> None:
+    for node in list(module.graph.nodes):
+        if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
+            _number(region(module, node)[0], numbers, where)
+        elif node.target is attention_dropout:
+            node.update_arg(_CALL, next(numbers))
+        elif node.target in (aten.dropout.default, aten.dropout_.default):
+            _replace(module.graph, node, numbers, where)
+    module.recompile()
+
+
+def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str) -> None:
+    x, p, train = operands(node)
+    if not train or p == 0:
+        return  # `clean` removes it
+    with graph.inserting_before(node):
+        drawn = graph.call_function(
+            dropout, (x, None, None, None, float(p), next(numbers), _token_dim(x, where), 0, 0, 1)
+        )
+        drawn.meta = dict(node.meta)
+        if node.target is aten.dropout_.default:
+            drawn = graph.call_function(aten.copy_.default, (x, drawn))
+            drawn.meta = dict(node.meta)
+    node.replace_all_uses_with(drawn)
+    graph.erase_node(node)
+
+
+def _token_dim(x: fx.Node, where: str) -> int:
+    sizes = value_of(x).shape
+    dims = [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+    if len(dims) != 1:
+        raise Unsupported(
+            f"dropout of a value of sizes {list(map(str, sizes))}, which has no single dimension of tokens",
+            where=where,
+            remedy="set that dropout probability to 0, or apply dropout to values with one row per token",
+        )
+    return dims[0]
+
+
+def with_keys(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a functional graph whose dropout reads keys and the block's number, two inputs added at the end."""
+    calls = [n for n in graph.graph.nodes if n.target in DRAWN]
+    if not calls:
+        return graph
+    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
+    first: Any = value_of(operands(calls[0])[0])
+    with graph.graph.inserting_after(last):
+        block = graph.graph.placeholder(DROPOUT_BLOCK)
+        keys = graph.graph.placeholder(DROPOUT_KEYS)
+    tokens = first.shape[0 if calls[0].target in ATTENDING else operands(calls[0])[6]]
+    block.meta = {"val": first.new_empty((), dtype=torch.int64)}
+    keys.meta = {"val": first.new_empty((1, tokens, 2), dtype=torch.int64)}
+    for node in calls:
+        at = 7 if node.target in ATTENDING else 1
+        node.args = (*node.args[:at], keys, block, *node.args[at + 2 :])
+    graph.graph.lint()
+    graph.recompile()
+    return graph

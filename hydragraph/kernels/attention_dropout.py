@@ -1,0 +1,163 @@
+"""Attention over packed sequences with dropout of its probabilities, in plain PyTorch on any device.
+
+The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and the feature
+of an element is its head and the position of its key, so ranks that hold other heads draw other parts of one mask.
+Scores of one sequence and head exist as a whole, and the backward computes them again.
+
+Shapes as in `hydragraph.kernels.varlen_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.attention_backends import spans
+from hydragraph.kernels.philox import call_word, threshold, words
+
+_POSITIONS = 24  # bits of a feature for the key's position; the remaining ten are the head's
+
+
+def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
+    """Return the factor of each probability, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p).
+
+    Args:
+        keys: of the queries' tokens, [L, 2].
+        heads: numbers of the heads, increasing, [heads] int64.
+        length: number of keys.
+        call: word of the call.
+    """
+    if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
+        raise Unsupported(
+            f"attention dropout over {length} tokens in head {int(heads[-1])}",
+            where="varlen_attention",
+            remedy="set the config's attention dropout to 0, or cut sequences to 16 million tokens",
+        )
+    features = ((heads << _POSITIONS)[:, None] + torch.arange(length, device=heads.device)).flatten()
+    kept = words(keys, features, call).view(len(keys), len(heads), length).transpose(0, 1) >= threshold(p)
+    factor = kept.float() * (1 / (1 - p) if p < 1 else 0.0)
+    return torch.where(keys[:, 1:] < 0, 1.0, factor)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One head of one sequence: its rows, and softmax and mask of its scores, [L, L] each."""
+
+    rows: slice
+    query: int
+    key: int
+    softmax: Tensor
+    factor: Tensor
+
+
+def _heads(
+    q: Tensor, k: Tensor, bounds: Tensor, causal: bool, scale: float, keys: Tensor, first: int, call: int, p: float
+) -> Iterator[_Head]:
+    group = q.shape[1] // k.shape[1]
+    for a, b in spans(bounds):
+        later = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu(1) if causal else None
+        for head in range(q.shape[1]):
+            scores = q[a:b, head] @ k[a:b, head // group].T * scale
+            if later is not None:
+                scores = scores.masked_fill(later, float("-inf"))
+            numbers = torch.tensor([first + head], device=q.device)
+            factor = kept_of(keys[0, a:b], numbers, b - a, call, p)[0].to(scores.dtype)
+            yield _Head(slice(a, b), head, head // group, scores.softmax(-1), factor)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op("hydragraph::attention_dropout", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: Tensor,
+    causal: bool,
+    scale: float,
+    keys: Tensor | None,
+    block: Tensor | None,
+    first: Tensor | None,
+    p: float,
+    call: int,
+    unit: int,
+) -> Tensor:
+    """Compute attention whose probabilities are dropped with probability p, and otherwise divided by 1 - p.
+
+    Args:
+        keys, block, call: as for `hydragraph::dropout`.
+        first: 0-d int64 on the CPU: number of the first head here, times `unit`; None: all heads are here.
+    """
+    if keys is None or block is None:
+        raise AssertionError("hydragraph::attention_dropout without keys is a placeholder")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    values = _wide(v)
+    place = (keys, 0 if first is None else int(first) // unit, call_word(int(block), call), p)
+    for head in _heads(_wide(q), _wide(k), cu_seqlens, causal, scale, *place):
+        out[head.rows, head.query] = ((head.softmax * head.factor) @ values[head.rows, head.key]).to(q.dtype)
+    return out
+
+
+@_forward.register_fake
+def _(q: Tensor, *_others: Any, **_named: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hydragraph::attention_dropout_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    keys: Tensor,
+    block: Tensor,
+    first: Tensor | None,
+    p: float,
+    call: int,
+    unit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # With S the softmax and M the mask: out = (S M) v, dS = (dout v^T) M, dscores = S (dS - rowsum(S dS)).
+    wide = [_wide(x) for x in (q, k, v, grad)]
+    queries, inner, values, grads = wide
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wide[:3])
+    place = (keys, 0 if first is None else int(first) // unit, call_word(int(block), call), p)
+    for head in _heads(queries, inner, cu_seqlens, causal, scale, *place):
+        rows = head.rows
+        dout = grads[rows, head.query]
+        dv[rows, head.key] += (head.softmax * head.factor).T @ dout
+        ds = (dout @ values[rows, head.key].T) * head.factor
+        ds = head.softmax * (ds - (head.softmax * ds).sum(-1, keepdim=True)) * scale
+        dq[rows, head.query] = ds @ inner[rows, head.key]
+        dk[rows, head.key] += ds.T @ queries[rows, head.query]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, bounds, _, ctx.causal, ctx.scale, keys, block, first, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, bounds, keys, block, first)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    q, k, v, bounds, keys, block, first = ctx.saved_tensors
+    arguments = (grad, q, k, v, bounds, ctx.causal, ctx.scale, keys, block, first, *ctx.options)
+    return *torch.ops.hydragraph.attention_dropout_backward(*arguments), *(None,) * 10
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
