@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -43,6 +44,8 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     from hydragraph.cluster.launch import join
     from hydragraph.engine import api
     from hydragraph.engine.single_device_parity import verify
+    from hydragraph.frontend.same_masks import same_masks
+    from hydragraph.kernels.philox import key_of, keys_of
     from hydragraph.train.config_checks import check_settings, read_strategies
     from hydragraph.train.data import mini_batches
     from hydragraph.train.loop import shared_tokens
@@ -60,8 +63,14 @@ def verify_rank(config: TrainConfig) -> list[Row]:
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
         # No check: what follows compares more.
-        executor = api.compile(model, strategies[0], optimizer=factory, device="cpu", check="off", home=config.home)
-        rows = verify(model, executor, strategies, next(mini_batches(config, tokens)), world.rank)
+        options: dict[str, Any] = {"device": "cpu", "check": "off", "home": config.home, "seed": config.seed}
+        executor = api.compile(model, strategies[0], optimizer=factory, **options)
+
+        def masks(number: int, length: int) -> AbstractContextManager[None]:
+            return same_masks(model, executor.program, keys_of(key_of(config.seed, 1), [length], [number]))
+
+        batch = next(mini_batches(config, tokens))
+        rows = verify(model, executor, strategies, batch, world.rank, masks if executor.program.drops else None)
         executor.close()
         return rows
 

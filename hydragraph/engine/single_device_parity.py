@@ -1,13 +1,14 @@
 """Comparison of strategies with one device: losses and gradients against plain PyTorch on the unmodified model.
 
 The reference runs one sequence at a time through the transformers model, with its own attention, and computes the loss
-itself; it shares no code with the system under test.
+itself; it shares no code with the system under test, except the random words of dropout (`Masks`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ GRADIENT_TOLERANCE = 1e-5  # relative to the parameter's own gradient ...
 GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some true gradients are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
+# Entered while the model runs one sequence: its number in the mini-batch, or -1 to drop nothing, and its length.
+Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
 class Comparable(Protocol):
@@ -72,12 +75,13 @@ class Row:
         return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
 
 
-def reference(model: nn.Module, sequences: Sequences) -> Reference:
+def reference(model: nn.Module, sequences: Sequences, masks: Masks | None = None) -> Reference:
     """Compute loss and gradients with plain autograd, one sequence at a time.
 
     Args:
         model: a Hugging Face model with weights; its `.grad` fields are not changed.
         sequences: 1-D token ids, or mappings with `input_ids` and `labels` (-100 does not count).
+        masks: for a model with dropout, the masks of its gradients; the loss is that of an evaluation, without any.
 
     Raises:
         ValueError: no sequence has a target.
@@ -90,13 +94,21 @@ def reference(model: nn.Module, sequences: Sequences) -> Reference:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     sums: dict[str, Tensor] = {}
     loss = 0.0
-    for ids, labels in pairs:
+
+    def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0][: len(labels)]
+        return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+
+    for number, (ids, labels) in enumerate(pairs):
         if not bool((labels != -100).any()):
             continue
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        logits = logits[: len(labels)]
-        part = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
-        loss += part.item()
+        with masks(number, len(ids)) if masks else nullcontext():
+            part = loss_of(ids, labels)
+        if masks is None:
+            loss += part.item()
+        else:
+            with torch.no_grad(), masks(-1, len(ids)):
+                loss += loss_of(ids, labels).item()
         found = torch.autograd.grad(part, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, found, strict=True):
             if gradient is not None:
@@ -132,7 +144,12 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 
 
 def verify(
-    model: nn.Module, executor: Comparable, strategies: Sequence[Strategy], sequences: Sequences, rank: int
+    model: nn.Module,
+    executor: Comparable,
+    strategies: Sequence[Strategy],
+    sequences: Sequences,
+    rank: int,
+    masks: Masks | None = None,
 ) -> list[Row]:
     """Compare every strategy with one device; every rank of the executor calls it.
 
@@ -142,11 +159,12 @@ def verify(
         strategies: strategies to compare.
         sequences: one global mini-batch.
         rank: rank of this process.
+        masks: as for `reference`.
 
     Returns:
         One row per strategy on rank 0; an empty list elsewhere.
     """
-    expected = reference(model, sequences) if rank == 0 else None
+    expected = reference(model, sequences, masks) if rank == 0 else None
     rows = []
     for strategy in strategies:
         loss = executor.evaluate(sequences, strategy).loss

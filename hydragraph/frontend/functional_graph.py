@@ -232,6 +232,7 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
             raise Unsupported(
                 f"{node.target} draws random numbers, and each rank would draw others",
                 where=where,
-                remedy="draw with torch.nn.functional.dropout or nn.Dropout, or call model.eval() to train without",
+                remedy="draw with torch.nn.functional.dropout or nn.Dropout, or train without: model.eval(), or "
+                "model.dropout: false in a config",
             )
     return graph

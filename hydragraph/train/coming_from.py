@@ -13,7 +13,7 @@ _DTYPE = "`dtype: bfloat16`; weights, sums and optimizer state stay fp32, and fp
 _TRACKER = "`metrics.jsonl` and TensorBoard in the run folder; other trackers through `callbacks`"
 _EXPERT = "not supported: context parallelism and expert parallelism"
 _PREFERENCE = "not supported as a field: write the loss in Python, `hg.compile(..., loss=...)`"
-_LORA_DROPOUT = "not supported: adapters have no dropout"
+_LORA_DROPOUT = "`adapter.lora.dropout`"
 _LOADER = "leave it out: token files are prepared once by one process of each host, and read by all"
 _KERNEL = "leave it out: attention over packed sequences uses the kernel that the device has"
 _SHARDING = "leave it out: weights, gradients and optimizer state are always spread over ranks, as `home` says"

@@ -83,6 +83,7 @@ class ModelConfig:
         path: a local directory that `save_pretrained` wrote, instead of the two above.
         weights: such a directory with safetensors files, of which each rank reads only its own part, so that no
             process ever holds the model; of `architecture`, or else of the model that the directory describes.
+        dropout: train with the dropout that the model's config asks for; false: without.
         trust_remote_code: run the code of its own that such a directory may bring; it may do anything that you may.
     """
 
@@ -90,9 +91,12 @@ class ModelConfig:
     config: Mapping[str, Any] | None = None
     path: str | None = None
     weights: str | None = None
+    dropout: bool = True
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dropout, bool):
+            raise ValueError(f"dropout is {self.dropout!r}: give true or false; rates are in the model's config")
         if not isinstance(self.trust_remote_code, bool):
             raise ValueError(f"trust_remote_code is {self.trust_remote_code!r}: give true or false")
         _check_text("architecture", self.architecture, optional=True)
@@ -125,6 +129,7 @@ class LoraConfig:
         targets: the layers that get them, by the last part of their names; "all-linear": all but the head; None: what
             peft chooses for the architecture.
         rslora: scale by alpha / sqrt(r) instead.
+        dropout: share of the numbers entering an adapter that a step drops.
         dora: also train the magnitudes of the rows of the weights.
         modules_to_save: layers that are trained whole, and saved with the adapters.
     """
@@ -133,12 +138,14 @@ class LoraConfig:
     alpha: float = 32.0
     targets: tuple[str, ...] | str | None = None
     rslora: bool = False
+    dropout: float = 0.0
     dora: bool = False
     modules_to_save: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_whole("r", self.r, 1)
         _check_number("alpha", self.alpha)
+        _check_fraction("dropout", self.dropout)
         if isinstance(self.targets, str):
             _check_text("targets", self.targets)
         elif self.targets is not None:

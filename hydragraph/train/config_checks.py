@@ -19,7 +19,7 @@ from hydragraph.runtime.elementwise import call_factory, check_elementwise
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.model import adapted, directory_of, skeleton
+from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleton
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
@@ -193,10 +193,10 @@ def remarks(
             f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "
             f"{tokens:,}: the run passes over it about {budget / tokens:.1f} times"
         )
-    rates = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
-    if rates and not model.training:
-        said = " and ".join(f"{rate:g}" for rate in sorted(rates))
-        yield f"the model's config asks for dropout of {said}, which is left out: hydragraph trains without dropout"
+    if rates := dropout_rates(model):
+        said = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+        how = "trains with" if config.model.dropout else "leaves out (model.dropout: false)"
+        yield f"the run {how} the dropout of the model's config: {said}"
     for i, strategy in enumerate(strategies):
         same = strategies.index(strategy)
         if same < i:

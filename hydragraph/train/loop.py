@@ -234,6 +234,7 @@ def _compiled(
         progress_s=config.progress_s,
         home=config.home,
         deterministic=config.deterministic,
+        seed=config.seed,
         push_dtype=getattr(torch, config.push_dtype),
         **joining,
     )

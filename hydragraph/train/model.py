@@ -15,6 +15,8 @@ from torch import nn
 
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig
 
+# Settings that are rates of dropout in training; those of heads that causal models lack are not.
+_DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,6 +39,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
+        lora_dropout=lora.dropout,
         lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # peft only divides it
         target_modules=targets,
         use_rslora=lora.rslora,
@@ -84,7 +87,22 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     else:
         model = _read(config, vocabulary, end_of_text)
     check_vocabulary(config, model, vocabulary)
-    return model
+    return _with_dropout(model, config)
+
+
+def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """Return a model in training mode if it has dropout, or in evaluation mode if the config leaves that out."""
+    if not config.dropout:
+        return model.eval()
+    return model.train() if dropout_rates(model) else model
+
+
+def dropout_rates(model: Any) -> dict[str, float]:
+    """Return the positive rates of dropout in a model's config, by setting; of its modules if it has no config."""
+    settings = model.config.to_dict() if hasattr(model, "config") else {}
+    rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
+    modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    return rates if rates or not modules else {"nn.Dropout": max(modules)}
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
@@ -107,7 +125,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
                 settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # like from_pretrained
-    return model.float()
+    return _with_dropout(model.float(), config)
 
 
 def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:

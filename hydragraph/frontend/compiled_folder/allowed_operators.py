@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 # These register hydragraph's own operators.
+import hydragraph.kernels.attention_dropout
+import hydragraph.kernels.dropout
 import hydragraph.kernels.linear_cross_entropy
 import hydragraph.kernels.varlen_attention  # noqa: F401
 from hydragraph.ir.graph_data import PYTHON, known_target
@@ -64,6 +66,7 @@ what is made anew
 
 # hydragraph's own operators, and the transformers operator for the grouped product of experts (`private.experts`).
 _OTHERS = """
+    hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::dropout
     hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::varlen_attention
     hydragraph::varlen_attention_backward transformers::grouped_mm_fallback
     transformers::grouped_mm_fallback_backward
