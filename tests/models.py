@@ -65,7 +65,7 @@ def dropping_gpt2(layers: int = 4, heads: int = 4) -> nn.Module:
 
 def gpt2(layers: int = 4, heads: int = 4, vocab: int = 101, **dropout: float) -> nn.Module:
     """Return a GPT-2: fused qkv, tied embeddings, biases, learned positions; without dropout by default."""
-    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **dropout}
+    rates: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **dropout}
     config = GPT2Config(
         n_embd=16 * heads,
         n_head=heads,

@@ -43,7 +43,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
         graph,
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_parameters.items()},
         {k: v.removeprefix(prefix) for k, v in signature.inputs_to_buffers.items()},
-        inputs | INPUTS,  # type: ignore[operator]
+        {**inputs, **INPUTS},  # type: ignore[dict-item]
         site.name,
     )
 

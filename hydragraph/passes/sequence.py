@@ -97,7 +97,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if target is dropout:
-        return parts[first] == operands(node)[6]
+        return bool(parts[first] == operands(node)[6])
     if product(node) is not None:
         return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
     if target in _NORMS:

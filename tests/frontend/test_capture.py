@@ -233,11 +233,6 @@ def dropping_by_function() -> nn.Module:
         (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
         (capped, r"Gemma2Attention: softcap=30.0; choose a model without capped attention scores"),
         (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),
-        # Older releases of transformers decide by a random number whether a layer is left out.
-        (
-            dropping_by_function,
-            r"set dropout probabilities to 0|free of Python decisions on tensor",
-        ),
     ],
 )
 def test_what_would_be_left_out_is_refused(build: Callable[[], nn.Module], message: str) -> None:
@@ -245,6 +240,15 @@ def test_what_would_be_left_out_is_refused(build: Callable[[], nn.Module], messa
         model = build()
     with pytest.raises(Unsupported, match=message):
         capture(model)
+
+
+def test_dropout_by_function_is_captured() -> None:
+    try:
+        program = capture(dropping_by_function())
+    except Unsupported as error:  # older releases of transformers decide by a random number whether to skip a layer
+        assert "free of Python decisions on tensor" in str(error)  # noqa: PT017
+    else:
+        assert program.drops
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from hydragraph.spec.stage_kind import StageKind
 from tests.adapted import hand_written_lora
 from tests.frontend.compiled_folder.folders import edit, rehash, resign, written
 from tests.frontend.compiled_folder.struck import outcome, struck
-from tests.models import captured, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
+from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
 from tests.thorough import first
 
 # In turn; the last rank of the second has the last stage, which is no stage of the first.
@@ -37,6 +37,7 @@ SWITCHED_DEEPER = ("<[0,1]x3s>", "<[0]x1r,[1]x2>")
 SWITCHED_WHOLE = ("<[0]x1r,[1]x1>", "<[1]x1,[0]x1r>", "<[0]x1r,[1]x1>")
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: gpt2(layers=2),
+    "dropout": lambda: dropping_gpt2(2),
     "phi3": phi3,
     "qwen3": qwen3,
     "gemma": gemma,
