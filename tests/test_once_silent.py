@@ -47,12 +47,12 @@ WAYS: dict[str, tuple[str, Place]] = {
         ("runtime/test_hidden_dtype.py", "test_pipelines_move_hidden_states_as_they_are", "fp32 under bf16"),
     ),
     "chunked attention that the mask alone says": (
-        "refused",
-        ("frontend/test_mask_patterns.py", "test_what_only_the_mask_says_is_refused", "chunks of 8"),
+        "right",
+        ("frontend/test_mask_patterns.py", "test_windows_and_chunks_are_supported_in_their_direction", "CHUNKS"),
     ),
     "sliding windows that the mask alone says": (
-        "refused",
-        ("frontend/test_mask_patterns.py", "test_what_only_the_mask_says_is_refused", "a sliding window of 8"),
+        "right",
+        ("frontend/check/test_numeric_check.py", "test_a_window_that_only_the_mask_makes_is_captured", "full"),
     ),
     "a block's forward that was set on the instance": (
         "right",

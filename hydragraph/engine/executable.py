@@ -52,12 +52,11 @@ from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import Compiled
 from hydragraph.frontend.compiled_state import CompiledState
-from hydragraph.frontend.mask_patterns import window
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
 from hydragraph.frontend.packed_batch import Draws
 from hydragraph.frontend.packed_inputs import Loss, own_fields
-from hydragraph.frontend.peft_adapters import base_model, is_peft
+from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
@@ -214,7 +213,6 @@ class Executable:
         self._model_tensors = tensor_names(model)
         self._fields = own_fields(program)
         self._limits = limits_of(program)
-        self._window = window(getattr(base_model(model), "config", None))
         self._shell = Shell.of(model)
         self._adapted = is_peft(model)
         self._epilogue = program.templates[program.blocks[-1].template]
@@ -934,11 +932,6 @@ class Executable:
                 strategy = strategy_for(given, self.program)
                 self.check(strategy, self.world.ranks)
             batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
-            if self._window is not None and max(batch.lengths) > self._window:
-                raise ValueError(
-                    f"a sequence of {max(batch.lengths)} tokens, and the model attends within a sliding window of "
-                    f"{self._window}: cut sequences to that length"
-                )
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
             if mode == "train" and self.optimizer is not None:

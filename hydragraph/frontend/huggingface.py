@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.length_dependent_rotary import hold_frequencies, refuse_other_frequencies, short_positions
-from hydragraph.frontend.mask_patterns import Marker, mask, window
+from hydragraph.frontend.mask_patterns import Marker, mask
 from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
@@ -20,11 +20,6 @@ from hydragraph.passes.graph_node import ATTENDING
 # The name of our attention function in transformers' registry.
 ATTENTION = "hydragraph"
 
-_REFUSED = {
-    "sliding_window": "set sliding_window to None in the config, or to 256 or more tokens, which bound the sequences",
-    "softcap": "choose a model without capped attention scores: without its cap this one would be another model",
-    "s_aux": "choose a model without attention sinks",
-}
 # Further arguments from transformers whose information is already in cu_seqlens.
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
 # Suffixes of transformers classes whose labels are at the predicted token itself, not at the previous one.
@@ -47,7 +42,7 @@ def attention(
     """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: a mask, a sliding window, chunks, capped scores or attention sinks are requested.
+        Unsupported: a mask other than a window or chunks is requested, or dropout together with any of these.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -59,23 +54,40 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
-    longest = window(getattr(module, "config", None))
-    if longest is not None and (options.get("sliding_window") or 0) >= longest:
-        options = {**options, "sliding_window": None}  # `Executable` bounds sequences by the window
-    _refuse_options(options, where)
-    if attention_mask is not None and (causal or not attention_mask.both_ways):
+    sink = options.pop("s_aux", None)
+    cap = options.pop("softcap", None)
+    _refuse_tensors(options, where)
+    if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
     # Heads of unequal sizes (DeepSeek's values are narrower than its keys) are padded with zeros for the kernel.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
+    # The mask alone says what a query sees: `sliding_window` among the options repeats it for flash attention.
+    window = None if attention_mask is None else attention_mask.window
+    chunk = None if attention_mask is None else attention_mask.chunk
     if dropout:
+        if any(extra is not None for extra in (window, chunk, cap, sink)):
+            raise Unsupported(
+                f"attention dropout {dropout} together with a window, chunks, capped scores or sinks",
+                where=where,
+                remedy="set the config's attention dropout to 0",
+            )
         longest_of = torch.zeros((), dtype=torch.int64) if max_length_q is None else max_length_q
         bounds = (cu_seq_lens_q, longest_of, bool(causal), scale)
         out = torch.ops.hydragraph.attention_dropout(q, k, v, *bounds, None, None, None, float(dropout), 0, 1)
     else:
-        out = varlen_attention(q, k, v, cu_seq_lens_q, causal=bool(causal), scale=scale, max_length=max_length_q)
+        out = varlen_attention(
+            *(q, k, v, cu_seq_lens_q),
+            causal=bool(causal),
+            scale=scale,
+            max_length=max_length_q,
+            window=window,
+            chunk=chunk,
+            cap=cap,
+            sink=sink,
+        )
     out = out if size == widest else out[..., :size]
     return out.reshape(query.shape[0], -1, *out.shape[1:]), None
 
@@ -92,12 +104,8 @@ def _packed(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
-def _refuse_options(options: Mapping[str, Any], where: str) -> None:
-    """Reject attention options that our attention does not support."""
-    for name, remedy in _REFUSED.items():
-        if options.get(name) is not None:
-            value = "a tensor" if isinstance(options[name], Tensor) else options[name]
-            raise Unsupported(f"{name}={value}", where=where, remedy=remedy)
+def _refuse_tensors(options: Mapping[str, Any], where: str) -> None:
+    """Reject tensors that our attention does not use."""
     for name, value in options.items():
         if isinstance(value, Tensor) and name not in _IGNORED:
             raise Unsupported(
@@ -188,9 +196,7 @@ def positions(model: nn.Module) -> tuple[int, str] | None:
         return short
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
-    most = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
-    tokens = window(config)
-    return (tokens, "sliding_window") if tokens is not None and (most is None or tokens < most[0]) else most
+    return next(((most, name) for most, name in said if type(most) is int and most > 0), None)
 
 
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:

@@ -2,13 +2,14 @@
 
 transformers builds masks from functions of a query's and a key's position. Our mask function is called for the mask of
 packed sequences instead of building a tensor [T, T], and classifies these functions: it returns None for plain
-attention, which needs no mask here, and otherwise a marker, which the model passes to the layers concerned.
+attention, which needs no mask here, and otherwise a marker, which the model passes to the layers concerned. Windows
+and chunks are computed by these layers' attention; other patterns are refused there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,12 +22,8 @@ _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
 # Patterns that keep packed sequences separate, as our attention does anyway.
 _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
-_LEAST_WINDOW = 256  # tokens: longer than any sequence used by the numeric check
-_WINDOW = (
-    "set sliding_window to None in the config (or use_sliding_window to False), or to "
-    f"{_LEAST_WINDOW} or more tokens, which bound the sequences"
-)
-_CHUNKS = "choose a model whose layers attend to all that came before"
+_WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
+_DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
 _OTHER = "choose a model whose layers attend to all that came before, or to all"
 
 Pattern = Callable[..., Any]
@@ -34,18 +31,27 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Stand-in for a mask that packed attention does not support; a model may pass it on but not use it.
+    """Stand-in for a mask; a model may pass it on but not use it.
 
     Attributes:
         kind: description of the mask.
-        remedy: what to change.
-        both_ways: the mask makes attention bidirectional, which changes nothing for attention that is already
-            bidirectional.
+        remedy: what to change where the mask is refused.
+        both_ways: queries also attend to later keys, which only attention that is not causal computes.
+        local: the mask only limits attention to a window or to chunks, which packed attention supports.
+        window: a query attends to keys at a smaller distance only; None: no window.
+        chunk: a query attends within its chunk of this many tokens only; None: no chunks.
     """
 
     kind: str
     remedy: str
     both_ways: bool = False
+    local: bool = False
+    window: int | None = None
+    chunk: int | None = None
+
+    def supported(self, causal: bool) -> bool:
+        """Return whether packed attention computes what the mask lets through, if it is causal or not."""
+        return self.both_ways is not causal and (self.local or self.both_ways)
 
     def refuse(self, where: str) -> NoReturn:
         """Raise Unsupported for a layer that received this mask."""
@@ -58,17 +64,6 @@ class Marker:
 
     def __getitem__(self, index: object) -> Any:
         self.refuse("a part of a mask")
-
-
-def window(config: Any) -> int | None:
-    """Return the sliding window that bounds a model's sequences; None: it has none, or one that is rejected.
-
-    If no sequence is longer than the window, attention within it is plain attention.
-    """
-    tokens = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    used = types is None or any("sliding" in str(kind) for kind in types)
-    return tokens if used and type(tokens) is int and tokens >= _LEAST_WINDOW else None
 
 
 def mask(
@@ -85,14 +80,26 @@ def mask(
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
     # transformers combines functions into a mask; the name and the closure of each tell what it hides.
-    kinds = [_described(part, window(config)) for part in _parts(mask_function)]
-    others = [kind for kind in kinds if kind is not None]
-    if others:
-        return Marker(*others[0])
-    both_ways = any(_name(part) == "bidirectional_mask_function" for part in _parts(mask_function))
+    parts = list(_parts(mask_function))
+    limits = [_limit(part) for part in parts if _name(part) not in _PLAIN]
+    other = next((limit for limit in limits if isinstance(limit, str)), None)
+    if other is not None:
+        return Marker(other, _OTHER)
+    both_ways = not any(_name(part) == "causal_mask_function" for part in parts)
+    if limits:
+        return _local([limit for limit in limits if not isinstance(limit, str)], both_ways)
     if both_ways and getattr(config, "is_causal", True) is False:
         return Marker("attention in both directions", "leave is_causal out of the config", both_ways=True)
     return None
+
+
+def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
+    """Return the marker of a mask that only limits distances: pairs of "window" or "chunk" and a number of tokens."""
+    found = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
+    named = {"window": "a sliding window", "chunk": "chunks"}
+    kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in found.items())
+    ways = "in both directions, and the layer's attention is causal" if both_ways else "that looks back only"
+    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, local=True, **found)
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
@@ -126,16 +133,14 @@ def _name(pattern: Pattern) -> str:
     return str(getattr(pattern, "__qualname__", type(pattern).__name__)).partition(".")[0]
 
 
-def _described(pattern: Pattern, longest: int | None = None) -> tuple[str, str] | None:
-    """Return the kind of a pattern and the remedy, or None if it has no effect within `longest` tokens."""
-    name = _name(pattern)
-    if name in _PLAIN:
-        return None
+def _limit(pattern: Pattern) -> tuple[str, int] | str:
+    """Return "window" or "chunk" and its size, or the kind of a pattern that is neither."""
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
-    if "sliding_window" in captured:
-        if longest is not None and captured["sliding_window"] >= longest:
-            return None
-        return f"a sliding window of {captured['sliding_window']}", _WINDOW
-    if "chunk_size" in captured:
-        return f"chunks of {captured['chunk_size']}", _CHUNKS
-    return f"a pattern of its own ({name})", _OTHER
+    name = _name(pattern)
+    # Distances below the window are seen; transformers' bidirectional window includes the distance that it names.
+    if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
+        return "window", captured["sliding_window"] + _WINDOWS[name]
+    # Chunks are counted from the first token that is not padding; we pass no padding.
+    if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
+        return "chunk", captured["chunk_size"]
+    return f"a pattern of its own ({name})"

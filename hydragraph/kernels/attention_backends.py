@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
+from hydragraph.kernels import tiled_attention
+from hydragraph.kernels.scoring import Scoring
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -38,12 +40,12 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Return why it does not support these tensors, or None."""
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+        """Return why it does not support these tensors or settings, or None."""
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64), contiguous."""
         ...
@@ -54,8 +56,7 @@ class Backend(Protocol):
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         starts: Tensor,
         longest: Tensor,
-        causal: bool,
-        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, contiguous; `saved` is q, k, v, output, log-sum-exp."""
         ...
@@ -85,8 +86,8 @@ def forced() -> str | None:
     return _forced.get()
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor) -> Backend:
-    """Return the forced backend, or the first that accepts the tensors; log each choice once.
+def choose(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Backend:
+    """Return the forced backend, or the first that accepts the tensors and settings; log each choice once.
 
     Raises:
         Unsupported: the forced backend does not support the tensors, or none does.
@@ -96,7 +97,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor) -> Backend:
     refusals: list[str] = []
     for candidate in names:
         backend = _BACKENDS[candidate]
-        reason = backend.refusal(q, k, v)
+        reason = backend.refusal(q, k, v, scoring)
         if reason is None:
             _announce(candidate, q.device.type, name is not None, tuple(refusals))
             return backend
@@ -119,18 +120,23 @@ class _FlashAttn:
 
     name = "flash_attn"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
         module = _flash_attn()
         return module if isinstance(module, str) else _flash_refusal(q, k, v)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         bounds = starts.to(torch.int32)
         most = _longest(starts, longest)
         q, k, v = (_dense(x) for x in (q, k, v))
+        before, after = _sides(scoring)
         out, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
-            *(q, k, v, bounds, bounds, most, most, 0.0, scale), causal=causal
+            *(q, k, v, bounds, bounds, most, most, 0.0, scoring.scale),
+            causal=scoring.causal,
+            window_size_left=before,
+            window_size_right=after,
+            softcap=scoring.cap or 0.0,
         )
         return out, lse.T.contiguous()
 
@@ -140,19 +146,19 @@ class _FlashAttn:
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         starts: Tensor,
         longest: Tensor,
-        causal: bool,
-        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         bounds = starts.to(torch.int32)
         most = _longest(starts, longest)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         inputs = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous(), dq, dk, dv)
+        before, after = _sides(scoring)
         _flash_attn()._flash_attn_varlen_backward(
-            *(*inputs, bounds, bounds, most, most, 0.0, scale, causal),
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
+            *(*inputs, bounds, bounds, most, most, 0.0, scoring.scale, scoring.causal),
+            window_size_left=before,
+            window_size_right=after,
+            softcap=scoring.cap or 0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -164,19 +170,19 @@ class _TorchFlash:
 
     name = "torch"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
         if q.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without flash kernels"
-        return _flash_refusal(q, k, v)
+        return "it does not cap scores" if scoring.cap is not None else _flash_refusal(q, k, v)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         bounds = starts.to(torch.int32)
         most = _longest(starts, longest)
         q, k, v = (_dense(x) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, bounds, bounds, most, most, 0.0, causal, False, scale=scale
+            *(q, k, v, bounds, bounds, most, most, 0.0, scoring.causal, False), **_torch_options(scoring)
         )
         return out, lse.T.contiguous()
 
@@ -186,8 +192,7 @@ class _TorchFlash:
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         starts: Tensor,
         longest: Tensor,
-        causal: bool,
-        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         bounds = starts.to(torch.int32)
@@ -197,8 +202,8 @@ class _TorchFlash:
         unused = torch.empty(0, device=q.device)
         dq, dk, dv = aten._flash_attention_backward(
             *(_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous()),
-            *(bounds, bounds, most, most, 0.0, causal, state, unused),
-            scale=scale,
+            *(bounds, bounds, most, most, 0.0, scoring.causal, state, unused),
+            **_torch_options(scoring),
         )
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -208,17 +213,17 @@ class _Triton:
 
     name = "triton"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
         from hydragraph.kernels import triton_attention
 
         return triton_attention.refusal(q, k, v)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         from hydragraph.kernels import triton_attention
 
-        return triton_attention.forward(q, k, v, starts, causal, scale)
+        return triton_attention.forward(q, k, v, starts, scoring)
 
     def backward(
         self,
@@ -226,37 +231,38 @@ class _Triton:
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         starts: Tensor,
         longest: Tensor,
-        causal: bool,
-        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from hydragraph.kernels import triton_attention
 
-        return triton_attention.backward(grad, *saved, starts, causal, scale)
+        return triton_attention.backward(grad, *saved, starts, scoring)
 
 
 class _Loop:
-    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences."""
+    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences.
+
+    It has neither windows nor caps: `tiled_attention` computes capped scores, and sequences longer than the window.
+    """
 
     name = "loop"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
         return None if q.device.type == "cpu" else "it calls PyTorch's CPU kernel"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for a, b, n in runs(starts):
-            o, s = aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[a:b], n),
-                _heads_first(k[a:b], n, group),
-                _heads_first(v[a:b], n, group),
-                0.0,
-                causal,
-                scale=scale,
-            )
+            inputs = _heads_first(q[a:b], n), _heads_first(k[a:b], n, group), _heads_first(v[a:b], n, group)
+            if _needs_tiles(scoring, (b - a) // n):
+                o, s = tiled_attention.forward(*inputs, scoring)
+            else:
+                o, s = aten._scaled_dot_product_flash_attention_for_cpu(
+                    *inputs, 0.0, scoring.causal, scale=scoring.scale
+                )
             out[a:b] = _tokens_first(o)
             lse[a:b] = s.transpose(1, 2).flatten(0, 1)
         return out, lse
@@ -267,24 +273,26 @@ class _Loop:
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         starts: Tensor,
         longest: Tensor,
-        causal: bool,
-        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for a, b, n in runs(starts):
-            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            inputs = (
                 _heads_first(grad[a:b], n),
                 _heads_first(q[a:b], n),
                 _heads_first(k[a:b], n, group),
                 _heads_first(v[a:b], n, group),
                 _heads_first(out[a:b], n),
                 lse[a:b].unflatten(0, (n, -1)).transpose(1, 2),
-                0.0,
-                causal,
-                scale=scale,
             )
+            if _needs_tiles(scoring, (b - a) // n):
+                gradients = tiled_attention.backward(*inputs, scoring)
+            else:
+                gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *inputs, 0.0, scoring.causal, scale=scoring.scale
+                )
             dq[a:b], dk[a:b], dv[a:b] = (_tokens_first(x, g) for x, g in zip(gradients, (1, group, group), strict=True))
         return dq, dk, dv
 
@@ -334,6 +342,25 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None
+
+
+def _sides(scoring: Scoring) -> tuple[int, int]:
+    """Return the maximum distances to earlier and later keys as the flash kernels take them: -1 is no limit."""
+    before, after = scoring.sides()
+    return (-1, -1) if before is None or after is None else (before, after)
+
+
+def _torch_options(scoring: Scoring) -> dict[str, Any]:
+    """Return the keyword arguments of PyTorch's flash kernels; those of windows only where there is one."""
+    if scoring.window is None:
+        return {"scale": scoring.scale}
+    before, after = _sides(scoring)
+    return {"scale": scoring.scale, "window_size_left": before, "window_size_right": after}
+
+
+def _needs_tiles(scoring: Scoring, length: int) -> bool:
+    """Return whether a sequence is longer than the window, or its scores are capped."""
+    return scoring.cap is not None or (scoring.window is not None and length > scoring.window)
 
 
 def _longest(starts: Tensor, longest: Tensor) -> int:

@@ -2,25 +2,28 @@
 
 FlashAttention-2 (Dao, 2023): scores exist one tile at a time. The forward keeps the running maximum m and sum l of
 exp2(s - m) for each query row, and rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses
-ds = p (dp - delta), delta = rowsum(out * grad). dq has a kernel over query tiles; dk and dv share one over key tiles,
+ds = p (dp - delta), delta = rowsum(out * grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by
+1 - t^2. A window limits the loops over tiles. dq has a kernel over query tiles; dk and dv share one over key tiles,
 which sums over the query heads of its key/value head: no two programs write the same element, so atomics are not used.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
 The grid depends only on T and N, never on the lengths: sequence n has the slots from starts[n] // tile + n on, at least
 as many as its tiles; programs in unused slots exit immediately. So no length has to be copied back from the GPU.
-as many as its tiles; what is left over ends at once. So no length has to come back from the GPU.
+
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
+from hydragraph.kernels.scoring import Scoring
 from hydragraph.kernels.triton_jit import Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
@@ -31,7 +34,25 @@ _LOG2_E = math.log2(math.e)
 _MAX_STRIDE = 2**23  # elements: offsets within a tile of 256 tokens stay below 2^31
 
 
-@kernel("sequences", "group", "causal")
+@dataclass(frozen=True)
+class _Options:
+    """Options for which kernels are compiled separately, so that plain attention does not pay for them."""
+
+    window: bool
+    cap: bool
+
+    def __str__(self) -> str:
+        return " window" * self.window + " cap" * self.cap
+
+
+_OPTIONS = tuple(_Options(window, cap) for window in (False, True) for cap in (False, True))
+
+
+def _options(scoring: Scoring) -> _Options:
+    return _Options(scoring.window is not None, scoring.cap is not None)
+
+
+@kernel("sequences", "group", "causal", "window")
 def _attend(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -42,7 +63,9 @@ def _attend(  # type: ignore[no-untyped-def]
     sequences,
     group,
     causal,
+    window,
     scale_log2,
+    cap_log2,
     q_token,
     q_head,
     k_token,
@@ -54,6 +77,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    CAP: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of query rows, query head).
     slot = tl.program_id(0)
@@ -86,8 +111,13 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, PADDED], tl.float32)
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
+    begin = 0
+    if WINDOW:  # all of its tiles are masked: a third loop, for those at its far end, would cost registers
+        until = tl.minimum(until, row + ROWS + window - 1)
+        begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
+        whole = begin
     for edge in tl.static_range(2):  # tiles without a mask, then those that need one
-        for n in tl.range(tl.where(edge == 1, whole, 0), tl.where(edge == 1, until, whole), COLUMNS):
+        for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             if edge == 1:
                 in_k = (columns < length)[None, :] & (dims < SIZE)[:, None]
@@ -101,13 +131,23 @@ def _attend(  # type: ignore[no-untyped-def]
                 keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=(dims < SIZE)[:, None], other=0.0)
                 values = tl.load(v_at + (first + n) * v_token + v_tile, mask=(dims < SIZE)[None, :], other=0.0)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
+            if CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), which is exact at both infinities
+                scores = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
             if edge == 1:
                 counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
+                if WINDOW:
+                    distance = rows[:, None] - columns[None, :]
+                    counts = counts & (distance < window) & (distance > -window)
                 scores = tl.where(counts, scores, float("-inf"))
-            # Every row sees column 0, in its first tile, so the maximum is finite from then on.
             larger = tl.maximum(largest, tl.max(scores, 1))
-            p = tl.exp2(scores - larger[:, None])
-            shrink = tl.exp2(largest - larger)
+            if WINDOW:
+                # A row may see no column of its first tiles: any finite shift of its scores, all -inf, makes p zero.
+                shift = tl.where(larger == float("-inf"), 0.0, larger)
+            else:
+                # Every row sees column 0, in its first tile, so the maximum is finite from then on.
+                shift = larger
+            p = tl.exp2(scores - shift[:, None])
+            shrink = tl.exp2(largest - shift)
             mass = mass * shrink + tl.sum(p, 1)
             total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision=PRECISION)
             largest = larger
@@ -145,7 +185,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     tl.store(lse_log2 + to, tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634, mask=inside)  # log2(e)
 
 
-@kernel("sequences", "tokens", "group", "causal")
+@kernel("sequences", "tokens", "group", "causal", "window")
 def _differentiate_queries(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -159,8 +199,10 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     tokens,
     group,
     causal,
+    window,
     scale,
     scale_log2,
+    cap_log2,
     q_token,
     q_head,
     k_token,
@@ -174,6 +216,8 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    CAP: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of query rows, query head); slots as in _attend.
     slot = tl.program_id(0)
@@ -206,24 +250,37 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, PADDED], tl.float32)
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
+    begin = 0
+    if WINDOW:
+        until = tl.minimum(until, row + ROWS + window - 1)
+        begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
+        whole = begin
     for edge in tl.static_range(2):
-        for n in tl.range(tl.where(edge == 1, whole, 0), tl.where(edge == 1, until, whole), COLUMNS):
+        for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             inside = (columns < length)[None, :] & (dims < SIZE)[:, None]
             keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=inside, other=0.0)
             values = tl.load(v_at + (first + n) * v_token + v_tile, mask=inside, other=0.0)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
+            if CAP:
+                bent = 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
+                scores = bent * cap_log2
             if edge == 1:
                 counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
+                if WINDOW:
+                    distance = rows[:, None] - columns[None, :]
+                    counts = counts & (distance < window) & (distance > -window)
                 scores = tl.where(counts, scores, float("-inf"))
             p = tl.exp2(scores - mass[:, None])
             ds = p * (tl.dot(grads, values, input_precision=PRECISION) - shift[:, None])
+            if CAP:
+                ds = ds * (1 - bent * bent)
             total = tl.dot(ds.to(keys.dtype), tl.trans(keys), total, input_precision=PRECISION)
     to = (far * tl.num_programs(1) + head)[:, None] * SIZE + dims[None, :]
     tl.store(dq + to, (total * scale).to(dq.dtype.element_ty), mask=in_q)
 
 
-@kernel("sequences", "tokens", "group", "causal")
+@kernel("sequences", "tokens", "group", "causal", "window")
 def _differentiate_keys(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -238,8 +295,10 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     tokens,
     group,
     causal,
+    window,
     scale,
     scale_log2,
+    cap_log2,
     q_token,
     q_head,
     k_token,
@@ -253,6 +312,8 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    CAP: tl.constexpr,  # noqa: N803
 ):
     # One program per (slot of key columns, key/value head); scores are transposed: [COLUMNS, ROWS].
     slot = tl.program_id(0)
@@ -281,6 +342,10 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     k_total = tl.zeros([COLUMNS, PADDED], tl.float32)
     v_total = tl.zeros([COLUMNS, PADDED], tl.float32)
     begin = tl.where(causal != 0, column // ROWS * ROWS, 0)
+    until = length
+    if WINDOW:
+        begin = tl.maximum(begin, tl.maximum(0, column - window + 1) // ROWS * ROWS)
+        until = tl.minimum(length, column + COLUMNS + window - 1)
     for member in range(group):
         head = kv_head * group + member
         q_at = q + head * q_head
@@ -288,7 +353,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
         # One loop, masked throughout: a separate loop for tiles without a mask would cost registers.
-        for m in tl.range(begin, length, ROWS):
+        for m in tl.range(begin, until, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
             in_grad = (rows < length)[:, None] & (dims < SIZE)[None, :]
@@ -298,10 +363,18 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
             mass = tl.load(mass_at + rows, mask=rows < length, other=float("inf"))
             shift = tl.load(delta_at + rows, mask=rows < length, other=0.0)
             scores = tl.dot(keys, queries, input_precision=PRECISION) * scale_log2
+            if CAP:
+                bent = 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
+                scores = bent * cap_log2
             counts = (columns[:, None] <= rows[None, :]) | (causal == 0)
+            if WINDOW:
+                distance = rows[None, :] - columns[:, None]
+                counts = counts & (distance < window) & (distance > -window)
             p = tl.exp2(tl.where(counts, scores - mass[None, :], float("-inf")))
             v_total = tl.dot(p.to(grads.dtype), grads, v_total, input_precision=PRECISION)
             ds = p * (tl.dot(values, tl.trans(grads), input_precision=PRECISION) - shift[None, :])
+            if CAP:
+                ds = ds * (1 - bent * bent)
             k_total = tl.dot(ds.to(queries.dtype), tl.trans(queries), k_total, input_precision=PRECISION)
     to = (far * tl.num_programs(1) + kv_head)[:, None] * SIZE + dims[None, :]
     tl.store(dk + to, (k_total * scale).to(dk.dtype.element_ty), mask=in_k)
@@ -321,13 +394,13 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
 
     Args:
         q, k, v: accepted by `refusal`: [T, Hq, D], [T, Hk, D], [T, Hk, D].
         starts: [N + 1] int32 or int64 on the same device, the start of each sequence, then T.
-        causal, scale: as in `varlen_attention`.
+        scoring: settings of the call.
     """
     q, k, v = (_dense(x) for x in (q, k, v))
     tokens, heads, size = q.shape
@@ -336,9 +409,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale
     if tokens:
         tiling = _tilings(q).forward
         _attend[_grid(starts, tokens, tiling.rows, heads)](
-            *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(causal), scale * _LOG2_E),
+            *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(scoring.causal)),
+            *(scoring.window or 0, scoring.scale * _LOG2_E, (scoring.cap or 0.0) * _LOG2_E),
             *_strides(q, k, v),
-            **_constants(size, tiling, q.dtype),
+            **_constants(size, tiling, q.dtype, _options(scoring)),
             **tiling.options(),
         )
     return out, lse
@@ -352,8 +426,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     starts: Tensor,
-    causal: bool,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each contiguous; the arguments are those and the results of `forward`."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
@@ -375,13 +448,21 @@ def backward(
         enable_fp_fusion=True,
     )
     inputs = (q, k, v, grad, delta, lse_log2)
-    numbers = (starts, len(starts) - 1, tokens, heads // kv_heads, int(causal), scale, scale * _LOG2_E)
+    numbers = (
+        *(starts, len(starts) - 1, tokens, heads // kv_heads, int(scoring.causal), scoring.window or 0),
+        *(scoring.scale, scoring.scale * _LOG2_E, (scoring.cap or 0.0) * _LOG2_E),
+    )
+    options = _options(scoring)
     strides = _strides(q, k, v, grad)
     _differentiate_keys[_grid(starts, tokens, tiling.keys.columns, kv_heads)](
-        *(*inputs, dk, dv, *numbers, *strides), **_constants(size, tiling.keys, q.dtype), **tiling.keys.options()
+        *(*inputs, dk, dv, *numbers, *strides),
+        **_constants(size, tiling.keys, q.dtype, options),
+        **tiling.keys.options(),
     )
     _differentiate_queries[_grid(starts, tokens, tiling.queries.rows, heads)](
-        *(*inputs, dq, *numbers, *strides), **_constants(size, tiling.queries, q.dtype), **tiling.queries.options()
+        *(*inputs, dq, *numbers, *strides),
+        **_constants(size, tiling.queries, q.dtype, options),
+        **tiling.queries.options(),
     )
     return dq, dk, dv
 
@@ -391,20 +472,21 @@ def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for size, tiling in tilings(dtype, capability).items():
-            yield _variant(_attend, name, size, tiling.forward)
-            yield _variant(_differentiate_queries, name, size, tiling.queries)
-            yield _variant(_differentiate_keys, name, size, tiling.keys)
+            for options in _OPTIONS:
+                yield _variant(_attend, name, size, tiling.forward, options)
+                yield _variant(_differentiate_queries, name, size, tiling.queries, options)
+                yield _variant(_differentiate_keys, name, size, tiling.keys, options)
 
 
-def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling) -> KernelVariant:
+def _variant(kernel: Kernel, dtype: str, size: int, tiling: Tiling, options: _Options) -> KernelVariant:
     kinds = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), f"*{dtype}")
     kinds |= dict.fromkeys(("lse", "delta", "lse_log2"), "*fp32") | {"starts": "*i32"}
-    kinds |= {"scale": "fp32", "scale_log2": "fp32"}
-    constants = _constants(size, tiling, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    kinds |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32")
+    constants = _constants(size, tiling, torch.float32 if dtype == "fp32" else torch.bfloat16, options)
     names = kernel.compiled.arg_names
     strides = tuple(name for name in names if name.endswith(("_token", "_head")))
     signature = {name: kinds.get(name, "i32") for name in names if name not in constants}
-    label = f"attention {kernel.function.__name__} {dtype} D{size}"
+    label = f"attention {kernel.function.__name__} {dtype} D{size}{options}"
     return KernelVariant(label, kernel, signature, constants, tiling.options(), strides)
 
 
@@ -424,11 +506,11 @@ def _tilings(q: Tensor) -> Tilings:
     return tilings(q.dtype, torch.cuda.get_device_capability(q.device))[padded(q.shape[2], q.dtype)]
 
 
-def _constants(size: int, tiling: Tiling, dtype: torch.dtype) -> dict[str, object]:
+def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:
     """Return the compile-time constants; fp32 products are three tf32 ones, about as exact, if these fit."""
     precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
-    return {**tile, "PRECISION": precision}
+    return {**tile, "PRECISION": precision, "WINDOW": options.window, "CAP": options.cap}
 
 
 def _grid(starts: Tensor, tokens: int, tile: int, heads: int) -> tuple[int, int]:

@@ -6,12 +6,14 @@ Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.attention_backends import attention_backend, choose, forced, spans
+from hydragraph.kernels.scoring import Scoring, cut_at_multiples, visible
 from hydragraph.kernels.triton_jit import require_one_device
 
 __all__ = ["attention_backend", "reference", "varlen_attention"]
@@ -26,6 +28,10 @@ def varlen_attention(
     causal: bool = True,
     scale: float | None = None,
     max_length: Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
+    sink: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Compute attention within each packed sequence; custom modules call this to be trainable by hydragraph.
@@ -37,6 +43,11 @@ def varlen_attention(
         causal: a token attends to itself and to earlier ones; otherwise to its whole sequence.
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence (a run-time value; only GPU kernels read it).
+        window: token i attends to tokens j with |i - j| < window only: itself and the window - 1 before it, and if
+            not causal as many after it.
+        chunk: a token attends within its chunk only: every `chunk` tokens of a sequence are one.
+        cap: scores s become cap * tanh(s / cap).
+        sink: [Hq], a further score of each head without a value: it takes its share of the softmax and adds nothing.
         backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like `with
             attention_backend(...)`, it applies where the operator runs: a captured graph does not record it.
 
@@ -55,24 +66,45 @@ def varlen_attention(
             where="varlen_attention",
             remedy="cast them to one dtype before the call",
         )
+    _check_options(q, window, chunk, cap, sink)
     if max_length is None:
         max_length = torch.zeros((), dtype=torch.int64)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with attention_backend(backend) if backend else nullcontext():
-        out, _ = torch.ops.hydragraph.varlen_attention(q, k, v, cu_seqlens, max_length, causal, scale)
+        out, _ = torch.ops.hydragraph.varlen_attention(
+            q, k, v, cu_seqlens, max_length, causal, scale, window, chunk, cap, sink
+        )
     return out  # type: ignore[no-any-return]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Reference in plain PyTorch, [T, Hq, D] in the dtype of q: one softmax per sequence."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
         keys, values = (x[a:b].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones(b - a, b - a, dtype=torch.bool).triu(1), float("-inf"))
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        places = torch.arange(b - a)
+        seen = visible(places, places, Scoring(causal, scale, window))
+        if chunk is not None:
+            seen &= places[:, None] // chunk == places // chunk
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sink is not None:
+            scores = torch.cat([scores, sink.to(q.dtype)[:, None, None].expand(-1, b - a, 1)], dim=-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : b - a], values)
     return out
 
 
@@ -81,7 +113,19 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float | None, sink: Tensor | None) -> None:
+    for name, value in (("window", window), ("chunk", chunk), ("cap", cap)):
+        if value is not None and value <= 0:
+            raise Unsupported(f"{name} is {value}", where="varlen_attention", remedy="pass a positive number, or None")
+    if sink is not None and (sink.dim() != 1 or sink.shape[0] != q.shape[1]):
+        raise Unsupported(
+            f"sink of shape {list(sink.shape)} for {q.shape[1]} query heads",
+            where="varlen_attention",
+            remedy="pass one number per query head, [Hq]",
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | None) -> None:
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[::2] == k.shape[::2]):
         raise Unsupported(
@@ -93,20 +137,58 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
             where="varlen_attention",
             remedy="pass [N + 1] int32 or int64: where each sequence starts, then the number of tokens",
         )
-    require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens})
+    sinks = {} if sink is None else {"sink": sink}
+    require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **sinks})
+
+
+def _parts(starts: Tensor, longest: Tensor, tokens: int, chunk: int | None) -> tuple[Tensor, Tensor]:
+    """Return the bounds of what attends to itself, sequences or chunks, and the longest length (0 if unknown)."""
+    if chunk is None:
+        return starts, longest
+    return cut_at_multiples(starts, tokens, chunk), longest.clamp(max=chunk)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a score without a value to each softmax: the output and the log-sum-exp with it."""
+    # A backward kernel recomputes p = exp(s - lse) and rowsum(out * grad), and both hold with these two values.
+    mass = torch.logaddexp(lse, sink.to(lse.dtype))
+    return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
 
 
 @torch.library.custom_op("hydragraph::varlen_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, cu_seqlens)
-    return choose(q, k, v).forward(q, k, v, cu_seqlens, max_length, causal, scale)
+    _check(q, k, v, cu_seqlens, sink)
+    scoring = Scoring(causal, scale, window, cap)
+    starts, longest = _parts(cu_seqlens, max_length, q.shape[0], chunk)
+    out, lse = choose(q, k, v, scoring).forward(q, k, v, starts, longest, scoring)
+    return (out, lse) if sink is None else _with_sink(out, lse, sink)
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -126,8 +208,13 @@ def _backward(
     max_length: Tensor,
     causal: bool,
     scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return choose(q, k, v).backward(grad, (q, k, v, out, lse), cu_seqlens, max_length, causal, scale)
+    scoring = Scoring(causal, scale, window, cap)
+    starts, longest = _parts(cu_seqlens, max_length, q.shape[0], chunk)
+    return choose(q, k, v, scoring).backward(grad, (q, k, v, out, lse), starts, longest, scoring)
 
 
 @_backward.register_fake
@@ -142,24 +229,36 @@ def _(
     max_length: Tensor,
     causal: bool,
     scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return dq, dk, dv
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[type-arg]
-    q, k, v, cu_seqlens, max_length, ctx.causal, ctx.scale = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, max_length)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, max_length, *settings, sink = inputs
+    ctx.settings = settings
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, max_length, *(() if sink is None else (sink,)))
     ctx.mark_non_differentiable(output[1])
-    ctx.backend = forced()  # type: ignore[attr-defined]
+    ctx.backend = forced()
 
 
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    chosen = forced() or ctx.backend  # type: ignore[attr-defined]
-    with attention_backend(chosen):
-        gradients = torch.ops.hydragraph.varlen_attention_backward(grad, *saved, ctx.causal, ctx.scale)  # type: ignore[attr-defined]
-    return (*gradients, None, None, None, None)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens, max_length, *sinks = ctx.saved_tensors
+    with attention_backend(forced() or ctx.backend):
+        gradients = torch.ops.hydragraph.varlen_attention_backward(
+            grad, q, k, v, out, lse, cu_seqlens, max_length, *ctx.settings
+        )
+    of_sinks = [_sink_gradient(grad, out, lse, sink) for sink in sinks] or [None]
+    return (*gradients, *(None,) * (2 + len(ctx.settings)), *of_sinks)
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the gradient of the sinks, [Hq]: -sum over tokens of exp(sink - lse) (grad . out)."""
+    share = (sink.to(lse.dtype) - lse).exp()
+    return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.passes.graph_node import ATTENDING, known_product, operands, product, shape
+from hydragraph.passes.graph_node import ATTENDING, known_product, operands, product, shape, sink, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
 from hydragraph.private.operator_schemas import has_tag
@@ -95,7 +95,9 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
 
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
-    """Return whether an operator can work on a part of a parameter: a product with it, or an embedding in it."""
+    """Return whether an operator can work on a part of a parameter: a product, an embedding, attention sinks."""
+    if user.target is varlen:
+        return sink(user) is parameter and operands(user).count(parameter) == 1
     parts = product(user)
     if parts is None:
         return user.target is aten.embedding.default and operands(user)[0] is parameter
@@ -155,6 +157,11 @@ class _Walk:
             return None
         if node.target is aten.cross_entropy_loss.default:
             self._loss(node)
+            return None
+        sinks = sink(node)
+        if sinks is not None and not self._may_cut(sinks, node):
+            # Sinks that stay whole, or are computed, belong to all heads.
+            self._need_whole(node)
             return None
         rule = RULES.get(node.target)
         if rule is None and has_tag(node.target, torch.Tag.pointwise):
@@ -258,6 +265,11 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
             heads = any(cuts.origins[o].heads for o in cut.origins)
             rule = ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads)
             rule_of_reader.setdefault(weight, {})[node] = rule
+    # Sinks are cut like the heads that they belong to.
+    for node in cuts.cut:
+        sinks = sink(node)
+        if sinks is not None:
+            rule_of_reader.setdefault(sinks, {})[node] = ShardRule(0, (int(shape(sinks)[0]),), 1, heads=True)
     return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
 
 

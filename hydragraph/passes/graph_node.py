@@ -61,3 +61,8 @@ def known_product(node: fx.Node) -> Product:
     parts = product(node)
     assert parts is not None, node
     return parts
+
+
+def sink(node: fx.Node) -> fx.Node | None:
+    """Return the attention sinks of an attention call, [Hq], or None if it has none."""
+    return operands(node)[10] if node.target is varlen and len(operands(node)) > 10 else None

@@ -256,6 +256,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
     # [T, heads, D] each: query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
+    # A sink that is a parameter is cut like the query's heads (`find_cuts.rules`).
     head_cuts = [c for n in operands(node)[:3] if (c := cuts.of(n)) is not None and c.dim == 1]
     if len(head_cuts) < 3 or any(cuts.of(n) for n in operands(node)[3:]):
         return None

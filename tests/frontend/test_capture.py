@@ -20,17 +20,11 @@ from transformers import (
     BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -129,15 +123,12 @@ def albert() -> nn.Module:
     return AlbertForMaskedLM(AlbertConfig(**sizes))
 
 
-def mistral() -> nn.Module:
-    return MistralForCausalLM(MistralConfig(**tiny(num_key_value_heads=2, sliding_window=8)))
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: nn.Linear(2, 2), "Linear: no repeated blocks were found; name the nn.ModuleList of the repeated"),
-        (mistral, "MistralAttention: sliding_window=8; set sliding_window to None in the config"),
         (albert, "AlbertForMaskedLM: blocks run in the order ['layer.0', 'layer.0', 'layer.0']"),
     ],
 )
@@ -204,16 +195,6 @@ def bloom() -> nn.Module:
     return BloomForCausalLM(BloomConfig(vocab_size=101, hidden_size=64, n_layer=1, n_head=4, **dropout))
 
 
-def sinks() -> nn.Module:
-    sizes = tiny(num_key_value_heads=2, head_dim=16, num_local_experts=2, layer_types=["full_attention"] * 2)
-    return GptOssForCausalLM(GptOssConfig(**sizes))
-
-
-def capped() -> nn.Module:
-    sizes = tiny(num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 2, attn_logit_softcapping=30.0)
-    return Gemma2ForCausalLM(Gemma2Config(**sizes))
-
-
 def routed() -> nn.Module:
     sizes = tiny(num_key_value_heads=2, num_local_experts=2, sliding_window=None, output_router_logits=True)
     return MixtralForCausalLM(MixtralConfig(**sizes))
@@ -230,8 +211,6 @@ def dropping_by_function() -> nn.Module:
     [
         (bart, r"BartForCausalLM: it takes no position_ids, so positions would run on.*; choose a model"),
         (bloom, r"layer.0: torch.autograd.Function GeLUFunction, whose backward is not traced"),
-        (sinks, r"GptOssAttention: s_aux=a tensor; choose a model without attention sinks"),
-        (capped, r"Gemma2Attention: softcap=30.0; choose a model without capped attention scores"),
         (routed, r"output_router_logits: the auxiliary router loss; set output_router_logits=False"),
     ],
 )

@@ -59,9 +59,6 @@ def test_who_says_whether_it_is_causal() -> None:
             "attention was called without cu_seq_lens_q, so packed sequences would see each other",
         ),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "an attention mask; pack sequences instead of padding them"),
-        ({"sliding_window": 128}, "sliding_window=128; set sliding_window to None in the config"),
-        ({"softcap": 30.0}, "softcap=30.0; choose a model without capped attention scores"),
-        ({"s_aux": 1}, "s_aux=1; choose a model without attention sinks"),
         ({"position_bias": torch.ones(5, 5)}, "its attention takes a tensor 'position_bias'"),
     ],
 )

@@ -26,6 +26,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import attention
 from hydragraph.frontend.mask_patterns import Marker, mask
+from hydragraph.ir.program import Program
+from hydragraph.kernels.scoring import Scoring, visible
 from hydragraph.passes.graph_node import operands, varlen
 from tests.models import tiny
 
@@ -43,23 +45,16 @@ def qwen2_moe(**changes: Any) -> nn.Module:
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**tiny(**sizes, shared_expert_intermediate_size=32, **changes)))
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (llama4, "Llama4TextAttention of layer 0: chunks of 8, .*; choose a model whose layers attend to all"),
-        (
-            lambda: llama4(layer_types=["full_attention", "chunked_attention"]),
-            "Llama4TextAttention of layer 1: chunks of 8, which its mask asks for",
-        ),
-        (
-            lambda: qwen2_moe(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-            "Qwen2MoeAttention of layer 0: a sliding window of 8, .*use_sliding_window to False",
-        ),
-    ],
-)
-def test_what_only_the_mask_says_is_refused(build: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(Unsupported, match=message):
-        capture(build())
+def calls(program: Program) -> list[tuple[Any, ...]]:
+    """Return window, chunk and cap of each layer's attention, in order."""
+    kinds = {name: [n for n in t.graph.graph.nodes if n.target is varlen] for name, t in program.templates.items()}
+    nodes = [n for block in program.blocks for n in kinds[block.template]]
+    return [(*operands(n)[7:10], None, None, None)[:3] for n in nodes]
+
+
+def test_windows_of_single_layers_are_captured() -> None:
+    program = capture(qwen2_moe(use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    assert calls(program) == [(8, None, None), (None, None, None)]
 
 
 @pytest.mark.parametrize("build", [lambda: llama4(layer_types=["full_attention"] * 2), qwen2_moe])
@@ -89,9 +84,6 @@ def test_plain_patterns_need_no_mask(pattern: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("pattern", "kind"),
     [
-        (masking_utils.sliding_window_causal_mask_function(8), "a sliding window of 8"),
-        (packed(masking_utils.sliding_window_causal_mask_function(8)), "a sliding window of 8"),
-        (masking_utils.chunked_causal_mask_function(6, torch.zeros(1)), "chunks of 6"),
         (masking_utils.or_masks(CAUSAL, BOTH), r"a pattern of its own \(or_masks\)"),
         (masking_utils.and_masks(CAUSAL, lambda *_: True), r"a pattern of its own \(<lambda>\)"),
         (masking_utils.and_masks(CAUSAL, max), r"a pattern of its own \(max\)"),
@@ -102,6 +94,42 @@ def test_other_patterns_are_named(pattern: Callable[..., Any], kind: str) -> Non
     assert marker is not None
     with pytest.raises(Unsupported, match=f"^here: {kind}, which its mask asks for; "):
         marker.refuse("here")
+
+
+WINDOW = masking_utils.sliding_window_causal_mask_function(8)
+WINDOW_BOTH = masking_utils.sliding_window_bidirectional_mask_function(8)
+CHUNKS = masking_utils.chunked_causal_mask_function(6, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "window", "chunk", "causal"),
+    [
+        (WINDOW, 8, None, True),
+        (packed(WINDOW), 8, None, True),
+        (WINDOW_BOTH, 9, None, False),  # transformers includes the distance that it names
+        (CHUNKS, None, 6, True),
+        (masking_utils.and_masks(WINDOW, CHUNKS), 8, 6, True),
+    ],
+)
+def test_windows_and_chunks_are_supported_in_their_direction(
+    pattern: Callable[..., Any], window: int | None, chunk: int | None, causal: bool
+) -> None:
+    marker = mask(mask_function=pattern)
+    assert marker is not None
+    assert (marker.window, marker.chunk) == (window, chunk)
+    assert marker.supported(causal)
+    assert not marker.supported(not causal)
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, CHUNKS])
+def test_the_pattern_is_the_one_of_transformers(pattern: Callable[..., Any]) -> None:
+    marker, places = mask(mask_function=pattern), torch.arange(15)
+    assert marker is not None
+    expected = torch.tensor([[bool(pattern(0, 0, i, j)) for j in places] for i in places])
+    found = visible(places, places, Scoring(True, 1.0, marker.window))
+    if marker.chunk is not None:
+        found &= places[:, None] // marker.chunk == places // marker.chunk
+    assert torch.equal(found, expected)
 
 
 def test_a_models_own_padding_mask_is_refused() -> None:
@@ -145,27 +173,26 @@ def test_masks_that_hide_nothing_are_none() -> None:
     ]
 
 
-def test_a_window_that_no_sequence_exceeds_is_plain_attention() -> None:
-    for changes in ({}, {"layer_types": ["sliding_attention", "full_attention"]}):
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-        name = "gemma3_text" if changes else "mistral"
-        config = AutoConfig.for_model(
-            name,
-            **sizes,
-            **changes,
-            num_hidden_layers=2,
-            vocab_size=64,
-            head_dim=16,
-            sliding_window=256,
-            pad_token_id=0,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        data = [torch.arange(3, 43), torch.arange(20, 60)]
-        with torch.no_grad():
-            losses = [F.cross_entropy(model(input_ids=s[None]).logits[0, :-1], s[1:]) for s in data]
-        exe = hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1))
-        assert exe.evaluate(data).loss == pytest.approx(float(sum(losses) / 2), rel=1e-5)
-        with pytest.raises(ValueError, match=r"300 tokens, and the model.*window.*256.*cut"):
-            exe.evaluate([torch.arange(300) % 60])
-        exe.close()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "mistral"},
+        {"name": "gemma2", "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 0.5},
+        {"name": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+    ids=lambda changes: changes["name"],
+)
+def test_sequences_below_at_and_beyond_the_window_equal_the_model(changes: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    name = changes.pop("name")
+    settings = {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16, "sliding_window": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **sizes, **settings, **changes), dtype=torch.float32
+    ).eval()
+    data = [torch.arange(n) * 7 % 60 + 3 for n in (4, 8, 9, 50)]
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(input_ids=s[None]).logits[0, :-1], s[1:], reduction="sum") for s in data]
+    exe = hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1))
+    assert exe.evaluate(data).loss == pytest.approx(float(sum(losses)) / sum(len(s) - 1 for s in data), rel=1e-5)
+    exe.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import attention_backends
 from hydragraph.kernels.attention_backends import attention_backend, choose, forced
+from hydragraph.kernels.scoring import Scoring
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from tests.kernels.test_varlen_attention import bounds, packed, results
 
@@ -32,8 +33,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydragraph.kernels.triton_attention.why_not", lambda device: None)
 
 
-def chosen(x: Any) -> str:
-    return choose(x, x, x).name
+PLAIN = Scoring(True, 1.0)
+
+
+def chosen(x: Any, scoring: Scoring = PLAIN) -> str:
+    return choose(x, x, x, scoring).name
 
 
 def test_the_cpu_has_the_loop() -> None:
@@ -51,6 +55,12 @@ def test_the_order_on_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(OnGpu()) == "triton"
 
 
+def test_caps_need_flash_attn_or_triton(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_backends, "_flash_attn", lambda: "the package cannot be imported")
+    assert chosen(OnGpu(), Scoring(True, 1.0, window=8)) == "torch"
+    assert chosen(OnGpu(), Scoring(True, 1.0, cap=8.0)) == "triton"
+
+
 def test_a_choice_is_logged_once_with_its_reasons(
     gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,7 +68,7 @@ def test_a_choice_is_logged_once_with_its_reasons(
     attention_backends._announce.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            choose(*[OnGpu()] * 3)  # type: ignore[list-item]
+            chosen(OnGpu())
     assert caplog.messages == ["varlen_attention on cuda: torch (flash_attn: the package cannot be imported)"]
 
 
@@ -98,18 +108,28 @@ class Recorder:
         self.forwards: list[tuple[Any, ...]] = []
         self.backwards: list[tuple[Any, ...]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float, *kept: Any) -> Any:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring, *kept: Any
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         self.forwards.append(kept)
         loop = attention_backends._BACKENDS["loop"]
-        out, lse = loop.forward(q, k, v, starts, torch.tensor(0), causal, scale)
+        out, lse = loop.forward(q, k, v, starts, torch.tensor(0), scoring)
         return out, lse.T.contiguous(), None, None, None
 
     def backward(self, *args: Any, kept: tuple[Any, ...]) -> Any:
-        grad, q, k, v, out, lse, starts, causal, scale = args
+        grad, q, k, v, out, lse, starts, scoring = args
         self.backwards.append(kept)
         assert lse.shape == (q.shape[1], q.shape[0])
         loop = attention_backends._BACKENDS["loop"]
-        return loop.backward(grad, (q, k, v, out, lse.T), starts, torch.tensor(0), causal, scale)
+        return loop.backward(grad, (q, k, v, out, lse.T), starts, torch.tensor(0), scoring)
+
+
+def asked(causal: bool, scale: float, left: int | None, right: int | None, cap: float = 0.0) -> Scoring:
+    """Return what a flash library computes for its arguments."""
+    assert (left in (None, -1)) == (right in (None, -1))
+    window = None if left in (None, -1) else left + 1  # type: ignore[operator]
+    assert right == {True: 0, False: left}[causal] or window is None
+    return Scoring(causal, scale, window, cap or None)
 
 
 @pytest.fixture
@@ -121,14 +141,18 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def torch_forward(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
         dropout: float, causal: bool, debug: bool, *, scale: float,
+        window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        return found.forward(q, k, v, cu_q, causal, scale, cu_q.dtype, max_q, max_k, dropout, debug)
+        scoring = asked(causal, scale, window_size_left, window_size_right)
+        return found.forward(q, k, v, cu_q, scoring, cu_q.dtype, max_q, max_k, dropout, debug)
 
     def torch_backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
         max_q: int, max_k: int, dropout: float, causal: bool, state: Tensor, unused: Tensor, *, scale: float,
+        window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        return found.backward(grad, q, k, v, out, lse, cu_q, causal, scale, kept=(cu_q.dtype, max_q, max_k, dropout))
+        scoring = asked(causal, scale, window_size_left, window_size_right)
+        return found.backward(grad, q, k, v, out, lse, cu_q, scoring, kept=(cu_q.dtype, max_q, max_k, dropout))
 
     class Aten:
         _flash_attention_forward, _flash_attention_backward = staticmethod(torch_forward), staticmethod(torch_backward)
@@ -145,7 +169,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return_softmax: bool = False,
     ) -> Any:  # fmt: skip
         kept = (cu_seqlens_q.dtype, max_seqlen_q, max_seqlen_k, dropout_p, return_softmax)
-        return found.forward(q, k, v, cu_seqlens_q, causal, softmax_scale, *kept)
+        scoring = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
+        return found.forward(q, k, v, cu_seqlens_q, scoring, *kept)
 
     def package_backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
@@ -153,9 +178,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
         softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        assert (window_size_left, window_size_right, softcap, alibi_slopes, deterministic) == (-1, -1, 0.0, None, False)
+        assert (alibi_slopes, deterministic) == (None, False)
         kept = (cu_seqlens_q.dtype, max_seqlen_q, max_seqlen_k, dropout_p)
-        args = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, causal, softmax_scale)
+        scoring = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
+        args = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, scoring)
         for given, gradient in zip((dq, dk, dv), found.backward(*args, kept=kept), strict=True):
             given.copy_(gradient)
 
@@ -168,18 +194,27 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return found
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "torch"])
+@pytest.mark.parametrize(
+    ("name", "cap"), [("flash_attn", None), ("torch", None), ("flash_attn", 0.9)], ids=["package", "torch", "cap"]
+)
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize(("longest", "causal"), [(None, True), (torch.tensor(9), False)])
 def test_what_the_flash_libraries_are_given(
-    recorder: Recorder, name: str, longest: Tensor | None, causal: bool, request: pytest.FixtureRequest
+    recorder: Recorder,
+    name: str,
+    cap: float | None,
+    window: int | None,
+    longest: Tensor | None,
+    causal: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     request.addfinalizer(attention_backends._flash_attn.cache_clear)
     q, k, v, _ = packed([3, 5], heads=4, kv=2)
     cu_seqlens = bounds([3, 5], torch.int64)
-    found = results(
-        varlen_attention(q, k, v, cu_seqlens, causal=causal, scale=0.7, max_length=longest, backend=name), q, k, v
-    )
-    expected = results(reference(q, k, v, cu_seqlens, causal, 0.7), q, k, v)
+    options: dict[str, Any] = {"window": window, "cap": cap}
+    out = varlen_attention(q, k, v, cu_seqlens, causal=causal, scale=0.7, max_length=longest, backend=name, **options)
+    found = results(out, q, k, v)
+    expected = results(reference(q, k, v, cu_seqlens, causal, 0.7, **options), q, k, v)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     most = 5 if longest is None else 9

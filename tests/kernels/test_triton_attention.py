@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,12 +27,14 @@ def compare(
     dtype: torch.dtype = torch.float32,
     causal: bool = True,
     scale: float | None = None,
+    **options: Any,
 ) -> None:
     q, k, v, cu_seqlens = packed(lengths, *heads, size)
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    found = results(varlen_attention(*inputs, cu_seqlens, causal=causal, scale=scale, backend="triton"), *inputs)
-    expected = results(reference(*wide, cu_seqlens, causal, scale or size**-0.5), *wide)
+    out = varlen_attention(*inputs, cu_seqlens, causal=causal, scale=scale, backend="triton", **options)
+    found = results(out, *inputs)
+    expected = results(reference(*wide, cu_seqlens, causal, scale or size**-0.5, **options), *wide)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         assert a.shape == b.shape
@@ -51,6 +55,21 @@ def test_values_and_gradients(
     lengths: list[int], heads: tuple[int, int], size: int, causal: bool, scale: float | None
 ) -> None:
     compare(lengths, heads, size, causal=causal, scale=scale)
+
+
+@interpreted
+@settings(max_examples=8)
+@given(
+    st.lists(st.sampled_from([0, 1, 16, 33, 70]), min_size=1, max_size=2).filter(any),
+    st.booleans(),
+    st.sampled_from([None, 1, 5, 17, 32, 33, 500]),
+    st.sampled_from([None, 9, 32]),
+    st.sampled_from([None, 0.8]),
+)
+def test_windows_chunks_and_caps(
+    lengths: list[int], causal: bool, window: int | None, chunk: int | None, cap: float | None
+) -> None:
+    compare(lengths, (2, 1), 16, causal=causal, window=window, chunk=chunk, cap=cap)
 
 
 @interpreted

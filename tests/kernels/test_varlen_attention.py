@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ def packed(lengths: list[int], heads: int = 2, kv: int = 2, size: int = 8, seed:
     return q, k, v, bounds(lengths)
 
 
-def results(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def results(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Return the output and the gradients of a fixed weighted sum of it."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return (out, *torch.autograd.grad((out * weights).sum(), (q, k, v)))
+    return (out, *torch.autograd.grad((out * weights).sum(), leaves))
 
 
 @given(
@@ -51,6 +52,75 @@ def test_values_and_gradients_equal_the_reference(
     expected = results(reference(q, k, v, cu_seqlens, causal, scale or size**-0.5), q, k, v)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+LIMITS = st.sampled_from([None, 1, 3, 8])
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.booleans(),
+    LIMITS,
+    LIMITS,
+    st.sampled_from([None, 0.7]),
+    st.booleans(),
+)
+def test_windows_chunks_caps_and_sinks_equal_the_reference(
+    lengths: list[int],
+    heads: tuple[int, int],
+    causal: bool,
+    window: int | None,
+    chunk: int | None,
+    cap: float | None,
+    with_sink: bool,
+) -> None:
+    q, k, v, cu_seqlens = packed(lengths, *heads)
+    sink = torch.linspace(-1, 1, heads[0], dtype=torch.float64).requires_grad_() if with_sink else None
+    leaves = (q, k, v) if sink is None else (q, k, v, sink)
+    ours = varlen_attention(q, k, v, cu_seqlens, causal=causal, window=window, chunk=chunk, cap=cap, sink=sink)
+    other = reference(q, k, v, cu_seqlens, causal, 8**-0.5, window, chunk, cap, sink)
+    for a, b in zip(results(ours, *leaves), results(other, *leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_window_as_long_as_the_sequences_is_none() -> None:
+    q, k, v, cu_seqlens = packed([5, 9, 1])
+    plain = results(varlen_attention(q, k, v, cu_seqlens), q, k, v)
+    for changes in ({"window": 9}, {"chunk": 9}):
+        found = results(varlen_attention(q, k, v, cu_seqlens, **changes), q, k, v)  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_chunks_are_sequences_that_were_cut() -> None:
+    q, k, v, cu_seqlens = packed([5, 9, 1])
+    found = results(varlen_attention(q, k, v, cu_seqlens, chunk=4), q, k, v)
+    cut = results(varlen_attention(q, k, v, bounds([4, 1, 4, 4, 1, 1])), q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, cut, strict=True))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v, cu_seqlens = packed([5, 3])
+    sink = torch.full((2,), float("-inf"), dtype=torch.float64, requires_grad=True)
+    found = results(varlen_attention(q, k, v, cu_seqlens, sink=sink), q, k, v, sink)
+    assert bool((found[4] == 0).all())
+    for a, b in zip(found[:4], results(varlen_attention(q, k, v, cu_seqlens), q, k, v), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "varlen_attention: window is 0; pass a positive number, or None"),
+        ({"chunk": -1}, "chunk is -1"),
+        ({"cap": 0.0}, "cap is 0.0"),
+        ({"sink": torch.zeros(3)}, r"sink of shape \[3\] for 2 query heads; pass one number per query head, \[Hq\]"),
+    ],
+)
+def test_options_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    q, k, v, cu_seqlens = packed([3])
+    with pytest.raises(Unsupported, match=message):
+        varlen_attention(q, k, v, cu_seqlens, **changes)
 
 
 def test_one_token_attends_to_itself() -> None:
@@ -109,6 +179,10 @@ def test_the_operators_keep_pytorchs_rules(kv: int) -> None:
     q, k, v, cu_seqlens = packed([3, 0, 4], kv=kv)
     longest = torch.tensor(4)
     torch.library.opcheck(torch.ops.hydragraph.varlen_attention.default, (q, k, v, cu_seqlens, longest, True, 0.3))
+    options = (3, 2, 1.5, torch.zeros(2, dtype=torch.float64, requires_grad=True))
+    torch.library.opcheck(
+        torch.ops.hydragraph.varlen_attention.default, (q, k, v, cu_seqlens, longest, True, 0.3, *options)
+    )
     plain = [x.detach() for x in (q, k, v)]
     out, lse = torch.ops.hydragraph.varlen_attention(*plain, cu_seqlens, longest, True, 0.3)
     torch.library.opcheck(

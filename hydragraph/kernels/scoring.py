@@ -1,0 +1,68 @@
+"""Settings of an attention call: which keys a query attends to, and how scores are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Settings that every attention backend receives.
+
+    Attributes:
+        causal: query i attends to keys j <= i only.
+        scale: factor of the scores.
+        window: query i attends to keys with |i - j| < window only; None: no limit.
+        cap: scores s become cap * tanh(s / cap); None: unchanged.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether neither a window nor a cap is set."""
+        return self.window is None and self.cap is None
+
+    def sides(self) -> tuple[int | None, int | None]:
+        """Return the maximum distance to earlier and to later keys; None: no limit."""
+        distance = None if self.window is None else self.window - 1
+        return distance, 0 if self.causal else distance
+
+
+def visible(rows: Tensor, columns: Tensor, scoring: Scoring) -> Tensor:
+    """Return which keys each query attends to, bool [rows, columns], from positions within one sequence."""
+    distance = rows[:, None] - columns[None, :]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    before, after = scoring.sides()
+    if before is not None:
+        seen &= distance <= before
+    if after is not None:
+        seen &= -distance <= after
+    return seen
+
+
+def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
+    """Cut sequences after every `chunk` tokens: attention within the parts is attention within chunks.
+
+    The number of parts depends on the lengths, which would have to be copied from the device, so the result has
+    room for the most there can be: sequence n has its parts from index starts[n] // chunk + n on. Parts beyond a
+    sequence's end are empty.
+
+    Args:
+        starts: [N + 1], the start of each sequence, then T.
+        tokens: T.
+        chunk: length of a part; the last one of a sequence may be shorter.
+
+    Returns:
+        [T // chunk + N + 1], like `starts`.
+    """
+    slots = torch.arange(tokens // chunk + len(starts), device=starts.device, dtype=starts.dtype)
+    first = starts // chunk + torch.arange(len(starts), device=starts.device, dtype=starts.dtype)
+    sequence = (torch.searchsorted(first, slots, right=True) - 1).clamp(max=len(starts) - 2)
+    return torch.minimum(starts[sequence] + (slots - first[sequence]) * chunk, starts[sequence + 1])

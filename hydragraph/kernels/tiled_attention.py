@@ -1,0 +1,124 @@
+"""Attention with a window or capped scores on a CPU, one tile of queries at a time.
+
+A tile of queries meets only the keys that one of its queries attends to, so the cost of a window grows with
+length * window instead of length^2. Tiles without a cap are computed by PyTorch's CPU kernel with a mask, others by
+matrix products and the formulas of `triton_attention`.
+
+Shapes: N sequences of L tokens, H heads of size D. A tile has R queries and C keys of every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hydragraph.kernels.scoring import Scoring, visible
+
+aten = torch.ops.aten
+
+# Queries in a tile: fewer make products slow, and more meet keys outside their window.
+_ROWS = 128
+# Maximum number of scores in memory at a time, approximately: 16 MB in fp32.
+_SCORES = 1 << 22
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], as PyTorch's CPU kernel does.
+
+    Args:
+        q, k, v: [N, H, L, D].
+        scoring: settings of the call.
+    """
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    for rows, columns in _tiles(q, scoring):
+        tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        hidden = _hidden(rows, columns, scoring)
+        if scoring.cap is None:
+            out[:, :, rows], lse[:, :, rows] = aten._scaled_dot_product_flash_attention_for_cpu(
+                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=scoring.scale
+            )
+            continue
+        queries, keys, values = (x.to(lse.dtype) for x in tile)
+        scores, _ = _capped(queries, keys, hidden, scoring.scale, scoring.cap)
+        lse[:, :, rows] = scores.logsumexp(-1)
+        out[:, :, rows] = (scores.sub_(lse[:, :, rows, None]).exp_() @ values).to(q.dtype)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; the arguments are those and the results of `forward`."""
+    dq = torch.empty_like(q)
+    # Keys belong to several tiles, whose gradients are summed.
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    for rows, columns in _tiles(q, scoring):
+        tile = grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
+        hidden = _hidden(rows, columns, scoring)
+        if scoring.cap is None:
+            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=scoring.scale
+            )
+        else:
+            gradients = _capped_backward(*tile, hidden, scoring.scale, scoring.cap)
+        dq[:, :, rows] = gradients[0]
+        dk[:, :, columns] += gradients[1]
+        dv[:, :, columns] += gradients[2]
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _capped_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    hidden: Tensor,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a tile's queries, keys and values, in the dtype of `lse`."""
+    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
+    scores, slope = _capped(q, k, hidden, scale, cap)
+    p = scores.sub_(lse[..., None]).exp_()
+    delta = (out * grad).sum(-1, keepdim=True)
+    ds = (grad @ v.mT).sub_(delta).mul_(p).mul_(slope.mul_(scale))
+    return ds @ k, ds.mT @ q, p.mT @ grad
+
+
+def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
+    """Return a tile's capped scores, -inf where a key is hidden, and the cap's derivative; [N, H, R, C] each."""
+    bent = (q @ k.mT).mul_(scale / cap).tanh_()
+    slope = 1 - bent.square()
+    return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope
+
+
+def _hidden(rows: slice, columns: slice, scoring: Scoring) -> Tensor:
+    """Return which keys are hidden from each query of a tile, bool [R, C]."""
+    places = torch.arange(columns.stop)
+    return ~visible(places[rows], places[columns], scoring)
+
+
+def _mask(hidden: Tensor, q: Tensor) -> Tensor:
+    """Return the summand of scores that hides keys, [R, C]."""
+    return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _tiles(q: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries and the keys of each tile, as slices of a sequence."""
+    sequences, heads, length, _ = q.shape
+    before, after = (length if distance is None else distance for distance in scoring.sides())
+    reach = min(length, _ROWS + before + after)
+    rows = max(1, min(_ROWS, _SCORES // (sequences * heads * reach)))
+    for first in range(0, length, rows):
+        last = min(length, first + rows)
+        yield slice(first, last), slice(max(0, first - before), min(length, last + after))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of log-sum-exp: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
