@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ import hydragraph as hg
 
 
 class Attention(nn.Module):
-    """Attention over packed tokens [T, H], with fewer key/value heads than query heads."""
+    """Attention over packed tokens [T, H], with fewer key/value heads than query heads.
 
-    def __init__(self, width: int, heads: int, kv: int, causal: bool) -> None:
+    If limited it has a window, a cap and sinks.
+    """
+
+    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool) -> None:
         super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(heads)) if limited else None
+        self.limits: dict[str, Any] = {"window": 5, "cap": 1.5} if limited else {}
         self.size, self.causal = width // heads, causal
         self.q, self.k, self.v = nn.Linear(width, width), *(nn.Linear(width, kv * self.size) for _ in range(2))
         self.o = nn.Linear(width, width)
@@ -23,16 +29,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.q, self.k, self.v))
-        return self.o(hg.varlen_attention(q, k, v, cu_seqlens, causal=self.causal).flatten(1))
+        out = hg.varlen_attention(q, k, v, cu_seqlens, causal=self.causal, sink=self.sinks, **self.limits)
+        return self.o(out.flatten(1))
 
 
 class Layer(nn.Module):
     """A pre-norm block of attention and a gated MLP, all with biases."""
 
-    def __init__(self, width: int, heads: int, kv: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, kv, causal)
+        self.attention = Attention(width, heads, kv, causal, limited)
         self.gate, self.up, self.down = nn.Linear(width, 51), nn.Linear(width, 51), nn.Linear(51, width)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -45,11 +52,19 @@ class Layer(nn.Module):
 class Own(nn.Module):
     """A language model or token classifier of one's own; its blocks pass the hidden state as [T, H]."""
 
-    def __init__(self, layers: int = 2, heads: int = 4, kv: int = 2, outputs: int = 101, causal: bool = True) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        heads: int = 4,
+        kv: int = 2,
+        outputs: int = 101,
+        causal: bool = True,
+        limited: Collection[int] = (),
+    ) -> None:
         super().__init__()
         width = 8 * heads
         self.tokens, self.places = nn.Embedding(101, width), nn.Embedding(128, width)
-        self.stack = nn.ModuleList([Layer(width, heads, kv, causal) for _ in range(layers)])
+        self.stack = nn.ModuleList([Layer(width, heads, kv, causal, i in limited) for i in range(layers)])
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, outputs)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:

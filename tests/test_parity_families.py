@@ -38,6 +38,10 @@ def masked(model: nn.Module, sequence: Any) -> Tensor:
     return F.cross_entropy(logits, sequence["labels"], reduction="sum", ignore_index=-100)
 
 
+def own_tokens(model: nn.Module, sequence: Any) -> Tensor:
+    return F.cross_entropy(alone(model, sequence)[:-1], sequence[1:], reduction="sum")
+
+
 def by_weight(model: nn.Module, sequence: Any) -> Tensor:
     each = F.cross_entropy(alone(model, sequence["input_ids"]), sequence["shift_labels"], reduction="none")
     return (each * sequence["weight"]).sum()
@@ -75,6 +79,7 @@ FAMILIES = {
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
     "mixtral": Family(MODELS["mixtral"], strategies=tuple(WHOLE)),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
+    "limited": Family(lambda: randomised(Own(limited=(1,))), own_tokens),  # a window, a cap and sinks in one layer
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),
 }
 
@@ -121,7 +126,7 @@ def _targets(sequence: Sequence) -> int:
     return int((labels != -100).sum())
 
 
-KEPT = ["mixtral", "bert"]
+KEPT = ["mixtral", "bert", "limited"]
 
 
 @pytest.mark.parametrize(
