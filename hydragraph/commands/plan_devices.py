@@ -218,7 +218,7 @@ def _compile_first(costs: Costs) -> None:
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
         for kind in costs.profile.of(name).pieces if most else ():  # of a type that is lost nothing need be known
-            if kind.tp <= most and all(heads % kind.tp == 0 for heads in costs.sizes.heads):
+            if kind.tp <= most and costs.sizes.allows(kind.tp):
                 for block in examples.values():
                     costs.blocks.adds(block, StagePart(kind, 0))
 

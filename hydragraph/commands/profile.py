@@ -125,7 +125,7 @@ def _read_schemes(text: str) -> tuple[Scheme, ...]:
 
 def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
     """Return all schemes of a model that a number of ranks can run."""
-    degrees = [tp for tp in range(1, ranks + 1) if all(heads % tp == 0 for heads in program.heads)]
+    degrees = list(filter(program.allows, range(1, ranks + 1)))
     return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
 
 

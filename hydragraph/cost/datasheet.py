@@ -80,7 +80,7 @@ def _of_type(
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
     for tp in degrees or range(1, ranks + 1):
         # Attention can only be cut by a divisor of the heads.
-        if all(heads % tp == 0 for heads in program.heads):
+        if program.allows(tp):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
                     yield StageKind(tp, sequence_parallel, recompute)

@@ -126,6 +126,14 @@ class ModelSizes:
             buckets.append(Bucket(weights.name, parameters, weights.blocks, weights.learns))
         return tuple(buckets)
 
+    def allows(self, tp: int) -> bool:
+        """Return whether a tensor-parallel degree shards the query heads and every head of keys and values."""
+        return all(count % tp == 0 for count in self.heads) and all(
+            parameter.rule is None or parameter.rule.allows(tp)
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        )
+
     def to_record(self) -> dict[str, Any]:
         """Return a JSON value."""
         return asdict(self)

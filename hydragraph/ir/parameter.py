@@ -33,6 +33,11 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 
 
+def shares_heads(heads: int, tp: int) -> bool:
+    """Return whether `tp` ranks can share heads evenly: each holds the same number, or each head the same ranks."""
+    return heads % tp == 0 if heads >= tp else tp % heads == 0
+
+
 @dataclass(frozen=True)
 class ShardRule:
     """Rule for sharding a parameter along one dimension.
@@ -65,14 +70,14 @@ class ShardRule:
         # Fewer heads than ranks: t / n consecutive ranks hold the same head. Both divisions must be exact, or some
         # rank's query heads would need a key/value head that it does not hold.
         if self.heads and n < tp:
-            if tp % n:
+            if not shares_heads(n, tp):
                 raise Unsupported(
                     f"{n} key/value heads cannot be shared evenly by tensor-parallel degree {tp}",
                     where=f"tp {tp}",
                     remedy="use a degree that divides the head count or is a multiple of it",
                 )
             return index * n // tp, index * n // tp + 1
-        if self.heads and n % tp:
+        if self.heads and not shares_heads(n, tp):
             raise Unsupported(
                 f"{n} heads are not divisible by tensor-parallel degree {tp}",
                 where=f"tp {tp}",
@@ -80,6 +85,10 @@ class ShardRule:
             )
         # Rank j ends where rank j + 1 starts: the units are covered once, and ranks differ by at most one unit.
         return index * n // tp, (index + 1) * n // tp
+
+    def allows(self, tp: int) -> bool:
+        """Return whether `tp` ranks can shard the dimension; only attention heads restrict the degree."""
+        return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
     def shared(self, tp: int) -> bool:
         """Return whether several of `tp` ranks hold the same unit (fewer key/value heads than ranks)."""

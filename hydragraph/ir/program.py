@@ -137,6 +137,12 @@ class Program:
         """Number of repeated blocks that a strategy distributes."""
         return len(self.blocks) - 2
 
+    def allows(self, tp: int) -> bool:
+        """Return whether a tensor-parallel degree shards the query heads and every head of keys and values."""
+        return all(count % tp == 0 for count in self.heads) and all(
+            parameter.rule is None or parameter.rule.allows(tp) for parameter in self.parameters.values()
+        )
+
     @cached_property
     def drops(self) -> bool:
         """Whether training drops any values: batches then have keys (`hydragraph.kernels.philox`)."""

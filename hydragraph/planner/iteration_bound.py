@@ -59,7 +59,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     tokens, squared = (sum(times * n**power for n, times in lengths.items()) for power in (1, 2))
     for s, site in enumerate(sites):
         for kind in costs.profile.of(site.type).pieces:
-            if kind.tp > largest[site] or any(heads % kind.tp for heads in costs.sizes.heads):
+            if kind.tp > largest[site] or not costs.sizes.allows(kind.tp):
                 continue
             stage = Stage(example[site][: kind.tp], 1, kind.sequence_parallel, kind.recompute)
             for t, template in enumerate(templates):

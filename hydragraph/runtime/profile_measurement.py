@@ -115,7 +115,7 @@ class MeasureSettings:
             if pp > program.layers:
                 raise ValueError(f"scheme tp{tp}pp{pp} has {pp} stages for {program.layers} layers: use fewer stages")
         for kind in self.every_kind:
-            if kind.tp > ranks or any(heads % kind.tp for heads in program.heads):
+            if kind.tp > ranks or not program.allows(kind.tp):
                 raise ValueError(
                     f"tensor-parallel degree {kind.tp} on {ranks} ranks for {program.heads} query heads: use a degree "
                     "that divides the heads and is at most the number of ranks"

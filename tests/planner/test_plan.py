@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.model_sizes import ModelSizes, RuleText, Tensor, Weights
 from hydragraph.planner import plan as planning
 from hydragraph.planner.plan import moved_bytes
 from hydragraph.planner.price_candidate import Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
 from tests.planner.exhaustive import best_seconds
 from tests.planner.promises import LENGTH, METHODS, keeps_every_promise, profile_of, situations
@@ -244,6 +246,23 @@ def test_no_simple_plan_is_better() -> None:
         for together in (1, 2, 4):
             assignment, _ = share_out(costs, strategy, [LENGTH] * 8, together)
             assert plan.seconds <= costs.simulate(strategy, assignment).seconds * 1.003
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.0])
+def test_degrees_that_cut_the_query_heads_but_not_those_of_keys_are_left_out(deadline_s: float | None) -> None:
+    cut = RuleText(0, (8,), 125, heads=True)  # 8 key/value heads of 24 query heads
+    layers = tuple(Weights(f"layer.{i}", (Tensor(f"k.{i}", (1000,), cut),), (f"layer.{i}",)) for i in range(4))
+    ends = tuple(Weights(name, (Tensor(name, (4000,)),), (name,)) for name in ("embed", "head"))
+    sizes = ModelSizes(
+        ("embed", *(w.name for w in layers), "head"), (ends[0], *layers, ends[1]), priced.HIDDEN, 4, (24,)
+    )
+    assert [tp for tp in range(1, 25) if sizes.allows(tp)] == [1, 2, 4, 8, 24]
+    measured = priced.profile(4, "fast")
+    pieces = {**measured.pieces, StageKind(3): measured.pieces[StageKind(2)]}
+    costs = Costs(replace(measured, pieces=pieces, sizes=sizes), priced.cluster(6, 3))
+    plan = hg.plan(costs, hg.Workload(sequences=12, length=LENGTH), deadline_s=deadline_s)
+    every = [plan.strategy, *(rival.strategy for rival in plan.rivals)]
+    assert all(stage.tp != 3 for s in every for pipeline in s.pipelines for stage in pipeline.stages)
 
 
 def test_a_search_without_time_has_a_plan_like_a_simple_one() -> None:

@@ -127,7 +127,7 @@ class Prices:
         if key not in self._known:
             pieces = self.costs.profile.of(site.type).pieces
             kinds = sorted(kind for kind in pieces if kind.tp == tp)
-            heads = all(count % tp == 0 for count in self.costs.sizes.heads)
+            heads = self.costs.sizes.allows(tp)
             self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
         return self._known[key]
 

@@ -238,7 +238,7 @@ def _layers(
             tp = stage_kind.tp
             example = devices.example(kind, tp)
             plain = stage_kind == StageKind(tp, False, recompute)
-            if not plain or example is None or tp & (tp - 1) or any(count % tp for count in costs.sizes.heads):
+            if not plain or example is None or tp & (tp - 1) or not costs.sizes.allows(tp):
                 continue
             stage = Stage(example, 1, recompute=recompute)
             for size in sorted(sizes):

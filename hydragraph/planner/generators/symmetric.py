@@ -162,7 +162,7 @@ def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strateg
 def _degrees(costs: Costs) -> list[int]:
     """Return the degrees that were measured on all types of devices."""
     measured = [{kind.tp for kind in costs.profile.of(name).pieces} for name in costs.cluster.types]
-    return sorted(tp for tp in set.intersection(*measured) if not any(heads % tp for heads in costs.sizes.heads))
+    return sorted(filter(costs.sizes.allows, set.intersection(*measured)))
 
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
