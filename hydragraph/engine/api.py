@@ -22,6 +22,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
+from hydragraph.engine.automatic_plan import Subject, plan_automatically
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import survive
@@ -30,6 +31,7 @@ from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mod
 from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.model_record import model_record
+from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
@@ -37,6 +39,7 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.field_limits import limits_of
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
@@ -44,9 +47,10 @@ from hydragraph.planner.request import get_ready
 from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.home_state import check_factory
+from hydragraph.runtime.profile_measurement import MeasuredModel
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.home import Home, home_of
+from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
@@ -221,7 +225,9 @@ def compile(
 
             key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
             # Rank 0 plans, so it captures only if it is alone on its machine.
-            plans = world.rank == 0 and (profile is not None or not isinstance(strategy, Strategy | str))
+            plans = world.rank == 0 and (
+                profile is not None or strategy == "auto" or not isinstance(strategy, Strategy | str)
+            )
             if joining or late:
                 program, variants = kept("capture", key, captured)
             else:
@@ -232,6 +238,10 @@ def compile(
         if (program.window, program.push_dtype) != (limit, push_dtype):
             program = replace(program, window=limit, push_dtype=push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
+        if profile is None and isinstance(strategy, str) and strategy == "auto" and not (joining or late):
+            planning = _measured_here(
+                model, program, backend, AUTO if owners is None else owners, world, planning, deterministic
+            )
         executable = Executable(
             model,
             program,
@@ -257,6 +267,25 @@ def compile(
     elif late and not joining:
         survive(executable)
     return executable
+
+
+def _measured_here(
+    model: nn.Module,
+    program: Program,
+    backend: str | None,
+    home: Home,
+    world: World,
+    planning: Planning,
+    deterministic: bool,
+) -> Planning:
+    """Measure this run's devices, and plan for them unless stages must be cut alike, which `Executable` sees to."""
+    limits = limits_of(program)
+    vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
+    positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
+    chosen = choose_backend(backend, world.device)
+    measured = MeasuredModel(program, initial_buffers(model), vocabulary, positions, chosen)
+    subject = Subject(measured, home)
+    return plan_automatically(subject, world, planning, preplanned=not deterministic)
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.failure.rank_watch import agreed
@@ -31,6 +31,9 @@ from hydragraph.spec.default_cluster import cluster_on
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
+if TYPE_CHECKING:
+    from hydragraph.planner.plan import Plan
+
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
 AUTO_CANDIDATES = 8  # kept by "auto"
@@ -47,11 +50,15 @@ class Planning:
         profile: measured costs of identical devices; or `Costs`, which describe how devices differ; None: rough costs.
         lengths: sequence lengths of sample mini-batches.
         policy: how iterations are planned.
+        strategies: candidates that were planned already, for "auto"; none: they are proposed when they are needed.
+        explanation: lines on devices and plan, for users.
     """
 
     profile: Profile | Costs | None = None
     lengths: Sequence[Sequence[int]] | None = None
     policy: Policy = field(default_factory=Policy)
+    strategies: tuple[Strategy, ...] = ()
+    explanation: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,13 +355,12 @@ def candidates_of(
     if isinstance(given, str) and given == "auto":
         if profile is None or not batches:
             raise Unsupported(
-                'strategy="auto" without a profile and a sample of the data',
+                'strategy="auto" with a profile and without a sample of the data',
                 where="compile",
-                remedy="pass profile= (measured by hydragraph profile) and lengths= (sequence lengths of some "
-                "mini-batches), or a list of strategies",
+                remedy="pass lengths= (sequence lengths of some mini-batches) too, or leave out the profile",
             )
         if isinstance(profile, Costs):
-            found = planned_for(program, profile, batches, home)
+            found = _able(program, profile, planned_for(program, profile, batches, home))
         else:
             found = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
@@ -452,7 +458,7 @@ def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes:
 
     Strategies that do not fit the ranks or the model are ignored.
     """
-    fitting = [strategy for strategy in strategies if _runs(program, strategy, len(nodes))]
+    fitting = [strategy for strategy in strategies if runs(program, strategy, len(nodes))]
     if home.rule is None or not fitting:
         return home.without_rule
     return choose_home(_unmeasured(program, fitting, home, nodes))
@@ -495,10 +501,8 @@ def proposed(
     return tuple(strategy_of(s, program.layers) for s in best)
 
 
-def planned_for(
-    program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None
-) -> tuple[Strategy, ...]:
-    """Return the strategies that `hg.plan` finds for a sample on devices that differ, best first; the home is kept.
+def planned_for(program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None) -> Plan:
+    """Return the plan that `hg.plan` finds for a sample on devices that differ.
 
     Raises:
         Unsupported: no strategy fits both these devices and this model, or the costs are of another model.
@@ -512,17 +516,25 @@ def planned_for(
             where="compile",
             remedy="measure this model: hydragraph profile",
         )
-    sample = _sample(batches)
+    sample = sample_of(batches)
     if not sample:
         raise Unsupported(
             'strategy="auto" with mini-batches that hold no tokens',
             where="compile",
             remedy="pass lengths= of mini-batches that do",
         )
-    found = plan(costs.changed(home=home), Workload(lengths=sample)).strategies
-    able = tuple(strategy for strategy in found if _runs(program, strategy, costs.ranks))
+    return plan(costs.changed(home=home), Workload(lengths=sample))
+
+
+def _able(program: Program, costs: Costs, plan: Plan) -> tuple[Strategy, ...]:
+    """Return a plan's strategies that the program can run, best first.
+
+    Raises:
+        ValueError: there are none.
+    """
+    able = tuple(strategy for strategy in plan.strategies if runs(program, strategy, costs.ranks))
     if not able:
-        check_strategy(program, found[0], costs.ranks)  # raises the reason
+        check_strategy(program, plan.strategies[0], costs.ranks)  # raises the reason
     return able
 
 
@@ -553,21 +565,23 @@ def _at_once(
     from hydragraph.planner.immediate_plan import plan_at_once
     from hydragraph.spec.training_workload import Workload
 
-    sample = _sample(batches)
+    sample = sample_of(batches)
     if not sample or costs.profile.layers not in (None, program.layers):
         return None
     try:
         found = plan_at_once(costs.changed(home=home), Workload(lengths=sample), running)
     except Unsupported:
         return None
-    return found.strategy if found is not None and _runs(program, found.strategy, costs.ranks) else None
+    return found.strategy if found is not None and runs(program, found.strategy, costs.ranks) else None
 
 
-def _sample(batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def sample_of(batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the first mini-batches without empty sequences."""
     return tuple(lengths for batch in batches if (lengths := tuple(n for n in batch if n)))[:SAMPLE]
 
 
-def _runs(program: Program, strategy: Strategy, ranks: int) -> bool:
+def runs(program: Program, strategy: Strategy, ranks: int) -> bool:
+    """Return whether a program can run a strategy on so many ranks."""
     try:
         check_strategy(program, strategy, ranks)
     except ValueError:
@@ -583,7 +597,7 @@ def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
 def _fits(program: Program, scheme: Scheme) -> bool:
     if scheme[1] > program.layers:
         return False
-    return _runs(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
+    return runs(program, strategy_of([scheme], program.layers), scheme[0] * scheme[1])
 
 
 def request_of(

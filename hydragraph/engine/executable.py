@@ -74,6 +74,7 @@ from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span, mean_
 from hydragraph.runtime.speed_probe import MOST_S, Probe
 from hydragraph.runtime.state_agreement import Progress, ProgressLog, meet
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.padded import Batches
@@ -278,7 +279,12 @@ class Executable:
                 return candidates_among(world, given, program, world.ranks, profile, plans.lengths, wanted, known)
 
             alike = self._sums is not None and given == "auto"
-            self.strategies = _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
+            if given == "auto" and plans.strategies:
+                self.strategies = plans.strategies
+            else:
+                self.strategies = (
+                    _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
+                )
             self._check_sums(self.strategies)
             self._planning = replace(plans, profile=self.given_profile)
             chosen = home_among(world, program, wanted, self.strategies, self._planning)
@@ -386,6 +392,22 @@ class Executable:
         """
         check_strategy(self.program, strategy, ranks)
         self._check_sums([strategy])
+
+    @property
+    def measured(self) -> tuple[Profile, Cluster] | None:
+        """What was measured for "auto" on the first ranks: costs of blocks by type of device, and the cluster."""
+        first = self._first_profile
+        return (first.profile, first.cluster) if self._planning.explanation and isinstance(first, Costs) else None
+
+    def adopt(self, measured: tuple[Profile, Cluster] | None) -> None:
+        """Take over what other ranks have measured, unless this rank has costs of its own."""
+        if self._first_profile is None and measured is not None:
+            self._first_profile = Costs(*measured, home=self.wanted_home)
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """For the strategy "auto" without a profile: lines on the devices, the plan, and why others lose; else none."""
+        return self._planning.explanation
 
     @property
     def request(self) -> PlanRequest:

@@ -173,8 +173,10 @@ def _move(
     peers = member.peers
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
-    profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
     with world.calling("meet"):
+        if exe.given == "auto":
+            exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has measured nothing
+        profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
         if past is not None and isinstance(profile, Costs):
             told = next((each for each in world.gather(rates) if each), {})
             slow = {rank: told[m] for rank, m in enumerate(generation.members) if math.isfinite(told.get(m, math.inf))}

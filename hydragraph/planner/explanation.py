@@ -50,7 +50,7 @@ def explanation(
         f"strategy: {chosen.strategy.name}",
     ]
     counts = chosen.assignments[0].counts
-    described = [(_pipeline(costs, p), n) for p, n in zip(chosen.strategy.pipelines, counts, strict=True)]
+    described = [(pipeline_text(costs, p), n) for p, n in zip(chosen.strategy.pipelines, counts, strict=True)]
     for (text, count), same in groupby(described):
         times = len(list(same))
         lines.append(f"  {f'{times} x ' if times > 1 else ''}{text}; {count} micro-batches{' each' * (times > 1)}")
@@ -69,7 +69,8 @@ def explanation(
     return "\n".join(lines)
 
 
-def _pipeline(costs: Costs, pipeline: Pipeline) -> str:
+def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
+    """Return the stages of a pipeline: their devices, layers and marks."""
     stages = []
     for stage in pipeline.stages:
         kind = costs.cluster.type_of(stage.devices[0]) or "device"

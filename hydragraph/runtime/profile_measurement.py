@@ -14,6 +14,7 @@ import platform
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,12 +84,14 @@ class MeasureSettings:
         kinds: kinds of stage to measure beyond those of `schemes`.
         longest: tokens of the longest micro-batch.
         repeats: of every measurement, after one that is discarded.
+        points: number of token counts of micro-batches, from longest / 64 up.
     """
 
     schemes: tuple[Scheme, ...]
     kinds: tuple[StageKind, ...] = ()
     longest: int = 4096
     repeats: int = 5
+    points: int = 6
 
     @property
     def every_kind(self) -> tuple[StageKind, ...]:
@@ -99,7 +102,7 @@ class MeasureSettings:
     def micro_batches(self) -> tuple[Lengths, ...]:
         """The micro-batches to measure: token counts divisible for sequence parallelism, whole and in parts."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
-        return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple))
+        return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
     def check(self, program: Program, ranks: int) -> None:
         """Check that a program can be measured on these ranks.
@@ -122,8 +125,30 @@ class MeasureSettings:
                 )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes: its node, and the type of its device; stages are measured within one place."""
+
+    node: str
+    type: str
+
+
+def stages_of(places: Sequence[Place], tp: int) -> tuple[tuple[int, ...], ...]:
+    """Return groups of `tp` ranks of one place, in rank order; ranks left over are in none."""
+    found: list[tuple[int, ...]] = []
+    for place in dict.fromkeys(places):
+        ranks = [rank for rank, other in enumerate(places) if other == place]
+        found += [tuple(ranks[first : first + tp]) for first in range(0, len(ranks) - tp + 1, tp)]
+    return tuple(found)
+
+
 def measure(
-    subject: MeasuredModel, settings: MeasureSettings, groups: Groups, progress: Progress | None = None
+    subject: MeasuredModel,
+    settings: MeasureSettings,
+    groups: Groups,
+    progress: Progress | None = None,
+    places: Sequence[Place] | None = None,
+    messages: Sequence[tuple[int, float]] | None = None,
 ) -> Profile:
     """Measure a profile; all ranks call it together and get the same one.
 
@@ -132,50 +157,65 @@ def measure(
         settings: of the measurement.
         groups: the communicators of this process; all ranks measure together.
         progress: called with the current measurement.
+        places: by rank; several types of device are measured at once, and the result has a profile of each. None: all
+            ranks are in one place.
+        messages: bytes and seconds of messages between two ranks, if they were measured before.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
     """
     program = subject.program
     world = groups.world
-    settings.check(program, world.ranks)
-    device = _device(subject, groups)
+    places = places or [Place("", groups.gather_objects(subject.type or type_name(world.device))[0])] * world.ranks
+    settings.check(program, max(Counter(places).values()))
+    devices = _devices(subject, groups, places)
+    device = devices[places[world.rank].type]
     kinds = settings.every_kind
     tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
     total = len(kinds) * (len(representatives) + 1) + 2
     done = 0
-    measurements: dict[StageKind, Measurements] = {}
+    measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
     for kind in kinds:
-        bench = _Bench(subject, kind, groups)
+        bench = _Bench(subject, kind, groups, stages_of(places, kind.tp))
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
-        times = {}
-        for name, block in [*representatives.items(), (AUX, program.aux)]:
+        times: dict[str, dict[str, Measured]] = {}
+        for template, block in [*representatives.items(), (AUX, program.aux)]:
             tell(done, total, f"{kind.text} {block.name}")
-            times[name] = bench.measure(block, rows, settings.repeats, device)
+            for name, measured in bench.measure(block, rows, settings.repeats, device, places).items():
+                times.setdefault(name, {})[template] = measured
             done += 1
-        measurements[kind] = Measurements(rows, times)
+        for name, of_type in times.items():
+            measurements[name][kind] = Measurements(rows, of_type)
     tell(done, total, "messages")
-    messages = _messages(groups, settings.repeats)
+    if messages is None:
+        messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
-    update = _update(groups, settings.repeats)
-    commit, norm = _commit(groups, settings.repeats)
+    types = [place.type for place in places]
+    update = _update(groups, settings.repeats, types)
+    commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
     # Measured again: now all communicators of roles and tensor-parallel degrees exist, and their memory is in use.
-    device = replace(device, memory=_memory(groups))
-    return profile_fitting.fit_profile(
-        f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {device.name}",
-        [block.template for block in program.blocks],
-        settings.schemes,
-        device,
-        measurements,
-        messages,
-        type=subject.type or type_name(world.device),
-        sizes=ModelSizes.of(program),
-        update=update,
-        commit_s=commit,
-        norm_s=norm,
-    )
+    memory = device_memories(groups)
+    profiles = []
+    for name, found in measurements.items():
+        here = replace(devices[name], memory=min(m for m, type_ in zip(memory, types, strict=True) if type_ == name))
+        profiles.append(
+            profile_fitting.fit_profile(
+                f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {here.name}",
+                [block.template for block in program.blocks],
+                [scheme for scheme in settings.schemes if StageKind(scheme[0]) in found],
+                here,
+                found,
+                messages,
+                type=name,
+                sizes=ModelSizes.of(program),
+                update=update[name],
+                commit_s=commit[name][0],
+                norm_s=commit[name][1],
+            )
+        )
+    return Profile.merge(profiles)
 
 
 def stage_timer(
@@ -198,7 +238,7 @@ def stage_timer(
     Returns:
         A function of the number of layers and a micro-batch, which all ranks call together.
     """
-    bench = _Bench(subject, kind, groups, clock)
+    bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
     if any(other.template != block.template for other in subject.program.blocks[1:-1]):
         raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number says too little")
@@ -209,15 +249,19 @@ def stage_timer(
 # This machine.
 
 
-def _device(subject: MeasuredModel, groups: Groups) -> PricedDevice:
-    """Describe the device that ranks compute on."""
-    device = groups.world.device
-    name = _name(device)
+def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[Place]) -> dict[str, PricedDevice]:
+    """Describe the devices that ranks compute on, by type."""
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
-    return PricedDevice(
-        f"{groups.world.ranks} x {name}", _memory(groups), elements, subject.program.dtype.itemsize, frozen
-    )
+    found: dict[str, list[tuple[str, float]]] = {}
+    names = groups.gather_objects(_name(groups.world.device))
+    for place, name, memory in zip(places, names, device_memories(groups), strict=True):
+        found.setdefault(place.type, []).append((name, memory))
+    size = subject.program.dtype.itemsize
+    return {
+        type_: PricedDevice(f"{len(each)} x {each[0][0]}", min(memory for _, memory in each), elements, size, frozen)
+        for type_, each in found.items()
+    }
 
 
 def _name(device: torch.device) -> str:
@@ -229,8 +273,8 @@ def type_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
-def _memory(groups: Groups) -> float:
-    """Return the bytes that a rank may use, on a GPU without contexts and communicators; the smallest share counts.
+def device_memories(groups: Groups) -> list[float]:
+    """Return the bytes that each rank may use, on a GPU without contexts and communicators.
 
     Ranks of one host share its memory, and ranks of one GPU share the GPU's.
     """
@@ -241,16 +285,16 @@ def _memory(groups: Groups) -> float:
     if device.type == "cuda":
         here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
         reserved = torch.cuda.memory_reserved(device)
-    return USABLE * least_share(groups.gather_objects((here, free, reserved)))
+    return [USABLE * share for share in memory_shares(groups.gather_objects((here, free, reserved)))]
 
 
-def least_share(reports: Sequence[tuple[str, int, int]]) -> float:
-    """Return the smallest share of a rank, from each rank's place, its free bytes, and the bytes that it holds."""
-    shares = []
+def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
+    """Return each rank's share, from each rank's place, its free bytes, and the bytes that it holds."""
+    shares = {}
     for place in {place for place, _, _ in reports}:
         here = [(free, reserved) for other, free, reserved in reports if other == place]
-        shares.append((min(free for free, _ in here) + sum(reserved for _, reserved in here)) / len(here))
-    return min(shares)
+        shares[place] = (min(free for free, _ in here) + sum(reserved for _, reserved in here)) / len(here)
+    return [shares[place] for place, _, _ in reports]
 
 
 def _host_memory() -> int:
@@ -288,8 +332,8 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
     return groups.gather_objects(by_size)[0]
 
 
-def _update(groups: Groups, repeats: int) -> tuple[float, float]:
-    """Time AdamW on home shards of two sizes, all ranks at once; return its constant, and seconds per element."""
+def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Time AdamW on home shards of two sizes, all ranks at once; return constant and seconds per element by type."""
     device = groups.world.device
 
     def stepped(elements: int) -> Callable[[], None]:
@@ -302,10 +346,10 @@ def _update(groups: Groups, repeats: int) -> tuple[float, float]:
 
         return step
 
-    return _per_element(groups, repeats, stepped)
+    return _per_element(groups, repeats, stepped, types)
 
 
-def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
+def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Time the end of an iteration on home shards of two sizes: the norm of their gradients, and agreeing on it."""
     device = groups.world.device
 
@@ -319,16 +363,18 @@ def _commit(groups: Groups, repeats: int) -> tuple[float, float]:
 
         return agree
 
-    return _per_element(groups, repeats, agreed)
+    return _per_element(groups, repeats, agreed, types)
 
 
-def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]]) -> tuple[float, float]:
-    """Time functions made for shards of two sizes, on all ranks at once; return the constant, and seconds per element.
+def _per_element(
+    groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]], types: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """Time functions made for shards of two sizes, on all ranks at once; return the constant and seconds per element.
 
-    The slowest rank's median counts.
+    The median of each type's slowest rank counts.
     """
     device = groups.world.device
-    by_size = []
+    by_size: list[dict[str, float]] = []
     for elements in UPDATED:
         run = make(elements)
         times = []
@@ -339,9 +385,13 @@ def _per_element(groups: Groups, repeats: int, make: Callable[[int], Callable[[]
             run()
             _synchronise(device)
             times.append(time.perf_counter() - began)
-        by_size.append(max(groups.gather_objects(median(times[1:]))))
-    slope = max(0.0, (by_size[1] - by_size[0]) / (UPDATED[1] - UPDATED[0]))
-    return max(0.0, by_size[0] - slope * UPDATED[0]), slope
+        everyone = list(zip(types, groups.gather_objects(median(times[1:])), strict=True))
+        by_size.append({name: max(each for other, each in everyone if other == name) for name in dict.fromkeys(types)})
+    found = {}
+    for name, small in by_size[0].items():
+        slope = max(0.0, (by_size[1][name] - small) / (UPDATED[1] - UPDATED[0]))
+        found[name] = max(0.0, small - slope * UPDATED[0]), slope
+    return found
 
 
 # Templates.
@@ -355,6 +405,7 @@ class _Bench:
         subject: MeasuredModel,
         kind: StageKind,
         groups: Groups,
+        stages: Sequence[tuple[int, ...]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._subject = subject
@@ -365,10 +416,10 @@ class _Bench:
         self._device = groups.world.device
         rank = groups.world.rank
         tp = kind.tp
-        stages = [tuple(range(i * tp, i * tp + tp)) for i in range(groups.world.ranks // tp)]
-        self._stages = stages
-        self._collectives = next(iter(groups.tensor_parallel(stages).values()), None)
-        self._part = StagePart(kind, rank % tp)
+        self._stages = stages or stages_of([Place("", "")] * groups.world.ranks, tp)
+        self._collectives = next(iter(groups.tensor_parallel(self._stages).values()), None)
+        own: tuple[int, ...] = next((stage for stage in self._stages if rank in stage), (rank,))
+        self._part = StagePart(kind, own.index(rank))
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
         self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # its graphs have sizes
@@ -389,8 +440,10 @@ class _Bench:
         most = min(self._groups.gather_objects(most))
         return tuple(row for row in rows if sum(row) <= most)
 
-    def measure(self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice) -> Measured:
-        """Time one block, or the aux graph, on every micro-batch."""
+    def measure(
+        self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[Place]
+    ) -> dict[str, Measured]:
+        """Time one block, or the aux graph, on every micro-batch; return the result by type of device."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
         runs = [self._aux_run()] if aux else self._chain(block)
@@ -399,17 +452,33 @@ class _Bench:
         each = list(zip(links, rows, strict=True))
         times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather_objects((times, piece))
+        attends = not aux and _attends(self._program.templates[block.template])
+        found = {}
+        for name in dict.fromkeys(place.type for place in places):
+            stages = [stage for stage in self._stages if places[stage[0]].type == name]
+            if stages:
+                found[name] = self._gathered(everyone, stages, len(rows), attends)
+        return found
+
+    def _gathered(
+        self,
+        everyone: Sequence[tuple[Sequence[Sequence[tuple[float, float]]], Piece]],
+        stages: Sequence[tuple[int, ...]],
+        rows: int,
+        attends: bool,
+    ) -> Measured:
+        """Return the measurement of some stages from the times and sizes of all ranks."""
 
         def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
             return median(
                 max(part(everyone[rank][0][turn][row]) for rank in stage)
-                for stage in self._stages
-                for turn in range(repeats)
+                for stage in stages
+                for turn in range(len(everyone[stage[0]][0]))
             )
 
-        seconds = tuple(of(row, sum) for row in range(len(rows)))
-        forward = tuple(of(row, lambda both: both[0]) for row in range(len(rows)))
-        sizes = [everyone[rank][1] for stage in self._stages for rank in stage]
+        seconds = tuple(of(row, sum) for row in range(rows))
+        forward = tuple(of(row, lambda both: both[0]) for row in range(rows))
+        sizes = [everyone[rank][1] for stage in stages for rank in stage]
         largest = Piece(
             Constants(0.0, 0.0, 0.0),
             max(p.parameters for p in sizes),
@@ -419,8 +488,7 @@ class _Bench:
             min(p.frozen for p in sizes),
             held=next((p.held for p in sizes if p.held), None),
         )
-        template = self._program.templates[block.template]
-        return Measured(largest, seconds, not aux and _attends(template), forward if max(forward) > 0 else ())
+        return Measured(largest, seconds, attends, forward if max(forward, default=0.0) > 0 else ())
 
     def _chain(self, block: Block) -> list[_Run]:
         """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.

@@ -522,7 +522,8 @@ class TrainConfig:
         callbacks: objects, or classes, as "module:name", that have any of on_step(metrics), on_evaluate(metrics) and
             on_checkpoint(step, path): called on rank 0. "wandb" logs to Weights & Biases.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
-            them in turn, or the best for each (`plan.choose`); "auto" alone proposes them (`plan.profile`).
+            them in turn, or the best for each (`plan.choose`); "auto" alone measures the devices, unless
+            `plan.profile` names a file of measurements, and plans for them and the data.
         home: which rank owns how much of the weights and the optimizer's state: "auto", the ranks that exchange least
             for the strategies; "stages", those that compute a block; "equal", all alike; a text such as
             "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
@@ -643,15 +644,14 @@ class TrainConfig:
                 f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "
                 f"{self.data.tokens_per_step}: a whole sequence must fit into a mini-batch"
             )
-        if self.automatic and (len(self.strategies) > 1 or not self.plan.choose or self.plan.profile is None):
+        if self.automatic and len(self.strategies) > 1:
+            raise ValueError("strategies: auto stands alone: leave out the others, or name only strategies")
+        if self.automatic and not self.plan.choose:
+            object.__setattr__(self, "plan", replace(self.plan, choose=True))
+        if self.elastic.replan and not self.automatic and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
-                "strategies: auto stands alone and needs plan: {choose: true, profile: profile.json} (a file that "
-                "hydragraph profile writes)"
-            )
-        if self.elastic.replan and (not self.plan.choose or self.plan.profile is None):
-            raise ValueError(
-                "elastic.replan needs plan: {choose: true, profile: profile.json} (a file that hydragraph profile "
-                "writes): plans are priced by it"
+                "elastic.replan needs strategies: auto, or plan: {choose: true, profile: profile.json} (a file that "
+                "hydragraph profile writes): plans are priced by what was measured"
             )
         if self.evaluate_every and not self.data.held_out and not self.data.evaluation:
             raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0, or data.evaluation")

@@ -196,6 +196,8 @@ def _session(
         if leader is not None:
             stack.callback(callbacks.call, "on_end")
             callbacks.call("on_start", config)
+            for sentence in executor.planning.explanation:
+                leader.note(sentence)
             if executor.decision:
                 leader.note(executor.decision)
             leader.started(done, config.steps)

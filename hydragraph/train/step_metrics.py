@@ -63,6 +63,7 @@ class Metrics:
         mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
             and the peak of all GPUs; None if that peak is not known.
         time: when it was logged, in UTC; "" in runs of earlier versions.
+        plan: on the first step after a start with `strategies: auto`, the explanation of the plan, line by line.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Metrics:
     mfu: float | None = None
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     time: str = ""
+    plan: tuple[str, ...] = ()
 
     @property
     def eval_perplexity(self) -> float | None:
@@ -131,10 +133,15 @@ class MetricsLog:
         path: of the JSON lines; those after step `after` are dropped, since a run that resumes there writes them again.
         events: the directory of TensorBoard's event files; None: write none.
         after: the step that the run continues from; 0: it is new.
+
+    Attributes:
+        history: all metrics, including those of earlier sessions.
+        written: whether this session has written any.
     """
 
     def __init__(self, path: Path, events: Path | None, after: int) -> None:
         self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
+        self.written = False
         write_whole(path, "".join(map(_line, self.history)))
         self._path = path
         self._file = path.open("a", encoding="utf-8")
@@ -165,6 +172,7 @@ class MetricsLog:
             OSError: they cannot be stored: the disk is full, or the file or the run's folder is gone.
         """
         self.history.append(metrics)
+        self.written = True
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             raise FileNotFoundError(errno.ENOENT, "it was replaced while it was written", str(self._path))
         with file_errors(self._path.parent, self._path):
@@ -216,6 +224,6 @@ def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
         values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
-        return Metrics(**{**values, "micro_batches": tuple(values["micro_batches"])})
+        return Metrics(**{**values, **{name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{place}: not a line of metrics ({error}): delete the run folder or the line") from None

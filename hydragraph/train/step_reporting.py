@@ -53,6 +53,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
         peak_memory_bytes=peak_memory(run.world.device),
         mfu=_mfu(run, report),
         time=now(),
+        plan=() if run.log.written else run.executor.planning.explanation,
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)

@@ -117,8 +117,8 @@ def test_losses_are_those_of_one_device_whatever_is_chosen(
         assert len({strategy for _, strategy in every[0]}) > 1
 
 
-def test_auto_needs_a_profile_and_data() -> None:
-    with pytest.raises(hg.Unsupported, match=r"without a profile and a sample.*hydragraph profile"):
-        hg.compile(models.llama(layers=LAYERS, vocab=97), "auto")
+def test_auto_by_a_profile_needs_data() -> None:
+    with pytest.raises(hg.Unsupported, match=r"with a profile and without a sample.*lengths"):
+        hg.compile(models.llama(layers=LAYERS, vocab=97), "auto", profile=PROFILE)
     with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]

@@ -24,9 +24,11 @@ from hydragraph.runtime.profile_measurement import (
     MESSAGES,
     MeasuredModel,
     MeasureSettings,
+    Place,
     _Bench,
-    least_share,
     measure,
+    memory_shares,
+    stages_of,
 )
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
@@ -145,7 +147,14 @@ def test_micro_batches_divide_for_sequence_parallelism() -> None:
     ],
 )
 def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
-    assert least_share(found) == share
+    assert min(memory_shares(found)) == share
+
+
+def test_stages_are_within_a_node_and_a_type() -> None:
+    places = [Place("a", "fast"), Place("a", "slow"), Place("a", "fast"), Place("b", "fast"), Place("b", "fast")]
+    assert stages_of(places, 1) == ((0,), (2,), (1,), (3,), (4,))
+    assert stages_of(places, 2) == ((0, 2), (3, 4))
+    assert stages_of(places, 3) == ()
 
 
 def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.checkpoint.manifest import Damaged
+from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.errors import Stopped
 from hydragraph.runtime.instruction_trace import Exposed, Span
 from hydragraph.spec.assignment import Assignment
@@ -45,6 +46,7 @@ class PlainExecutor:
         self.model = model
         self.spans: list[Span] | None = None
         self.decision = ""
+        self.planning = Planning()
         self.announced: list[list[Tensor]] = []
         self.optimizer: torch.optim.Optimizer = optimizer(list(model.named_parameters()))
         self.steps, self.fail_at = 0, fail_at

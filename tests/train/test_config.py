@@ -176,7 +176,7 @@ def test_the_demo_is_a_config_for_four_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"elastic.replan": True}, "elastic.replan needs plan"),
+        ({"elastic.replan": True}, "elastic.replan needs strategies: auto, or plan"),
         ({"elastic.dry_run": True}, "elastic: dry_run is about replan"),
         ({"elastic.monitor": "yes please"}, "elastic: monitor is 'yes please'"),
         ({"elastic.enter": 1.05}, "elastic: enter is 1.05, leave is 1.1: give 1 < leave < enter"),

@@ -29,6 +29,14 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [m.step for m in history] == [1, 2, 3, 4, 5]
 
 
+def test_the_explanation_of_a_plan_is_kept(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "m", None, 0) as log:
+        assert not log.written
+        log.write(replace(STEP, plan=("devices: 2", "plan: one pipeline")))
+        assert log.written
+    assert read_metrics(tmp_path / "m")[0].plan == ("devices: 2", "plan: one pipeline")
+
+
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("metrics") / "m"

@@ -1,0 +1,252 @@
+"""Planning without files, for `strategies: auto`: discover devices, measure the model's blocks on them, and plan.
+
+    1. every rank reports its device, and pairs of ranks exchange messages       `engine.discovery`
+    2. blocks are timed on all types of devices at the same time, unless cached   `runtime.profile_measurement`
+    3. rank 0 plans for the data's lengths, and tells all ranks                   `planner.plan`
+
+A kind of stage whose times are too noisy for a fit is measured once more, for longer. If a type then has no usable
+kind, all types are priced by the model's operations at their measured speed. Stages with sequence parallelism or
+recomputation are measured only if nothing fits without them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar, cast
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import World
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
+from hydragraph.engine.discovery import Discovered, discover
+from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
+from hydragraph.ir.program import Program
+from hydragraph.log import doing
+from hydragraph.runtime.executor import hidden_size
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
+from hydragraph.spec.home import Home
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.training_workload import Workload
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+
+# Measurements of a first and of a second, longer attempt: repetitions, and token counts.
+ATTEMPTS = ((2, 4), (5, 6))
+# Tokens of the longest measured micro-batch, at least: shorter ones do not show attention.
+LEAST_TOKENS = 1024
+# Most seconds that the longest measured micro-batch should take in a block, forward and backward.
+BLOCK_S = 1.0
+# Assumed mini-batches where no lengths are given: sequences per rank, and their tokens.
+ASSUMED = (4, 512)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned.
+
+    Attributes:
+        model: to measure, with its backend.
+        home: where the state is to live.
+    """
+
+    model: MeasuredModel
+    home: Home
+
+    @property
+    def program(self) -> Program:
+        """The captured model."""
+        return self.model.program
+
+
+def plan_automatically(
+    subject: Subject,
+    world: World,
+    planning: Planning,
+    preplanned: bool = True,
+    probe: Callable[[], float] | None = None,
+) -> Planning:
+    """Return inputs for the choice of strategies, measured and planned on the ranks that run; all ranks call this.
+
+    Args:
+        subject: the model.
+        world: this process's place.
+        planning: its lengths, if they are known, and its policy.
+        preplanned: whether to plan now; otherwise only devices and costs are measured.
+        probe: returns a device's products per second; None: measure them.
+
+    Raises:
+        Unsupported: on all ranks: no plan fits the devices.
+        ValueError: hosts have different versions.
+    """
+    if not planning.lengths:
+        count, tokens = ASSUMED
+        most = subject.program.positions[0] if subject.program.positions else tokens
+        planning = replace(planning, lengths=[[min(tokens, most)] * (count * world.ranks)])
+        assumed = f"no lengths were given: planned for {count * world.ranks} sequences of {min(tokens, most)} tokens"
+    else:
+        assumed = ""
+    groups = Groups(world, timedelta(minutes=30), watch=world.watch)
+    try:
+        doing("looking at devices and links")
+        found = discover(groups, probe)
+        more = False
+        while True:
+            costs, source = _costs(subject, found, groups, planning, more)
+            if not preplanned:
+                return replace(planning, profile=costs, explanation=_lines(costs, found, (), source, assumed))
+            answer = _plan_on_first(subject, found, world, costs, planning)
+            if isinstance(answer, _Plan):
+                lines = _lines(costs, found, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed)
+                return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
+            if more:
+                raise answer
+            more = True
+    finally:
+        groups.close()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rank 0's plan, as all ranks need it."""
+
+    strategies: tuple[Strategy, ...]
+    lines: tuple[str, ...]
+    took_s: float
+
+
+def _plan_on_first(
+    subject: Subject, found: Discovered, world: World, costs: Costs, planning: Planning
+) -> _Plan | ValueError:
+    """Plan on rank 0; return its plan, or the reason why there is none, on all ranks."""
+    answer: _Plan | ValueError | None = None
+    if world.rank == 0:
+        from hydragraph.planner.brief_explanation import brief_explanation  # needs numba, which other ranks do without
+
+        doing("planning")
+        try:
+            began = time.monotonic()
+            batches = planning.lengths or ()
+            plan = planned_for(subject.program, costs, batches, subject.home)
+            took_s = time.monotonic() - began
+            workload = Workload(lengths=sample_of(batches))
+            lines = brief_explanation(costs.changed(home=subject.home), workload, plan)
+            able = tuple(s for s in plan.strategies if runs(subject.program, s, costs.ranks))
+            answer = _Plan(able, lines, took_s)
+        except ValueError as error:
+            answer = error
+    answer = world.gather(answer)[0]
+    assert answer is not None, "rank 0 plans"
+    return answer
+
+
+def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
+    """Return the explanation: at most eight lines."""
+    from hydragraph.planner.brief_explanation import devices_line
+
+    devices = devices_line(costs, found.types, found.links_text)
+    return (devices, *plan, f"costs: {source}", *([assumed] if assumed else []))
+
+
+def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planning, more: bool) -> tuple[Costs, str]:
+    """Return the costs of the model on the discovered devices, equal on all ranks, and where they come from.
+
+    Args:
+        more: whether to include stages with sequence parallelism and recomputation.
+    """
+    degrees = _degrees(subject.program, max(Counter(found.places).values()))
+    kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
+    schemes = tuple((tp, 1) for tp in degrees)
+    settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, planning))
+    began = time.monotonic()
+    keys = _keys(subject, found, settings)
+    profile = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
+    if profile is not None:
+        return Costs(profile, found.cluster, home=subject.home), "from the cache"
+    for repeats, points in ATTEMPTS:
+        profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
+        if not any(each.unfit for each in (profile, *profile.others)):
+            break
+    assert profile is not None, "there is an attempt"
+    source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
+    every = (profile, *profile.others)
+    if not all(each.pieces for each in every):
+        reasons = "; ".join(dict.fromkeys(why for each in every for why in each.unfit.values()))
+        _LOG.warning("measured times cannot be fitted (%s): operations are counted instead", reasons)
+        source = f"by operations at the measured speed of products, because {reasons[:80]}"
+        profile = datasheet(subject.program, found.cluster, 1.0, degrees)
+    elif groups.world.rank == 0:
+        for name, key in keys.items():
+            remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))
+    return Costs(profile, found.cluster, home=subject.home), source
+
+
+def _of_first(groups: Groups, value: T) -> T:
+    """Return rank 0's value on all ranks: fits of one set of times may differ in rounding between hosts."""
+    first: list[T | None] = groups.gather_objects(value if groups.world.rank == 0 else None)
+    return cast("T", first[0])
+
+
+def _longest(program: Program, found: Discovered, planning: Planning) -> int:
+    """Return the tokens of the longest micro-batch to measure.
+
+    It is at least the longest sequence. It is longer, so that attention shows, as far as a block then takes at most
+    `BLOCK_S`.
+    """
+    sequence = max(n for batch in planning.lengths or () for n in batch)
+    slowest = min(report.flops_per_s for report in found.reports)
+    block = max(bucket.size for bucket in program.buckets)
+    affordable = int(BLOCK_S * slowest / (6 * block))
+    return max(sequence, LEAST_TOKENS, min(4 * hidden_size(program), affordable))
+
+
+def _degrees(program: Program, most: int) -> tuple[int, ...]:
+    """Return the tensor-parallel degrees that the model can be cut by, up to the ranks of one place."""
+    able = (tp for tp in range(1, most + 1) if program.allows(tp))
+    return tuple(tp for tp in able if runs(program, Strategy.parse(f"<tp{tp},pp1>", program.layers), tp))
+
+
+def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dict[str, str]:
+    """Return the key of each type's profile in the cache."""
+    program = subject.program
+    together = Counter(found.places)
+    keys: dict[str, str] = {}
+    for rank, name in enumerate(found.types):
+        count = max(n for place, n in together.items() if place.type == name)
+        kinds = tuple(kind.text for kind in settings.every_kind)
+        others = (
+            program.fingerprint,
+            program.origin,
+            str(program.dtype),
+            subject.model.backend,
+            kinds,
+            settings.longest,
+        )
+        keys.setdefault(name, profile_key(found.reports[rank], count, others))
+    return keys
+
+
+def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
+    """Return the cached profiles of all types; None if one is missing."""
+    alone = len(keys) == 1
+    profiles = [recall_profile(key, found.reports[found.types.index(name)], name, alone) for name, key in keys.items()]
+    known = [profile for profile in profiles if profile is not None]
+    return Profile.merge(known) if len(known) == len(profiles) else None
+
+
+def _measured(subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings) -> Profile:
+    def tell(done: int, total: int, what: str) -> None:
+        if what:
+            doing(f"measuring {what}", done + 1, total)
+
+    profile = measure(subject.model, settings, groups, tell, found.places, found.links.messages)
+    return _of_first(groups, profile)

@@ -1,0 +1,99 @@
+"""Discovery of the cluster that a program runs on: its devices, their types, and the measured links between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
+from hydragraph.runtime.link_measurement import MeasuredLinks, measure_links
+from hydragraph.runtime.profile_measurement import Place
+from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """The discovered cluster.
+
+    Attributes:
+        reports: of every rank.
+        types: name of every rank's type of device.
+        links: as measured.
+        cluster: all of it, as plans are priced on it.
+    """
+
+    reports: tuple[DeviceReport, ...]
+    types: tuple[str, ...]
+    links: MeasuredLinks
+    cluster: Cluster
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The place of every rank: its node and type."""
+        return tuple(Place(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
+
+    @property
+    def links_text(self) -> str:
+        """The slowest links within and between nodes, in words; "" for one rank."""
+        parts = []
+        for where, links in (("within", self.links.inner), ("between", self.links.outer)):
+            known = [link for link in links if link is not None]
+            if known:
+                slowest = min(known, key=lambda link: link.bytes_per_s)
+                node = "nodes" if len(self.links.inner) > 1 else "it"
+                parts.append(f"{slowest.bytes_per_s / 1e9:.3g} GB/s {where} {node}")
+        return "".join(f", {part}" for part in parts)
+
+
+def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discovered:
+    """Discover the devices and links of all ranks, which call this together and get the same result.
+
+    Args:
+        groups: their communicators.
+        probe: returns a device's products per second; None: measure them.
+
+    Raises:
+        ValueError: hosts have different versions.
+    """
+    reports = report_devices(groups, probe)
+    types = types_of(reports)
+    links = measure_links(groups, [report.node for report in reports])
+    links = groups.gather_objects(links)[0]  # fitted on each rank from the same times, but rounding may differ
+    return Discovered(reports, types, links, cluster_of(reports, types, links))
+
+
+def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
+    """Return the cluster of some reports, with a node for every type of device of every host.
+
+    If ranks do not count through these nodes in order, all have the slowest links within and between nodes.
+    """
+    hosts = list(dict.fromkeys(report.node for report in reports))
+    host_of = [hosts.index(report.node) for report in reports]
+    places = list(zip(host_of, types, strict=True))
+    order = list(dict.fromkeys(places))
+    devices = []
+    for place, name in zip(places, types, strict=True):
+        alike = [report for report, other in zip(reports, types, strict=True) if other == name]
+        flops, memory, bandwidth = (
+            min(getattr(report, each) for report in alike)
+            for each in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
+        )
+        devices.append(Device(flops, memory, bandwidth, order.index(place), name))
+    inner, outer = [], []
+    for host, node in enumerate(hosts):
+        local = Interconnect(min(report.memory_bytes_per_s for report in reports if report.node == node), 0.0)
+        inner.append(links.inner[host] or local)
+        outer.append(links.outer[host] or inner[-1])  # a single host has no network: its types are joined as its ranks
+    numbers = [device.node for device in devices]
+    if numbers != sorted(numbers):
+        within, between = (min(each, key=lambda link: link.bytes_per_s) for each in (inner, outer))
+        return Cluster(tuple(devices), within, between)
+    counts = Counter(places)
+    nodes = []
+    for place in order:
+        host, name = place
+        cards = counts[place] if len(hosts) == 1 else min(links.cards[host], counts[place])
+        nodes.append(Node(name, counts[place], inner[host], outer[host], cards=cards))
+    return Cluster(tuple(devices), None, None, tuple(nodes))

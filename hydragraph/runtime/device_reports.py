@@ -1,0 +1,194 @@
+"""Discovery of devices: what every rank reports of its own, and the types that these reports form.
+
+Types are told apart by measurement, not by name: a GPU that is throttled to half its clock is a type of its own.
+
+Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second. The fastest leads a type, which all within
+`ALIKE` of it join; the third forms another one, named after its speed: "a100", "a100", "a100-51", "a100".
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.runtime.profile_measurement import device_memories, type_name
+from hydragraph.runtime.speed_probe import MOST_S, SIZES, Probe
+from hydragraph.version import __version__
+
+# Devices of one type reach at least this fraction of the speed, and of the memory, of the fastest of them.
+ALIKE = 0.8
+# Most times that devices are probed again while some of one name seem slower than others: other processes may have
+# slowed them for a moment.
+AGAIN = 3
+# Bytes copied to measure the bandwidth of memory.
+COPIED = 1 << 25
+# Packages whose versions must be equal on all hosts.
+PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Report of one rank.
+
+    Attributes:
+        node: identifies the rank's node; ranks of one node share memory and network cards.
+        host: name of the machine.
+        name: short name of the device.
+        memory_bytes: bytes that the rank may use: its share where several ranks share a device or a host.
+        products_per_s: small matrix products per second, by which types are told apart.
+        flops_per_s: floating-point operations per second of these products.
+        memory_bytes_per_s: bandwidth of the device's memory.
+        threads: compute threads of a rank on a CPU; 0 on a GPU.
+        details: compute capability and PCI address of a GPU, and the NUMA nodes of its host.
+        versions: of hydragraph, Python and the packages that all hosts must agree on.
+    """
+
+    node: str
+    host: str
+    name: str
+    memory_bytes: int
+    products_per_s: float
+    flops_per_s: float
+    memory_bytes_per_s: float
+    threads: int
+    details: str
+    versions: tuple[tuple[str, str], ...]
+
+
+def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> tuple[DeviceReport, ...]:
+    """Measure this rank's device while all others measure theirs, and return the reports of all ranks.
+
+    Args:
+        groups: the communicators of all ranks, which call this together.
+        probe: returns products per second; None: measure them.
+
+    Raises:
+        ValueError: hosts have different versions.
+    """
+    device = groups.world.device
+    memory = device_memories(groups)[groups.world.rank]
+    measured = probe or (lambda: _products_per_s(device))
+    per_s = measured()
+    size = SIZES[device.type]
+    own = DeviceReport(
+        groups.world.node or platform.node(),
+        platform.node(),
+        type_name(device),
+        int(memory),
+        per_s,
+        2 * size**3 * per_s,
+        _bandwidth(device),
+        torch.get_num_threads() if device.type == "cpu" else 0,
+        _details(device),
+        _versions(),
+    )
+    reports = tuple(groups.gather_objects(own))
+    check_versions(reports)
+    for _ in range(AGAIN):
+        if len(set(types_of(reports))) == len({report.name for report in reports}):
+            break
+        per_s = max(own.products_per_s, measured())
+        own = replace(own, products_per_s=per_s, flops_per_s=2 * size**3 * per_s)
+        reports = tuple(groups.gather_objects(own))
+    return reports
+
+
+def check_versions(reports: Sequence[DeviceReport]) -> None:
+    """Check that all ranks run the same versions.
+
+    Raises:
+        ValueError: naming the package, two ranks and their hosts.
+    """
+    first = reports[0]
+    for rank, other in enumerate(reports):
+        for (name, here), (_, there) in zip(first.versions, other.versions, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"rank {rank} on {other.host} has {name} {there}, and rank 0 on {first.host} has {name} {here}: "
+                    "install the same version on every host"
+                )
+
+
+def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+    """Return the name of each rank's type of device."""
+    leaders: list[tuple[str, DeviceReport]] = []
+    names = [""] * len(reports)
+    for rank in sorted(range(len(reports)), key=lambda rank: (-reports[rank].products_per_s, rank)):
+        own = reports[rank]
+        name = next((name for name, leader in leaders if alike(leader, own)), None)
+        if name is None:
+            name = _new_name(own, leaders)
+            leaders.append((name, own))
+        names[rank] = name
+    return tuple(names)
+
+
+def alike(one: DeviceReport, other: DeviceReport) -> bool:
+    """Return whether two devices are of one type: the same name, and nearly the same speed and memory."""
+    if one.name != other.name:
+        return False
+    pairs = ((one.products_per_s, other.products_per_s), (one.memory_bytes, other.memory_bytes))
+    return all(min(pair) >= ALIKE * max(pair) for pair in pairs)
+
+
+def _new_name(own: DeviceReport, leaders: Sequence[tuple[str, DeviceReport]]) -> str:
+    """Return a name for a type: the device's, with its speed relative to the fastest of that name if there is one."""
+    fastest = next((leader for _, leader in leaders if leader.name == own.name), None)
+    if fastest is None:
+        return own.name
+    name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
+    if any(name == other for other, _ in leaders):  # as fast, with other memory
+        name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
+    return name
+
+
+def _products_per_s(device: torch.device) -> float:
+    probe = Probe(device)
+    probe.most_s = MOST_S
+    return max(probe().per_s, 1e-9)
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a copy within the device's memory reads and writes."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * COPIED / best
+
+
+def _details(device: torch.device) -> str:
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    numa = f"{nodes} NUMA node{'s' * (nodes != 1)}"
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return f"{cores} core{'s' * (cores != 1)}, {numa}"
+    properties = torch.cuda.get_device_properties(device)
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    pci = "" if None in address else f"PCI {address[0]:04x}:{address[1]:02x}:{address[2]:02x}, "
+    return f"compute capability {properties.major}.{properties.minor}, {pci}{numa}"
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("hydragraph", __version__), ("Python", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, "none"))
+    return tuple(found)

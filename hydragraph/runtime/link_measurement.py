@@ -1,0 +1,135 @@
+"""Measurement of links: one pair of ranks in each node, one pair between nodes, and all pairs of two nodes at once.
+
+A pair exchanges messages of growing size, there and back; half a round trip is the time of a message. All pairs of a
+round run at the same time. If k pairs between two nodes together are as fast as k times one pair, each has its own
+network card; if they are not, the pairs share cards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.runtime.profile_fitting import fit_link
+from hydragraph.spec.cluster import Interconnect
+
+SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
+LONGEST_S = 0.1  # larger messages than one that takes this long are not measured
+REPEATS = 3
+NODES = 8  # most nodes whose links to the first one are measured; further ones are assumed to be like the last
+
+Pair = tuple[int, int]
+Messages = tuple[tuple[int, float], ...]  # bytes and seconds
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Links of nodes, by node in the order of their first ranks.
+
+    Attributes:
+        inner: within each node; None if it has one rank.
+        outer: between each node and the others; None if there is one node.
+        cards: number of network cards of each node, as far as its ranks can tell.
+        messages: of the first measured pair.
+    """
+
+    inner: tuple[Interconnect | None, ...]
+    outer: tuple[Interconnect | None, ...]
+    cards: tuple[int, ...]
+    messages: Messages = ()
+
+
+def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
+    """Measure the links between ranks; all ranks call it together.
+
+    Args:
+        groups: the communicators of all ranks.
+        nodes: each rank's node.
+    """
+    ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
+    each = list(ranks.values())
+    within = {i: (own[0], own[1]) for i, own in enumerate(each) if len(own) > 1}
+    found = exchange(groups, list(within.values()))
+    inner = [_link(found.get(within[i], ())) if i in within else None for i in range(len(each))]
+    first = next(iter(found.values()), ())
+    outer: list[Interconnect | None] = [None] * len(each)
+    for i in range(1, min(len(each), NODES)):
+        pair = (each[0][0], each[i][0])
+        messages = exchange(groups, [pair])[pair]
+        first = first or messages
+        outer[i] = _link(messages)
+    outer = [each_ or (outer[min(len(each), NODES) - 1] if i else None) for i, each_ in enumerate(outer)]
+    outer[0] = max(filter(None, outer), key=lambda link: link.bytes_per_s, default=None)
+    cards = [1] * len(each)
+    if len(each) > 1 and outer[1] is not None:
+        pairs = list(zip(each[0], each[1], strict=False))
+        together = exchange(groups, pairs)
+        alone_s = outer[1].seconds(together[pairs[0]][-1][0])
+        shared_s = max(messages[-1][1] for messages in together.values())
+        cards = [cards_of(len(own), len(pairs), alone_s, shared_s) for own in each]
+    return MeasuredLinks(tuple(inner), tuple(outer), tuple(cards), first)
+
+
+def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
+    """Return the number of network cards of a node.
+
+    Args:
+        ranks: of the node.
+        pairs: number of pairs that were measured together.
+        alone_s, together_s: seconds of a message of one pair alone, and of the slowest of all pairs at once.
+    """
+    if pairs < 2:  # nothing can be told
+        return 1
+    sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs of one card
+    return max(1, round(ranks / sharing))
+
+
+def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
+    """Return the messages of pairs of ranks that exchange at the same time; no rank is in two pairs."""
+    rank = groups.world.rank
+    device = groups.world.device
+    own = next((pair for pair in pairs if rank in pair), None)
+    found: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
+    for size in SIZES if pairs else ():
+        seconds = 0.0 if own is None else _round_trip(groups, own, torch.zeros(size, dtype=torch.uint8, device=device))
+        everyone = groups.gather_objects(seconds)
+        for pair in pairs:
+            found[pair].append((size, max(everyone[pair[0]], everyone[pair[1]], 1e-9)))
+        if max(everyone) > LONGEST_S:
+            break
+    return {pair: tuple(messages) for pair, messages in found.items()}
+
+
+def _round_trip(groups: Groups, pair: Pair, message: torch.Tensor) -> float:
+    """Return half the seconds of a round trip between this rank and the other one of its pair."""
+    rank = groups.world.rank
+    other = pair[1] if rank == pair[0] else pair[0]
+    times = []
+    for turn in range(REPEATS + 1):
+        _synchronise(message.device)
+        began = time.perf_counter()
+        for sender in pair:
+            work = groups.send(message, other, turn) if sender == rank else groups.receive(message, other, turn)
+            groups.wait(work)
+        _synchronise(message.device)
+        times.append((time.perf_counter() - began) / 2)
+    return median(times[1:])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _link(messages: Messages) -> Interconnect:
+    """Return the link that messages show; the largest one alone if latency hides the bandwidth."""
+    fitted = fit_link([size for size, _ in messages], [seconds for _, seconds in messages])
+    if fitted is not None:
+        return fitted.link
+    size, seconds = messages[-1]
+    return Interconnect(size / seconds, 0.0)

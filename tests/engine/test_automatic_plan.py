@@ -1,0 +1,157 @@
+"""`hg.compile(model, "auto")` over two gloo ranks: it measures, plans, explains, trains, and starts from the cache.
+
+Speeds of devices are pretended. Blocks are timed for real once; how long they take decides nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hydragraph as hg
+from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine import automatic_plan
+from hydragraph.engine.discovery import Discovered, discover
+from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, Place, measure
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
+from tests.models import llama, sequences
+from tests.ready import Ready
+
+LENGTHS = [[40, 12, 33, 64]] * 2
+REPORTS = "hydragraph.runtime.device_reports._products_per_s"
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank found: lines of the explanation, strategies, losses, and types that were measured."""
+
+    lines: tuple[str, ...]
+    strategies: tuple[str, ...]
+    losses: tuple[float, ...]
+    measured: tuple[str, ...]
+
+
+def ready() -> Ready:
+    return Ready.of(llama(layers=2), ["<tp1,pp1>", "<tp2,pp1>"])
+
+
+def trained(prepared: Ready, speeds: tuple[float, ...], measuring: object, **options: Any) -> Trained:
+    """Compile for ranks of these pretended speeds, and train two steps."""
+    rank = int(os.environ["RANK"])
+    counted = mock.Mock(side_effect=measuring)
+    with mock.patch(REPORTS, return_value=speeds[rank]), mock.patch.object(automatic_plan, "measure", counted):
+        exe = prepared.executable("auto", sgd, **options)
+    batch = sequences(LENGTHS[0])
+    try:
+        losses = tuple(exe.step(batch).loss for _ in range(2))
+        types = tuple(place.type for call in counted.call_args_list for place in call.args[4])
+        return Trained(exe.explanation, tuple(s.name for s in exe.strategies), losses, types)
+    finally:
+        exe.close()
+
+
+def pretended(
+    subject: MeasuredModel, settings: MeasureSettings, groups: object, tell: object, places: list[Place], *_: object
+) -> Profile:
+    """Return the costs of operations at the speeds that devices pretend to have, as if they had been measured."""
+    speeds = {name: 4e10 if name.endswith("-25") else 1.6e11 for name in Counter(place.type for place in places)}
+    cluster = Cluster(
+        tuple(Device(speed, 8 * 10**9, 1e10, i, name) for i, (name, speed) in enumerate(speeds.items())),
+        Interconnect(1e9, 1e-5),
+        Interconnect(1e9, 1e-5),
+    )
+    profile = datasheet(subject.program, cluster, 1.0, [tp for tp, _ in settings.schemes])
+    return Profile.merge([replace(each, others=(), efficiency=None) for each in (profile, *profile.others)])
+
+
+def on_ranks(prepared: Ready, cache: str) -> tuple[Trained, ...]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    cheap = {"LEAST_TOKENS": 128, "ATTEMPTS": ((1, 3),), "ASSUMED": (4, 64)}  # times decide nothing
+    with mock.patch.multiple(automatic_plan, **cheap):
+        return _on_ranks(prepared)
+
+
+def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
+    alike = (1000.0, 950.0)
+    first = trained(prepared, alike, measure, lengths=LENGTHS)
+    again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
+    uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
+    return first, again, uneven, trained(prepared, alike, AssertionError("it was measured before"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Trained, ...]]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return hg.launch(on_ranks, 2, cache, timeout=timedelta(minutes=15), prepare=ready)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, ...]:
+    exe = hg.compile(llama(layers=2), "<tp1,pp1>", sgd, device="cpu", check="off")
+    losses = tuple(exe.step(sequences(LENGTHS[0])).loss for _ in range(2))
+    exe.close()
+    return losses
+
+
+def test_losses_are_those_of_one_device(ranks: list[tuple[Trained, ...]], alone: tuple[float, ...]) -> None:
+    for every in ranks:
+        for each in every:
+            assert each.losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_all_ranks_have_one_plan_and_explain_it_in_at_most_eight_lines(ranks: list[tuple[Trained, ...]]) -> None:
+    for mine, other in zip(*ranks, strict=True):
+        assert mine == other
+        assert 5 <= len(mine.lines) <= 8
+        assert mine.lines[0].startswith("devices: ")
+        assert mine.lines[1].startswith(f"plan: {mine.strategies[0]}: ")
+        assert mine.lines[2].startswith("expected: ")
+        assert any(line.startswith("plain data parallelism: ") for line in mine.lines)
+
+
+def test_a_second_start_measures_no_blocks(ranks: list[tuple[Trained, ...]]) -> None:
+    first, again, _, _ = ranks[0]
+    assert len(set(first.measured)) == 1
+    assert again.measured == ()
+    if "by operations" not in first.lines[-1]:  # on a machine too busy to measure, nothing is cached
+        assert again.lines[-1].startswith("costs: from the cache")
+
+
+def test_a_throttled_device_is_a_type_of_its_own_and_gets_less(ranks: list[tuple[Trained, ...]]) -> None:
+    uneven = ranks[0][2]
+    fast, slow = uneven.measured
+    assert slow == f"{fast}-25"
+    assert f"1 x {fast} (" in uneven.lines[0]
+    assert f"1 x {slow} (" in uneven.lines[0]
+
+
+def test_without_lengths_the_assumed_ones_are_told(ranks: list[tuple[Trained, ...]]) -> None:
+    assert ranks[0][3].lines[-1] == "no lengths were given: planned for 8 sequences of 64 tokens"
+
+
+def test_a_device_too_small_for_any_layer_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    def small(groups: Any, probe: Any = None) -> Discovered:
+        found = discover(groups, lambda: 1000.0)
+        devices = tuple(replace(device, memory_bytes=200_000) for device in found.cluster.devices)
+        return replace(found, cluster=replace(found.cluster, devices=devices))
+
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}),
+        mock.patch.object(automatic_plan, "discover", small),
+        mock.patch.object(automatic_plan, "measure", pretended),
+        pytest.raises(hg.Unsupported, match=r"nothing fits.*add devices"),
+    ):
+        hg.compile(llama(layers=2), "auto", device="cpu", check="off", lengths=LENGTHS)

@@ -1,0 +1,51 @@
+"""Clusters from made-up reports and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hydragraph.engine.discovery import Discovered, cluster_of
+from hydragraph.runtime.device_reports import DeviceReport, types_of
+from hydragraph.runtime.link_measurement import MeasuredLinks
+from hydragraph.spec.cluster import Cluster, Interconnect
+
+ONE = DeviceReport("n0", "host0", "a100", 40 * 10**9, 100.0, 1e12, 1e12, 0, "", ())
+SLOW = replace(ONE, products_per_s=40.0, flops_per_s=4e11)
+INNER, OUTER = Interconnect(1e11, 1e-6), Interconnect(25e6, 1e-4)
+
+
+def discovered(*reports: DeviceReport, cards: int = 1) -> Discovered:
+    nodes = len({report.node for report in reports})
+    links = MeasuredLinks((INNER,) * nodes, (OUTER if nodes > 1 else None,) * nodes, (cards,) * nodes)
+    types = types_of(reports)
+    return Discovered(reports, types, links, cluster_of(reports, types, links))
+
+
+def other(report: DeviceReport) -> DeviceReport:
+    return replace(report, node="n1", host="host1")
+
+
+def test_nodes_have_their_links_and_cards(tmp_path: Path) -> None:
+    found = discovered(ONE, ONE, other(SLOW), other(SLOW), cards=2)
+    assert [found.cluster.type_of(rank) for rank in range(4)] == ["a100", "a100", "a100-40", "a100-40"]
+    assert (found.cluster.link(0, 1), found.cluster.link(1, 2)) == (INNER, OUTER)
+    assert [found.cluster.node(n).cards for n in (0, 1)] == [2, 2]
+    assert found.links_text == ", 100 GB/s within nodes, 0.025 GB/s between nodes"
+    found.cluster.save(tmp_path / "cluster.yaml")
+    assert Cluster.load(tmp_path / "cluster.yaml") == found.cluster
+
+
+def test_types_of_one_host_are_joined_as_its_ranks_are() -> None:
+    found = discovered(ONE, ONE, SLOW)
+    assert found.cluster.link(0, 1) == found.cluster.link(1, 2) == INNER
+    assert [place.type for place in found.places] == ["a100", "a100", "a100-40"]
+    assert found.links_text == ", 100 GB/s within it"
+
+
+def test_ranks_that_alternate_between_types_are_listed_with_the_slowest_links(tmp_path: Path) -> None:
+    found = discovered(ONE, SLOW, ONE, other(SLOW))
+    assert [device.node for device in found.cluster.devices] == [0, 1, 0, 2]
+    assert (found.cluster.link(0, 2), found.cluster.link(0, 3)) == (INNER, OUTER)
+    found.cluster.save(tmp_path / "cluster.yaml")
+    assert Cluster.load(tmp_path / "cluster.yaml") == found.cluster
