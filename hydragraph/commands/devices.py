@@ -1,0 +1,86 @@
+"""`hydragraph devices`: the devices and links that a run would find, as measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hydragraph.commands.launch_process import leads, on_ranks
+from hydragraph.commands.options import Debug, LogLevel, check_written
+
+if TYPE_CHECKING:
+    from hydragraph.engine.discovery import Discovered
+
+EXAMPLE = (
+    "Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file and: hydragraph plan --cluster "
+    "cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices."
+)
+
+
+def devices_command(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Local processes to start, one per device; default: one per GPU, or one. A launcher "
+            "such as torchrun starts its own.",
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write them as a cluster file, which hydragraph plan reads.")
+    ] = None,
+    log_level: LogLevel = None,
+    debug: Debug = False,
+) -> None:
+    """Measure and print the devices of all ranks, their types, and the links between them.
+
+    This is what a run with strategies: auto plans for. Speeds are those of small fp32 products.
+    """
+    check_written("--output", output)
+    import torch
+
+    found = on_ranks(ranks or max(1, torch.cuda.device_count()), discover_rank, device)
+    if not leads():
+        return
+    _print(found)
+    if output is not None:
+        found.cluster.save(output)
+        print(f"{output}: edit it, or plan with it: hydragraph plan --cluster {output} --model run.yaml")
+
+
+def discover_rank(device: str | None) -> Discovered:
+    """Discover the devices together with all other ranks."""
+    from datetime import timedelta
+
+    from hydragraph.cluster.communicators import Groups
+    from hydragraph.cluster.launch import join
+    from hydragraph.engine.discovery import discover
+
+    groups = Groups(join(device), timedelta(minutes=10))
+    try:
+        return discover(groups)
+    finally:
+        groups.close()
+
+
+def _print(found: Discovered) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="devices", title_justify="left")
+    for heading in ("rank", "host", "type", "GFLOP/s", "memory GB", "GB/s of memory", "threads", "details"):
+        table.add_column(heading, justify="left" if heading in ("host", "type", "details") else "right")
+    for rank, (report, name) in enumerate(zip(found.reports, found.types, strict=True)):
+        rates = (report.flops_per_s / 1e9, report.memory_bytes / 1e9, report.memory_bytes_per_s / 1e9)
+        threads = str(report.threads) if report.threads else ""
+        table.add_row(str(rank), report.host, name, *(f"{rate:.3g}" for rate in rates), threads, report.details)
+    Console().print(table)
+    for number, (inner, outer) in enumerate(zip(found.links.inner, found.links.outer, strict=True)):
+        for where, link in (("within", inner), ("from", outer)):
+            if link is not None:
+                speed = f"{link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us"
+                cards = f", {found.links.cards[number]} network cards" if where == "from" else ""
+                print(f"{where} node {number}: {speed}{cards}")
