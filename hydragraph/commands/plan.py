@@ -138,7 +138,12 @@ def plan_command(
     ] = None,
     deadline: Annotated[
         float | None,
-        typer.Option(min=0, help="After so many seconds take the best plan so far.", rich_help_panel=_UNEVEN),
+        typer.Option(
+            min=0,
+            help="After so many seconds of the whole command take the best plan so far; kinds of stages that there was "
+            "no time to compile are left out.",
+            rich_help_panel=_UNEVEN,
+        ),
     ] = None,
     output: Annotated[
         Path | None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
     from hydragraph.planner.plan import Plan
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
+    from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
 
 Say = Callable[[str], None]
 
+# Part of the deadline after which no further graphs are compiled.
+COMPILING = 0.6
 # Tokens of a sample mini-batch, where nothing says how many.
 TOKENS = 100_000
 
@@ -127,29 +131,44 @@ class Asked:
 
 
 def plan_devices(asked: Asked, as_json: bool) -> None:
-    """Plan, print the plan, and write what was asked for."""
-    from hydragraph.planner.plan import check_question, plan
-    from hydragraph.report.device_picture import write_device_picture
+    """Plan, print the plan, and write what was asked for; the deadline counts from here."""
     from hydragraph.spec.cluster import Cluster
 
+    began = time.monotonic()
     asked.check()
-    method: Any = asked.method or "auto"
-    solver: Any = asked.solver
-    check_question(method, asked.deadline, solver)
+    # Mistakes in files are told before the imports of the planner, which take seconds.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.work.read(config)
-    with Console(stderr=True).status("reading") as status:
+
+    from hydragraph.planner.plan import check_question, plan
+    from hydragraph.report.device_picture import write_device_picture
+
+    method: Any = asked.method or "auto"
+    solver: Any = asked.solver
+    check_question(method, asked.deadline, solver)
+
+    def left(part: float = 1.0) -> float | None:
+        """Return the seconds until a part of the deadline has passed."""
+        return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
+
+    console = Console(stderr=True)
+    with console.status("reading") as status:
+        said = ""
 
         def say(what: str) -> None:
+            nonlocal said
             status.update(escape(what))
+            if what != said and not console.is_terminal:
+                console.print(what, markup=False, highlight=False, soft_wrap=True)
+            said = what
 
         costs, source = _costs(asked, cluster, config, say)
         running = None if asked.running is None else _running(asked.running, costs)
         if config is not None:
-            _compile_first(costs)
+            costs = _compile_first(costs, left(COMPILING))
         say("searching")
-        found = plan(costs, workload, method, running, asked.deadline, asked.work.seed, solver)
+        found = plan(costs, workload, method, running, left(), asked.work.seed, solver)
     written = [] if asked.output is None else [_write(found, asked.output)]
     if asked.picture is not None:
         write_device_picture(found, costs, asked.picture)
@@ -208,19 +227,40 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     return costs, f"{costs.source}; memory by the sizes of compiled graphs"
 
 
-def _compile_first(costs: Costs) -> None:
-    """Have the graphs of all stages that a plan may be made of, so that its deadline is the search's alone."""
+def _compile_first(costs: Costs, seconds: float | None) -> Costs:
+    """Compile the graphs of all stages that a plan may consist of; return costs without kinds there was no time for.
+
+    Plain stages come first, and those of one device are always compiled.
+
+    Args:
+        costs: of the plan.
+        seconds: after which no further kind is begun; None: no limit.
+    """
     from hydragraph.spec.stage_kind import StagePart
 
+    until = None if seconds is None else time.monotonic() + seconds
     working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
     examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
+    kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
-        for kind in costs.profile.of(name).pieces if most else ():  # of a type that is lost nothing need be known
-            if kind.tp <= most and costs.sizes.allows(kind.tp):
-                for block in examples.values():
-                    costs.blocks.adds(block, StagePart(kind, 0))
+        # Nothing needs to be known of a type whose ranks are all lost.
+        kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
+    late: set[StageKind] = set()
+    for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind)):
+        if kind.tp > 1 and until is not None and time.monotonic() > until:
+            late.add(kind)
+            continue
+        for block in examples.values():
+            costs.blocks.adds(block, StagePart(kind, 0))
+    return costs.changed(profile=_without(costs.profile, late)) if late else costs
+
+
+def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
+    """Return a profile, and those of other types in it, without some kinds of stage."""
+    pieces = {kind: piece for kind, piece in profile.pieces.items() if kind not in kinds}
+    return replace(profile, pieces=pieces, others=tuple(_without(other, kinds) for other in profile.others))
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:

@@ -97,7 +97,8 @@ def plan_automatically(
         assumed = ""
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
-        doing("looking at devices and links")
+        if world.rank == 0:
+            doing("looking at devices and links")
         found = discover(groups, probe)
         more = False
         while True:
@@ -245,7 +246,7 @@ def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
 
 def _measured(subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings) -> Profile:
     def tell(done: int, total: int, what: str) -> None:
-        if what:
+        if what and groups.world.rank == 0:
             doing(f"measuring {what}", done + 1, total)
 
     profile = measure(subject.model, settings, groups, tell, found.places, found.links.messages)

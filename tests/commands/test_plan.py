@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import hydragraph as hg
 from hydragraph import cli
+from hydragraph.commands.plan_devices import _compile_first
 from hydragraph.data.token_file import write_tokens
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.train.config import TrainConfig
@@ -108,6 +111,26 @@ def test_help_teaches_with_an_example() -> None:
 
 
 # Devices that differ: --cluster.
+
+
+def test_a_missing_cluster_is_told_before_the_planner_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from hydragraph import cli\n"
+        f"asked = ['plan', '--cluster', {str(tmp_path / 'no.yaml')!r}, '--model', 'run.yaml']\n"
+        "done = CliRunner().invoke(cli.app, asked)\n"
+        "print(done.exit_code, 'no.yaml' in done.stderr, {'numba', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 True set()\n"
+
+
+def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    assert _compile_first(costs, None) is costs
+    left = _compile_first(costs, -1.0)
+    assert {kind.tp for name in costs.cluster.types for kind in left.profile.of(name).pieces} == {1, 4}
+    assert hg.plan(left, hg.Workload(sequences=8, length=64)).seconds > 0
+
 
 SOME = ("--sequences", "8", "--length", "64")
 TYPES = ("--profile", "fast.json", "--profile", "slow.json")
