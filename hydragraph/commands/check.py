@@ -69,8 +69,15 @@ def check_command(
     if cluster is not None and memory is not None:
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
-    texts = chosen_strategies(strategies, settings.strategies)
     ranks = settings.ranks if cluster is None else len(Cluster.load(cluster).devices)
+    if settings.automatic and not strategies:
+        settings = replace(settings, strategies=(f"{ranks}*<tp1,pp1>",))
+        print(
+            "strategies: auto is planned when training starts; this checks plain data parallelism instead (--strategy "
+            "names others)",
+            file=sys.stderr,
+        )
+    texts = chosen_strategies(strategies, settings.strategies)
     check_settings(replace(settings, strategies=texts), ranks)
     _look_at_data(settings)
     parsed, costs = _costs(settings, texts, cluster, memory, profile, corrections)

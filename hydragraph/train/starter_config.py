@@ -194,10 +194,8 @@ def _paths_comment(found: Found) -> str:
 
 
 def _strategies(devices: int) -> list[str]:
-    if devices == 1:
-        return ['strategies: "<tp1,pp1>"  # one device has all layers', "ranks: 1"]
     return [
-        f'strategies: "{devices}*<tp1,pp1>"  # each device has all layers; <tp2,pp1>: two share each layer',
+        "strategies: auto  # measured and planned for these devices and data; or yours, such as 2*<tp1,pp1>",
         f"ranks: {devices}",
     ]
 
