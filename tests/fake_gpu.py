@@ -1,24 +1,37 @@
-"""A GPU that is not there: fake CUDA tensors go through graphs, that refuse operands on two devices as real ones do."""
+"""A GPU that is not there: fake CUDA tensors, which like real ones refuse operands on two devices."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import inspect
 import operator
-from collections.abc import Iterator, Mapping
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydragraph.ir.graph_data import value_of
+from hydragraph.kernels import triton_jit
+from hydragraph.kernels.slice_copy import SliceTable
+from hydragraph.kernels.triton_jit import Kernel
 from hydragraph.passes import compile_with_inductor
 from hydragraph.passes.compile_with_inductor import GraphPiece
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names
 from hydragraph.passes.graph_passes import VariantSpec, shard_strides
 from hydragraph.private.inductor import fake_like, mode_of
+from hydragraph.runtime.exchange import Exchange
 
 GPU = torch.device("cuda:0")
 
@@ -68,6 +81,7 @@ def misplaced(module: fx.GraphModule) -> list[str]:
 
 def interpret(variant: Variant, spec: VariantSpec) -> None:
     """Run a variant's graphs on fake tensors of the GPU; assert that all results are there."""
+    guard()
     fakes = _inputs(variant, spec)
     mode = mode_of(fakes.values())
     collectives = FakeCollectives(spec.part.tp)
@@ -101,14 +115,9 @@ def compile_for_gpu(variant: Variant, spec: VariantSpec) -> tuple[Variant, int]:
         return lambda arguments: None
 
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
-    with mock.patch("torch._inductor.compile_fx.compile_fx_inner", generate), mock.patch.object(Tensor, "copy_", _copy):
+    guard()
+    with mock.patch("torch._inductor.compile_fx.compile_fx_inner", generate):
         return compile_with_inductor.compile_variant(variant, strides, GPU, where=spec.where), given
-
-
-def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy below autograd, whose own kernel asks for a device guard that a build for CPUs lacks."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.aten.copy_.default(into, source, non_blocking)
 
 
 def _inputs(variant: Variant, spec: VariantSpec) -> dict[str, Any]:
@@ -130,61 +139,125 @@ def _on_gpu(results: Any) -> None:
         assert not isinstance(result, Tensor) or result.device == GPU, result
 
 
-class _Scalars(TorchDispatchMode):
-    """Reads every number of the GPU as 1: fake tensors have none."""
+class _Numbers(TorchDispatchMode):
+    """Lets the host read 1 (or True) from fake tensors, which have no content, and the true numbers from others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device == GPU:
-            return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        if not isinstance(args[0], FakeTensor):
+            with torch.utils._python_dispatch._disable_current_modes():
+                return func(*args)
+        return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+
+
+class _OnGpu(TorchDispatchMode):
+    """Asserts that operators make tensors on the GPU, except for single numbers, and copies to the host.
+
+    Attributes:
+        operators: how many were seen.
+        to_host: elements of each tensor that was copied to the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+        self.to_host: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operators += 1
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, Tensor) or tensor.device == GPU or not tensor.dim():
+                continue
+            arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            assert arguments, f"{func} makes {tensor}"
+            if any(argument.device == GPU for argument in arguments):
+                assert func is torch.ops.aten._to_copy.default, f"{func} makes {tensor}"
+                self.to_host.append(tensor.numel())
+        return out
+
+
+# Arguments that each kernel of ours writes.
+_WRITTEN = {
+    "_slice_copy": ("target",),
+    "_adamw": ("weights", "moments", "squares", "copies"),
+    "_reduce": ("statistics",),
+    "_differentiate": ("logits",),
+}
+
+
+def _launcher(kernel: Kernel, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Return what stands in for the launch of a kernel: operators that read and write the same tensors."""
+
+    def launch(*args: Any, **constants: Any) -> None:
+        names = list(inspect.signature(kernel.function).parameters)
+        tensors = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, Tensor)}
+        assert {value.device for value in tensors.values()} == {GPU}, f"{kernel.function.__name__}: {tensors}"
+        for name, value in tensors.items():
+            written = name in _WRITTEN[kernel.function.__name__] and (name != "copies" or constants["COPY"])
+            value.zero_() if written else value.sum()
+
+    return launch
+
+
+def _table(name: str) -> property:
+    """Return what stands in for a table of an exchange: made outside of the modes, as its ranges are read."""
+    make = vars(Exchange)[name].func
+
+    def table(exchange: Exchange) -> SliceTable:
+        assert exchange.device == GPU
+        with torch.utils._python_dispatch._disable_current_modes():
+            made: SliceTable = make(replace(exchange, device=torch.device("cpu")))
+        tiles, origins = (torch.empty(x.shape, dtype=x.dtype, device=GPU) for x in (made.tiles, made.origins))
+        return replace(made, tiles=tiles, origins=origins)
+
+    return property(table)
 
 
 @contextmanager
-def without_a_driver() -> Iterator[None]:
-    """Let the host read fake numbers as 1, and do in Python what a build for CPUs cannot do with a fake CUDA tensor."""
-    shims = {
-        "tolist": _tolist,
-        "copy_": _copy,
-        "__getitem__": _item,
-        "__setitem__": _set,
-        "__bool__": lambda self: True,
+def fake_gpu() -> Iterator[_OnGpu]:
+    """Run what is inside on fake tensors: new ones are on the GPU, or a copy to the host, or an error.
+
+    Yields:
+        what was seen.
+    """
+    guard()
+    addresses = {
+        (Tensor, "data_ptr"): lambda x: (x.untyped_storage()._cdata << 32) + x.storage_offset() * x.element_size(),
+        (torch.UntypedStorage, "data_ptr"): lambda storage: storage._cdata << 32,
     }
-    with ExitStack() as patched:
-        for name, shim in shims.items():
-            patched.enter_context(mock.patch.object(Tensor, name, shim))
-        patched.enter_context(_Scalars())
-        yield
+    with ExitStack() as entered:
+        for (owner, name), address in addresses.items():  # those of fake tensors are all 0
+            entered.enter_context(mock.patch.object(owner, name, address))
+        entered.enter_context(mock.patch.object(Kernel, "__getitem__", _launcher))
+        for table in ("gather", "scatter"):
+            entered.enter_context(mock.patch.object(Exchange, table, _table(table)))
+        entered.enter_context(mock.patch.object(triton_jit, "why_not", return_value=None))
+        entered.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        seen = entered.enter_context(_OnGpu())
+        entered.enter_context(_Numbers())
+        yield seen
 
 
-def _tolist(tensor: Tensor) -> Any:
-    if tensor.device != GPU:
-        return _TOLIST(tensor)
-    return 1.0 if not tensor.dim() else [_tolist(part) for part in tensor.unbind()]
+@functools.cache
+def guard() -> None:
+    """Let PyTorch select a GPU that is not there, which its views and copies do, and its builds for CPUs refuse."""
+    if torch.version.cuda is not None:
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    root = Path(torch.__file__).parent
+    with TemporaryDirectory() as folder:
+        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(_GUARD)
+        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-o", str(library)]
+        compiler = os.environ.get("CXX", "g++")
+        subprocess.run([compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths], check=True)
+        ctypes.CDLL(str(library))
 
 
-def _item(tensor: Tensor, index: Any) -> Tensor:
-    if tensor.device != GPU:
-        return _ITEM(tensor, index)
-    dim = 0
-    for each in index if isinstance(index, tuple) else (index,):
-        if each is None:
-            tensor = tensor.unsqueeze(dim)
-        elif isinstance(each, int):
-            tensor, dim = tensor.select(dim, each), dim - 1
-        elif each is not Ellipsis:
-            assert isinstance(each, slice), f"the shim does not know {each!r}"
-            tensor = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1)
-        dim += 1
-    return tensor
-
-
-def _set(tensor: Tensor, index: Any, value: Any) -> None:
-    if tensor.device != GPU:
-        _SET(tensor, index, value)
-    elif isinstance(value, Tensor):
-        _copy(_item(tensor, index), value)
-    else:
-        _item(tensor, index).fill_(value)
-
-
-_TOLIST, _ITEM, _SET = Tensor.tolist, Tensor.__getitem__, Tensor.__setitem__
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static const c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""

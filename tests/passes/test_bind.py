@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.ir.program import Program
@@ -65,6 +66,51 @@ def test_graphs_run_on_a_gpu(name: str, dtype: torch.dtype, form: StageKind, bac
     except hg.Unsupported as refused:  # what cannot be cut in this form, on any device
         if "Inductor cannot compile" in str(refused):
             raise
+
+
+class Layer(nn.Module):
+    """Makes tensors in its forward, on the device of its input or on that which PyTorch chooses."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.named = named
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        device = hidden.device if self.named else None
+        place = torch.arange(16, device=device)
+        kinds = nn.functional.one_hot(place, 16)[3]
+        scale = torch.ones(16, dtype=hidden.dtype, device=device).masked_fill(place > 7, 0.5)
+        out: Tensor = hidden + self.linear(hidden) * scale + kinds + hidden.new_zeros(16)
+        return out
+
+
+class Custom(nn.Module):
+    """A user's own model of such layers."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([Layer(named) for _ in range(2)])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def test_tensors_that_a_forward_makes_are_on_the_gpu() -> None:
+    captured = hg.capture(Custom(named=True), dtype=torch.bfloat16, check="off")
+    assert any(misplaced(template.graph) for template in captured.templates.values())  # where they were traced
+    assert gate(captured, StageKind(), "eager") > 0
+
+
+def test_tensors_that_a_forward_makes_on_no_named_device_are_refused() -> None:
+    with pytest.raises(hg.Unsupported, match="make it in forward with device="):
+        hg.capture(Custom(named=False), check="off")
 
 
 def test_the_cpu_runs_graphs_as_they_were_traced() -> None:
