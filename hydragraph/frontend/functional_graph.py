@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,13 @@ from torch.export.graph_signature import ExportGraphSignature
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.dropout_calls import number_calls, with_keys
 from hydragraph.frontend.untraceable import watched
+from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region
 from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.private.operator_schemas import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
+
+aten = torch.ops.aten
 
 # Words in PyTorch's messages about a tensor outside the meta device used together with those of a traced model.
 _TWO_DEVICES = ("device", "meta", "cpu")
@@ -132,7 +136,8 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
         exported = exported.run_decompositions({})
-    return with_keys(_steady(clean(exported.graph_module), where)), exported.graph_signature
+    graph = _steady(clean(exported.graph_module), where)
+    return with_keys(_with_elementwise_norms(graph)), exported.graph_signature
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
@@ -236,3 +241,35 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
                 "model.dropout: false in a config",
             )
     return graph
+
+
+def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
+    """Write batch norms with fixed statistics as elementwise operators.
+
+    The operator itself also returns statistics, whose sizes differ between devices.
+    """
+    norms = [n for n in graph.graph.nodes if n.target is aten.batch_norm.default and not n.args[5] and n.args[3]]
+    for node in norms:
+        x, weight, bias, mean, variance, _, _, eps, *_ = node.args
+        sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
+        with graph.graph.inserting_before(node), torch.no_grad():
+            add = functools.partial(_add, node)
+            scale = add(aten.rsqrt.default, add(aten.add.Tensor, variance, eps))
+            scale = scale if weight is None else add(aten.mul.Tensor, scale, weight)
+            centred = add(aten.sub.Tensor, x, add(aten.view.default, mean, sizes))
+            result = add(aten.mul.Tensor, centred, add(aten.view.default, scale, sizes))
+            if bias is not None:
+                result = add(aten.add.Tensor, result, add(aten.view.default, bias, sizes))
+            if value_of(result).dtype is not value_of(node).dtype:
+                result = add(aten.to.dtype, result, value_of(node).dtype)
+        node.replace_all_uses_with(result)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _add(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
+    """Add an operator with its value to a graph where nodes are being inserted, as part of the module of `place`."""
+    node = place.graph.call_function(operator, arguments)
+    node.meta = {**place.meta, "val": operator(*(value_of(a) if isinstance(a, fx.Node) else a for a in arguments))}
+    return node

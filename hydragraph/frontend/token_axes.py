@@ -47,6 +47,7 @@ _DIM_AT: Mapping[Any, int] = {
     aten.linalg_vector_norm.default: 2,
     aten.linalg_norm.default: 2,
     aten.diff.default: 2,
+    **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default), 2),
     aten.select_scatter.default: 2,
     aten.scatter_reduce.two: 1,
     aten.kthvalue.default: 2,
@@ -65,6 +66,7 @@ _DIM_AT: Mapping[Any, int] = {
 }
 _DEFAULT_DIM: Mapping[Any, int] = {
     **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argsort.default, aten.glu.default), -1),
+    **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default), -1),
     **dict.fromkeys((aten.kthvalue.default, aten.mode.default, aten.diff.default), -1),
     **dict.fromkeys((aten.unbind.int, aten.slice.Tensor, aten.slice_scatter.default), 0),
 }
@@ -102,6 +104,7 @@ _ROWS: Mapping[Any, int] = {
     aten.adaptive_avg_pool1d.default: 3,
     aten.pixel_shuffle.default: 4,
 }
+_CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding})
 _RESHAPES = VIEWS | {aten.view_as.default, aten.reshape_as.default}
 # Elementwise operators that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
@@ -284,6 +287,10 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in (aten.cat.default, aten.stack.default):
         axis = (arguments[1] if len(arguments) > 1 else 0) % ndim
         return axis != dim and len({dims[n] for n in with_tokens}) == 1
+    if target is aten.bilinear.default:
+        return all(n in arguments[:2] and dims[n] == dim < ndim - 1 for n in with_tokens) and arguments[2] not in dims
+    if is_pointwise_convolution(node) and with_tokens == [first] and dims[first] > 1:
+        return True
     if target in _ROWS:
         return with_tokens == [first] and dims[first] == 0 and len(shape(first)) >= _ROWS[target]
     if target is aten.index_put.default:
@@ -317,6 +324,19 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in _ALONG or target in _DIM_AT:
         return _along_keeps(node, with_tokens, dims)
     return False
+
+
+def is_pointwise_convolution(node: fx.Node) -> bool:
+    """Return whether an operator is a convolution with windows of one element: a linear layer over the channels."""
+    if node.target not in _CONVOLUTIONS:
+        return False
+    width = len(shape(node)) - 2
+    weight, *options = operands(node)[1:]
+    stride, padding = ([*options[1:3], *([1], [0])[max(0, len(options) - 1) :]])[:2]
+    stride, padding = node.kwargs.get("stride", stride), node.kwargs.get("padding", padding)
+    return (
+        list(shape(weight)[2:]) == [1] * width and {*stride} == {1} and (isinstance(padding, str) or {*padding} == {0})
+    )
 
 
 def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.token_axes import mixing
+from hydragraph.frontend.token_axes import is_pointwise_convolution, mixing
 from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
@@ -49,7 +49,7 @@ _ALONG = frozenset(
 # Operators that reduce all dimensions.
 _ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.min.default})
 # Parts of names of operators that mix elements along the dimensions after the channels.
-_SPATIAL = ("conv", "batch_norm", "group_norm", "instance_norm")
+_SPATIAL = ("conv", "group_norm", "instance_norm")
 _PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
 REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
 
@@ -142,6 +142,8 @@ def _mixes(node: fx.Node, name: str, tokens: str) -> bool:
         return ndim - 1 in dims_before
     if node.target in _ALL:
         return _is_float(first) and len(operands(node)) == 1
+    if is_pointwise_convolution(node):
+        return False
     return any(part in name for part in _SPATIAL) and any(d >= 2 for d in dims_before)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
     """List the sequences of a user's mini-batch.
 
     Args:
-        given: sequences, each a tensor [L] or list of token ids, or a mapping of tensors [L, ...]; a mapping (also a
+        given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]; a mapping (also a
             BatchEncoding), among them or in their place, may also be a batch [B, L, ...], or lists of token ids. An
             `attention_mask` marks padding on the right, which is left out.
         own: names of user-defined fields, which are kept unchanged.
@@ -38,10 +39,11 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
     sequences: list[Tensor | dict[str, Tensor]] = []
     for batch in [given] if isinstance(given, Mapping) else given:
         if isinstance(batch, Mapping):
-            rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(dict(batch), len(sequences))]
+            fields = {n: _without_numpy(v) for n, v in batch.items()}
+            rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(fields, len(sequences))]
             sequences += [_unpadded(row, len(sequences) + i, own) for i, row in enumerate(rows)]
         else:
-            sequences.append(_tensor("input_ids", batch))
+            sequences.append(_tensor("input_ids", _without_numpy(batch)))
     return sequences
 
 
@@ -61,6 +63,13 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
             )
     for i in range(len(ids)):
         yield {name: value[i] for name, value in fields.items()}
+
+
+def _without_numpy(value: Any) -> Any:
+    """Copy an array of numbers, or each array in a list, to a tensor; return any other value unchanged."""
+    if isinstance(value, list | tuple) and value and all(isinstance(part, np.ndarray) for part in value):
+        return [_without_numpy(part) for part in value]
+    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _tensor(name: str, value: Any) -> Any:

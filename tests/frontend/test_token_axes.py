@@ -34,6 +34,9 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "written where": lambda x: x.clone().index_put((x > 1,), x.new_tensor(0.5)),
     "einsum": lambda x: torch.einsum("...i,ij->...j", x, matrix(x)),
     "inner": lambda x: torch.inner(x, matrix(x)) * torch.mv(x[0], numbers(x))[None, :, None],
+    "bilinear": lambda x: F.bilinear(x, x * 2, matrix(x).expand(3, WIDTH, WIDTH)),
+    "a convolution of single elements": lambda x: F.conv1d(x.mT, matrix(x)[..., None], numbers(x)).mT,
+    "a padded convolution by name": lambda x: F.conv1d(x.mT, matrix(x)[..., None], padding="same").mT,
     "tokens as rows": lambda x: F.group_norm(x[0], 2)[None] + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],
 }
 ALONG: dict[str, Along] = {
@@ -43,6 +46,8 @@ ALONG: dict[str, Along] = {
     "quantile": lambda x, dim: x - x.quantile(0.5, dim, keepdim=True),
     "mode": lambda x, dim: x - (x * 2).round().mode(dim, keepdim=True).values,
     "nanmean": lambda x, dim: x - x.nanmean(dim, keepdim=True) + x.nansum(dim, keepdim=True),
+    "fft": lambda x, dim: torch.fft.ifft(torch.fft.fft(x, dim=dim).real, dim=dim).real,
+    "rfft": lambda x, dim: torch.fft.irfft(torch.fft.rfft(x, dim=dim) * 2j, n=x.shape[dim], dim=dim),
     "logcumsumexp": lambda x, dim: x.logcumsumexp(dim),
     "linalg_norm": lambda x, dim: x / torch.linalg.norm(x, dim=dim, keepdim=True),
     "cosine_similarity": lambda x, dim: x * F.cosine_similarity(x, numbers(x)[None, None], dim).unsqueeze(dim),
@@ -72,3 +77,8 @@ def test_an_operator_along_a_dimension_mixes_tokens_where_they_stand_along_it(na
         mixes = found(lambda _, x, dim=dim: ALONG[name](x, dim)) is not None  # type: ignore[misc]
         assert mixes == (not keeps(lambda x, dim=dim: ALONG[name](x, dim)))  # type: ignore[misc]
         assert mixes == (dim == 1)
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}])
+def test_a_convolution_that_moves_elements_is_refused(options: dict[str, int]) -> None:
+    assert found(lambda _, x: F.conv1d(x.mT, matrix(x)[..., None], **options).mT) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ def test_a_batch_is_cut_into_its_sequences(kind: type, dtype: torch.dtype) -> No
 def test_lists_of_a_tokenizer_become_tensors() -> None:
     assert ids_of(BatchEncoding({"input_ids": CUT, "attention_mask": [[1] * len(row) for row in CUT]})) == CUT
     assert ids_of([BatchEncoding({"input_ids": CUT[0], "attention_mask": [1, 1, 1]})]) == [CUT[0]]
+
+
+def test_arrays_become_tensors() -> None:
+    rows = np.array([[3, 1, 2], [4, 5, 0]], dtype=np.int32)
+    mask = np.array([[1, 1, 1], [1, 1, 0]])
+    cut = sequences_in({"input_ids": rows, "attention_mask": mask})
+    assert [row["input_ids"].tolist() for row in cut] == [[3, 1, 2], [4, 5]]  # type: ignore[call-overload]
+    (one, field) = sequences_in([rows[0], {"input_ids": rows[1], "weight": np.ones(3, np.float32)}], ["weight"])
+    assert isinstance(one, Tensor)
+    assert torch.equal(one, torch.tensor([3, 1, 2], dtype=torch.int32))
+    assert isinstance(field, dict)
+    assert field["weight"].dtype is torch.float32
 
 
 def test_labels_and_fields_are_cut_alike() -> None:

@@ -63,7 +63,13 @@ def reduced(
     path, layers = block_list(model, blocks)
     left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
     names = {f"{path}.{i}." for i in range(len(layers))}
-    memo = _tensors(model, lambda name: _prefix(name, names) in left_out, weights)
+    # A parameter that blocks share has several names: it is left out only if all of its blocks are.
+    users: dict[int, set[str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).add(_prefix(name, names))
+    used = {key for key, prefixes in users.items() if not prefixes <= left_out}
+    memo = _tensors(model, lambda name, tensor: _prefix(name, names) in left_out and id(tensor) not in used, weights)
+    computing = {id(memo[key]) for key in used}
     memo |= computed(model)
     model_copy = copy.deepcopy(model, memo)
     rebind(model_copy, memo)
@@ -71,7 +77,7 @@ def reduced(
         if i in kept:
             block.register_forward_hook(forms.learn)
         else:
-            _leave_out(block, forms)
+            _leave_out(block, forms, computing)
     _use_attention_of_any_cpu(model_copy)
     return model_copy
 
@@ -80,11 +86,11 @@ def _prefix(name: str, prefixes: Collection[str]) -> str | None:
     return next((p for p in prefixes if name.startswith(p)), None)
 
 
-def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: DrawnWeights) -> dict[int, Any]:
+def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights: DrawnWeights) -> dict[int, Any]:
     """Return the replacement of each parameter and buffer, as a memo for `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        if left_out(name):
+        if left_out(name, parameter):
             value = torch.empty_like(parameter, device="meta")
         else:
             value = weights.drawn(parameter, name)
@@ -93,7 +99,7 @@ def _tensors(model: nn.Module, left_out: Callable[[str], bool], weights: DrawnWe
             memo[id(parameter)].register_hook(hook)
     values: Mapping[str, Tensor] = initial_buffers(model) if _some_meta(model) else dict(model.named_buffers())
     for name, buffer in model.named_buffers():
-        memo[id(buffer)] = buffer if left_out(name) else widened(values[name], weights.wide)
+        memo[id(buffer)] = buffer if left_out(name, buffer) else widened(values[name], weights.wide)
     return memo
 
 
@@ -101,12 +107,14 @@ def _some_meta(model: nn.Module) -> bool:
     return any(buffer.is_meta for buffer in model.buffers())
 
 
-def _leave_out(block: nn.Module, forms: Forms) -> None:
+def _leave_out(block: nn.Module, forms: Forms, used: Collection[int]) -> None:
+    """Make a block pass its hidden state on, and freeze its parameters except those that other blocks use."""
     block.forward = forms.pass_on  # type: ignore[method-assign]
     block._forward_hooks.clear()
     block._forward_pre_hooks.clear()
     for parameter in block.parameters():
-        parameter.requires_grad_(False)
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
 
 
 def _use_attention_of_any_cpu(model: nn.Module) -> None:

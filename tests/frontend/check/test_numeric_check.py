@@ -88,6 +88,30 @@ def test_every_block_is_checked_under_full_and_each_kind_under_auto(monkeypatch:
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
 
 
+def test_a_weight_that_distant_blocks_share_is_compared_as_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(Own(layers=4))
+    model.stack[2].up, model.stack[3].down.weight = model.stack[1].up, model.stack[1].down.weight  # type: ignore
+    monkeypatch.setattr("hydragraph.frontend.check.numeric_check.TOGETHER", 1)
+    assert not check(CheckedModel(model, capture(model)), "full").problem
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_batch_norm_with_fixed_statistics_computes_what_it_does_alone(batched: bool) -> None:
+    class Normed(nn.Sequential):
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            layer, norm = self
+            x = layer(x, cu_seqlens)
+            return norm(x.mT[None])[0].mT if batched else norm(x)  # type: ignore[no-any-return]
+
+    model = Own()
+    for i, layer in enumerate(model.stack):
+        norm = nn.BatchNorm1d(32, affine=not batched)
+        norm.running_mean, norm.running_var = torch.randn(32), torch.rand(32) + 0.5
+        model.stack[i] = Normed(layer, norm)
+    model.eval()
+    assert not check(CheckedModel(model, capture(model))).problem
+
+
 def edited(program: Program, block: str, change: Callable[[fx.GraphModule], None]) -> Program:
     """Return a program with one template's graph changed in all blocks that share it."""
     name = next(b.template for b in program.blocks if b.name == block)
