@@ -18,7 +18,7 @@ class Attention(nn.Module):
     If limited it has a window, a cap and sinks.
     """
 
-    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool) -> None:
+    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool = False) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.zeros(heads)) if limited else None
         self.limits: dict[str, Any] = {"window": 5, "cap": 1.5} if limited else {}
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A pre-norm block of attention and a gated MLP, all with biases."""
 
-    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool) -> None:
+    def __init__(self, width: int, heads: int, kv: int, causal: bool, limited: bool = False) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, kv, causal, limited)

@@ -1002,7 +1002,7 @@ class Executable:
         )
 
     def _draws(self, count: int, mode: Mode) -> Draws:
-        """Return the numbers of a mini-batch's sequences, with which the next update's masks are drawn."""
+        """Return the numbers of a mini-batch's sequences, which select the next update's masks."""
         numbers = [-1] * count if mode == "evaluate" else range(count)
         return Draws(key_of(self.seed, self._steps + 1), numbers)
 

@@ -22,7 +22,7 @@ GRADIENT_TOLERANCE = 1e-5  # relative to the parameter's own gradient ...
 GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some true gradients are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Entered while the model runs one sequence: its number in the mini-batch, or -1 to drop nothing, and its length.
+# Entered while the model runs one sequence: its number in the mini-batch, or -1 for no dropout, and its length.
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 

@@ -1,6 +1,6 @@
 """Dropout in traced graphs: calls are numbered in order, and read the numbers of the tokens instead of a generator.
 
-A trace has PyTorch's dropout, and attention with dropout that lacks its keys. `number_calls` gives each of them its
+A trace has PyTorch's dropout, and attention with dropout without keys. `number_calls` gives each of them a
 number in the graph, before anything is reordered or removed; `with_keys` adds the inputs that all of them read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`

@@ -19,7 +19,7 @@ class Draws:
 
     Attributes:
         key: key of the step (`kernels.philox.key_of`).
-        numbers: number of each sequence in its mini-batch; -1: nothing is dropped from it.
+        numbers: number of each sequence in its mini-batch; -1: without dropout.
     """
 
     key: int

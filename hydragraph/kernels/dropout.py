@@ -33,7 +33,7 @@ class _Form:
     """Sizes of a call: the features of x are [outer, length, inner], a part of [outer, whole, inner] from `first`."""
 
     tokens: int
-    after: int  # elements of x per token behind the token dimension
+    after: int  # elements of x after the token dimension
     outer: int
     length: int
     inner: int

@@ -1,7 +1,7 @@
 """Random words that depend only on their place: Philox4x32-10, a counter-based generator, in plain PyTorch.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). One evaluation turns a counter of four 32-bit words
-and a key of two into four random words. Nothing is carried from one evaluation to the next, so the words do not depend
+and a key of two into four random words. Evaluations are independent of each other, so the words do not depend
 on which rank draws them, in which order, or how often.
 
     counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
@@ -9,7 +9,7 @@ on which rank draws them, in which order, or how often.
     result    the words of features 4 i to 4 i + 3
 
 The numbers of a token travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32
-plus its position. A negative second number marks a token from which nothing is dropped, as in an evaluation.
+plus its position. A negative second number switches dropout off for a token, as in an evaluation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
     Args:
         key: key of the step.
         lengths: tokens of each sequence.
-        numbers: number of each sequence in the mini-batch; -1: nothing is dropped from it.
+        numbers: number of each sequence in the mini-batch; -1: without dropout.
     """
     tokens = torch.cat(
         [torch.arange(n) + (i << 32) if i >= 0 else torch.full((n,), -1) for n, i in zip(lengths, numbers, strict=True)]

@@ -192,7 +192,7 @@ class _Rewrite:
         return fx.GraphModule(source, self.graph)
 
     def _counted(self, node: fx.Node) -> fx.Node | None:
-        """Return the weight of which a node must know where this rank's part begins, if there is one."""
+        """Return the weight whose first row or column on this rank a node needs, if there is one."""
         if node.target in DRAWN and node in self.cuts.cut:
             return _weight(self.cuts.cut[node].lead)
         return self._table(node) if node in self.cuts.rows else None

@@ -30,12 +30,13 @@ from typing import NamedTuple
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import Value, ValueKind, gradients, streamed, weights
-from hydragraph.passes.order import Task, tasks
 from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
 from hydragraph.passes.window import NAMED, windowed
 
 Ranks = tuple[int, ...]
+Task = tuple[Op, int]  # the forward or backward of one micro-batch through a stage
 
 
 class Computation(NamedTuple):
@@ -274,7 +275,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
     stage has ended the task before, and the neighbouring stage the same micro-batch's.
     """
     by_ranks = {stage.ranks: stage for stage in placement.stages}
-    left = {stage.ranks: deque(tasks(placement, stage, mode)) for stage in placement.stages}
+    left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
     free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
     ended: dict[tuple[Ranks, Task], Fraction] = {}
@@ -297,6 +298,12 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
             ready.extend(_targets(stage, task))
     assert not any(left.values()), "the tasks of a schedule end"
     return times
+
+
+def _tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> list[Task]:
+    """Return the tasks of a stage in the order of the schedule."""
+    ops = {Work.FORWARD: Op.FORWARD, Work.BACKWARD: Op.BACKWARD}
+    return [(ops[action.work], action.micro_batch) for action in placement.actions(stage, mode)]
 
 
 def _blocks(outline: Outline, stage: PlacedStage, task: Task) -> list[str]:

@@ -360,7 +360,8 @@ class Executor:
             arguments += self._total(it, instruction, block.names[name])
         results = block.variant.backward(*arguments)
         # No reference may keep the forward's saved values alive while gradients are summed: memory peaks here.
-        it.values[instruction.reads[0]] = kept = None
+        it.values[instruction.reads[0]] = None
+        del kept
         operands.clear()
         arguments.clear()
         for name, gradient in zip(block.variant.gradients, results, strict=True):

@@ -25,9 +25,9 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
     """List the sequences of a user's mini-batch.
 
     Args:
-        given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]; a mapping (also a
-            BatchEncoding), among them or in their place, may also be a batch [B, L, ...], or lists of token ids. An
-            `attention_mask` marks padding on the right, which is left out.
+        given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
+            mapping or BatchEncoding, among the sequences or instead of them, may also hold a batch [B, L, ...] or
+            lists of token ids. An `attention_mask` marks padding on the right, which is left out.
         own: names of user-defined fields, which are kept unchanged.
 
     Raises:

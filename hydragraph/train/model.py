@@ -15,7 +15,7 @@ from torch import nn
 
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig
 
-# Settings that are rates of dropout in training; those of heads that causal models lack are not.
+# Settings that are rates of dropout in training; other heads' rates do not count.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

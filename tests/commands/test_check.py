@@ -60,3 +60,10 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     result = run("check", write(tmp_path), *arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr
+
+
+def test_of_auto_plain_data_parallelism_is_checked(tmp_path: Path) -> None:
+    done = run("check", write(tmp_path, strategies="auto", ranks=2))
+    assert done.exit_code == 0, done.output
+    assert "strategies: auto is planned when training starts" in done.stderr
+    assert "2*<tp1,pp1>" in done.stdout

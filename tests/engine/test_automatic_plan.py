@@ -79,7 +79,7 @@ def pretended(
 
 def on_ranks(prepared: Ready, cache: str) -> tuple[Trained, ...]:
     os.environ["XDG_CACHE_HOME"] = cache
-    cheap = {"LEAST_TOKENS": 128, "ATTEMPTS": ((1, 3),), "ASSUMED": (4, 64)}  # times decide nothing
+    cheap: dict[str, Any] = {"LEAST_TOKENS": 128, "ATTEMPTS": ((1, 3),), "ASSUMED": (4, 64)}  # times decide nothing
     with mock.patch.multiple(automatic_plan, **cheap):
         return _on_ranks(prepared)
 

@@ -123,8 +123,6 @@ def albert() -> nn.Module:
     return AlbertForMaskedLM(AlbertConfig(**sizes))
 
 
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
