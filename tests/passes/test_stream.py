@@ -59,6 +59,9 @@ def test_a_stage_that_streams_gradients_only_pulls_once() -> None:
     assert sum(i.op is Op.PUSH for i in program.instructions) == 3 * (3 + 2 + 1)  # the tied table twice
 
 
+STREAMS: list[bool | str] = [False, True, True, "gradients"]
+
+
 @st.composite
 def iterations(draw: st.DrawFn) -> tuple[Outline, Strategy, list[int], int]:
     """Draw a model, a strategy of up to three pipelines, some of which share a stage, and numbers of micro-batches."""
@@ -74,7 +77,7 @@ def iterations(draw: st.DrawFn) -> tuple[Outline, Strategy, list[int], int]:
         stages: list[Stage] = []
         while (left := layers - sum(stage.layers for stage in stages)) > 0:
             size = draw(st.integers(1, 2))
-            streams = draw(st.sampled_from([False, True, True, "gradients"]))
+            streams = draw(st.sampled_from(STREAMS))
             of_stage = tuple(range(devices, devices + size))
             stages.append(Stage(of_stage, draw(st.integers(1, left)), stream=streams))
             devices += size
