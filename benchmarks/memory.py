@@ -52,6 +52,7 @@ GOAL = 0.1  # of difference between what check says and what is measured
 STRATEGIES = {
     2: {
         "data parallel": "2*<tp1,pp1>",
+        "data parallel, streamed": "2*<tp1,pp1>w",
         "tensor parallel 2": "<tp2,pp1>",
         "sequence parallel 2": "<[0,1]x6s>",
         "pipeline 2": "<tp1,pp2>",
@@ -60,6 +61,7 @@ STRATEGIES = {
     },
     4: {
         "data parallel": "4*<tp1,pp1>",
+        "data parallel, streamed": "4*<tp1,pp1>w",
         "tensor parallel 2 x 2": "2*<tp2,pp1>",
         "pipeline 2 x 2": "2*<tp1,pp2>",
         "lopsided": "<[0,1]x4,[2]x2> + <[3]x6>",
