@@ -102,8 +102,15 @@ def struck(ready: Ready, victim: int, op: Op) -> None:
     difference = twice(ready, STRATEGY)
     with fake_nccl():
         exe = ready.executable(Strategy.parse(STRATEGY, 2), lambda named: torch.optim.AdamW(named, lr=1e-2))
+        streams = exe._session.executor.streams
+
+        def end() -> None:
+            if op is Op.COMMIT:
+                streams.finish()  # its gradients have left, so the others wait for it in the commit itself
+            os.kill(os.getpid(), signal.SIGKILL)
+
         if exe.rank == victim:
-            before(exe, op, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            before(exe, op, end)
         for number in range(2):
             kept = weights(exe)
             try:
