@@ -61,14 +61,23 @@ _ANY_FP32 = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
     256: Tilings(*3 * (Tiling(16, 16, 8, 1, registers=255, exact=True),)),
 }
+# For windows and caps, which need more registers.
+_ANY_FP32_LIMITED = {
+    128: Tilings(Tiling(32, 32, 8, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 8, 1)),
+    256: _ANY_FP32[256],
+}
 INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))  # small, as tests are
 
 
-def tilings(dtype: torch.dtype, capability: tuple[int, int]) -> Mapping[int, Tilings]:
-    """Return padded head size -> tilings for one element type on GPUs of one compute capability."""
+def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
+    """Return padded head size -> tilings for one element type on GPUs of one compute capability.
+
+    Args:
+        plain: the kernels have neither a window nor a cap.
+    """
     if dtype == torch.float32:
-        return _ANY_FP32
-    return _HOPPER if (9, 0) <= capability < (12, 0) else _ANY
+        return _ANY_FP32 if plain else _ANY_FP32_LIMITED
+    return _HOPPER if plain and (9, 0) <= capability < (12, 0) else _ANY
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

@@ -407,7 +407,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring) -
     out = q.new_empty(q.shape)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if tokens:
-        tiling = _tilings(q).forward
+        tiling = _tilings(q, scoring).forward
         _attend[_grid(starts, tokens, tiling.rows, heads)](
             *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(scoring.causal)),
             *(scoring.window or 0, scoring.scale * _LOG2_E, (scoring.cap or 0.0) * _LOG2_E),
@@ -436,7 +436,7 @@ def backward(
     tokens, heads, size = q.shape
     if not tokens:
         return dq, dk, dv
-    tiling = _tilings(q)
+    tiling = _tilings(q, scoring)
     kv_heads = k.shape[1]
     delta, lse_log2 = lse.new_empty((2, heads, tokens))
     _prepare[(-(-tokens // 64), heads)](
@@ -471,8 +471,8 @@ def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
     """Yield every configuration launched on GPUs of one compute capability, such as (9, 0); fp16 is like bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
-        for size, tiling in tilings(dtype, capability).items():
-            for options in _OPTIONS:
+        for options in _OPTIONS:
+            for size, tiling in tilings(dtype, capability, options == _OPTIONS[0]).items():
                 yield _variant(_attend, name, size, tiling.forward, options)
                 yield _variant(_differentiate_queries, name, size, tiling.queries, options)
                 yield _variant(_differentiate_keys, name, size, tiling.keys, options)
@@ -500,10 +500,11 @@ def _prepare_variant(dtype: str) -> KernelVariant:
     )
 
 
-def _tilings(q: Tensor) -> Tilings:
+def _tilings(q: Tensor, scoring: Scoring) -> Tilings:
     if q.device.type == "cpu":
         return INTERPRETED
-    return tilings(q.dtype, torch.cuda.get_device_capability(q.device))[padded(q.shape[2], q.dtype)]
+    capability = torch.cuda.get_device_capability(q.device)
+    return tilings(q.dtype, capability, scoring.plain)[padded(q.shape[2], q.dtype)]
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:

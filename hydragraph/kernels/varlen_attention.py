@@ -251,8 +251,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
         gradients = torch.ops.hydragraph.varlen_attention_backward(
             grad, q, k, v, out, lse, cu_seqlens, max_length, *ctx.settings
         )
-    of_sinks = tuple(_sink_gradient(grad, out, lse, sink) for sink in sinks) or (None,)
-    return (*gradients, *(None,) * (2 + len(ctx.settings)), *of_sinks)
+    of_sink = _sink_gradient(grad, out, lse, sinks[0]) if sinks else None
+    return (*gradients, *(None,) * (2 + len(ctx.settings)), of_sink)
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -39,14 +39,20 @@ class Report:
         return len(re.findall(rf"\b{operation}\.global\S*\.(?:v4\.[bufs]32|v2\.[bufs]64)", self.ptx))
 
 
-def compile_all(capability: int) -> list[Report]:
-    """Compile what is shipped for one compute capability (90 is sm_90); the process must not interpret kernels."""
+def compile_all(capability: int, every: bool) -> list[Report]:
+    """Compile what is shipped for one compute capability (90 is sm_90); the process must not interpret kernels.
+
+    Args:
+        every: all attention kernels with windows and caps, instead of those for bf16 heads of size 128 with both.
+    """
     from hydragraph.kernels import adamw, dropout, linear_cross_entropy, slice_copy, triton_attention
 
     assert "TRITON_INTERPRET" not in os.environ
-    attention = triton_attention.variants(divmod(capability, 10))
-    ours = (slice_copy, adamw, linear_cross_entropy, dropout)
-    variants = chain(*(module.variants() for module in ours), attention)
+    plain = ("D64", "D128", "D256", "_prepare bf16", "_prepare fp32", "bf16 D128 window cap")
+    attention = (v for v in triton_attention.variants(divmod(capability, 10)) if every or v.name.endswith(plain))
+    variants = chain(
+        slice_copy.variants(), adamw.variants(), linear_cross_entropy.variants(), dropout.variants(), attention
+    )
     return [compile_one(variant, capability) for variant in variants]
 
 

@@ -18,11 +18,12 @@ from tests.thorough import first
 SHARED_BYTES = {90: 232_448, 80: 101_376}
 
 
-@pytest.fixture(scope="module", params=first([90], [90, 80]), ids=["sm_90", "sm_80"])
+@pytest.fixture(scope="module", params=first(["sm_90"], ["sm_90", "sm_90 every", "sm_80 every"]))
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[Report]]]:
     # A process of its own: Triton decides when it is imported whether it interprets.
+    capability = int(request.param.split()[0].removeprefix("sm_"))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _compiling) as process:
-        yield request.param, process.submit(compile_all, request.param).result()
+        yield capability, process.submit(compile_all, capability, request.param.endswith("every")).result()
 
 
 def _compiling() -> None:

@@ -233,6 +233,18 @@ def test_attention_is_cut_by_heads() -> None:
     }
 
 
+@pytest.mark.parametrize(("computed", "cut"), [(False, True), (True, False)])
+def test_sinks_are_cut_with_their_heads_unless_they_are_computed(computed: bool, cut: bool) -> None:
+    def attend(x: Tensor, w: Tensor, o: Tensor, s: Tensor) -> Tensor:
+        q = F.linear(x, w).view(5, 6, 8)
+        out = varlen_attention(q, q, q, torch.zeros(2, dtype=torch.int32), sink=s * 2 if computed else s)
+        return F.linear(out.view(1, 5, -1), o)
+
+    _, rule = analysed(attend, (1, 5, 32), (48, 32), (32, 48), (6,))
+    cuts = {"w_1": (0, 8), "o_1": (1, 8), "s_1": (0, 1)}
+    assert rule == ({n: ShardRule(d, (6,), u, heads=True) for n, (d, u) in cuts.items()} if cut else {})
+
+
 def test_stacked_selected_and_padded_values_stay_cut() -> None:
     def interleaved(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         heads = F.linear(x, a).unflatten(-1, (16, 4))
