@@ -43,6 +43,7 @@ _CONNECT_TAG = 1 << 20
 _COMPUTE = Stream.COMPUTE.value
 
 Entry = Callable[[], object]
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs lack names that PyTorch calls
 
 
 class Queue:
@@ -245,7 +246,7 @@ class Communicator:
             del operate, work
 
 
-class FakeNccl(dist.ProcessGroup):
+class FakeNccl(_ProcessGroup):  # type: ignore[misc]
     """A process group of such communicators."""
 
     device: Device  # of this process
@@ -253,7 +254,7 @@ class FakeNccl(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._aborted = False
         self._pending: list[FakeWork] = []
@@ -344,7 +345,8 @@ class FakeNccl(dist.ProcessGroup):
 def fake_nccl() -> Iterator[Device]:
     """Let this rank compute and communicate like that inside."""
     FakeNccl.device = device = Device()
-    new_group, run = dist.new_group, executor.Executor.run
+    new_group: Any = dist.new_group
+    run = executor.Executor.run
     set_cuda_environment(os.environ)  # as `join` does where PyTorch is built for CUDA
 
     def made(*args: Any, backend: str | None = None, **options: Any) -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
     Readers,
+    base_library_of,
     cells_of,
     globals_of,
     is_installed,
@@ -267,11 +268,11 @@ class CompiledState:
     # What is compared by name.
 
     def _add_attributes(self, where: str, owner: Any, readers: Readers) -> None:
-        """Compare attributes: of a library's objects all but notes, of the user's those that their code reads."""
+        """Compare attributes: those that the user's code reads, and all but notes if a library's code may read them."""
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
-        library = library_of(type(owner))
+        library = base_library_of(type(owner))
         values = {}
         for name, value in vars(owner).items():
             note = name in _NOTES or (library == "transformers" and name.startswith("_") and name != "_loss_function")
@@ -339,8 +340,8 @@ def _depends_on_training(module: nn.Module, own: bool) -> bool:
     Args:
         own: what the user's own code does.
     """
-    library, rates = library_of(type(module)), rates_of(module)
-    if library is None:
+    library, rates = base_library_of(type(module)), rates_of(module)
+    if library_of(type(module)) is None and (own or library is None):
         return own or any(rates.values())
     if rates or library != "torch":
         return any(rates.values())

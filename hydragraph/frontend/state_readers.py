@@ -29,6 +29,14 @@ def library_of(kind: type) -> str | None:
     return package if package in _LIBRARIES else None
 
 
+def base_library_of(kind: type) -> str | None:
+    """Return the library whose code an object of this class runs: that of its first base class from one.
+
+    nn.Module itself does not count, since it reads no attributes of a model's.
+    """
+    return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
+
+
 def is_installed(kind: type) -> bool:
     """Say whether a class comes with Python or an installed package."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
@@ -205,6 +206,41 @@ def test_training_flags_count_where_something_depends_on_them(kind: Callable[[],
         state.check()
     subject.eval()
     state.check()
+
+
+class Scaled(nn.LayerNorm):
+    """A subclass whose own code reads nothing: what only the library's forward reads is compared as well."""
+
+
+class Subclass(LlamaForCausalLM):
+    """A transformers model with a method of the user's."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what the parent returns."""
+        return super().forward(*arguments, **keywords)
+
+
+def test_what_only_the_code_of_a_base_class_reads_is_compared() -> None:
+    norm = nn.Sequential(Scaled(4))
+    state = CompiledState(norm, None, {})
+    state.check()
+    norm[0].eps = 0.5
+    with pytest.raises(Unsupported, match=r"'eps' was changed after hg.compile from 1e-05 to 0.5"):
+        state.check()
+    model = Subclass(llama().config)
+    state = CompiledState(model, None, {})
+    state.check()
+    model.vocab_size = 7
+    with pytest.raises(Unsupported, match="'vocab_size' was changed after hg.compile"):
+        state.check()
+
+
+def test_a_flag_that_only_a_base_class_reads_is_compared() -> None:
+    norm = nn.Sequential(type("Norm", (nn.BatchNorm1d,), {})(4))
+    state = CompiledState(norm.eval(), None, {})
+    norm.train()
+    with pytest.raises(Unsupported, match="depends on `training`, which was False at hg.compile and is True now"):
+        state.check()
 
 
 def test_what_a_loss_reads_is_compared() -> None:
