@@ -108,6 +108,13 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def _logits(outputs: Any) -> Tensor:
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if isinstance(found, Tensor) and not found.dim():
+        raise Unsupported(
+            "the model returns one number, as if it computed its loss itself",
+            where="the loss",
+            remedy="return the logits [1, T, V], whose cross-entropy is the loss, or pass loss=, which takes what the "
+            "model returns and the packed batch and returns the sum over all targets",
+        )
     if not isinstance(found, Tensor):
         raise Unsupported(
             f"the model returns a {type(outputs).__name__} without logits",

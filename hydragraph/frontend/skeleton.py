@@ -139,7 +139,17 @@ class _Traced(nn.Module):
         self._loss = loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return _summed(self._loss(self._call(self.model, batch), batch), type(self.model).__name__)
+        outputs = self._call(self.model, batch)
+        try:
+            loss = self._loss(outputs, batch)
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            raise Unsupported(
+                f"the loss cannot compute with what the model returns, {_outline(outputs)} ({type(error).__name__}: "
+                f"{error})",
+                where=type(self.model).__name__,
+                remedy="pass loss=, a function of just that and of the packed batch (a dict)",
+            ) from error
+        return _summed(loss, type(self.model).__name__)
 
 
 def _summed(loss: Any, where: str) -> Tensor:

@@ -257,3 +257,22 @@ def test_what_cannot_be_traced_is_refused_with_its_cause() -> None:
     with pytest.raises(Unsupported, match=r"Own: torch.export cannot trace it .*; make the forward free of") as caught:
         capture(model)
     assert caught.value.__cause__ is not None
+
+
+class Returning(Own):
+    """A model that returns something else than logits."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Any:
+        """Return a form of the logits."""
+        return self.form(super().forward(input_ids, position_ids, cu_seqlens))
+
+
+def test_a_model_with_a_loss_of_its_own_or_another_form_is_told_of_loss() -> None:
+    with pytest.raises(Unsupported, match=r"returns one number, as if it computed its loss itself; .* pass loss="):
+        capture(Returning(lambda logits: logits.sum()))
+    with pytest.raises(Unsupported, match=r"what the model returns, \{'out': a tensor\} \(KeyError: 0\); pass loss="):
+        capture(Returning(lambda logits: {"out": logits}), loss=lambda outputs, batch: outputs[0].sum())

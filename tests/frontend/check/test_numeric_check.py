@@ -98,7 +98,7 @@ def test_a_weight_that_distant_blocks_share_is_compared_as_trained(monkeypatch: 
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_batch_norm_with_fixed_statistics_computes_what_it_does_alone(batched: bool) -> None:
     class Normed(nn.Sequential):
-        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
             layer, norm = self
             x = layer(x, cu_seqlens)
             return norm(x.mT[None])[0].mT if batched else norm(x)  # type: ignore[no-any-return]
