@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost import schedule_replay
-from hydragraph.cost.schedule_replay import PARTS, Scratch, replay, scratch_of
+from hydragraph.cost import compiled_replay
+from hydragraph.cost.compiled_replay import PARTS, Scratch, replay, scratch_of
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
@@ -28,8 +28,8 @@ Ints = NDArray[np.int64]
 
 # The forward's fraction of a micro-batch's time on a stage: backward computes two products for each of forward's.
 FORWARD = 1 / 3
-_FORWARD = schedule_replay.FORWARD
-_BACKWARD = schedule_replay.BACKWARD
+_FORWARD = compiled_replay.FORWARD
+_BACKWARD = compiled_replay.BACKWARD
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Time of stages for a micro-batch, as arrays for compiled code; `schedule_replay` gives the end of a pipeline of them.
+"""Time of stages for a micro-batch, as arrays for compiled code; `compiled_replay` gives the end of a pipeline of them.
 
     K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
     seconds[k, s, r, part]  [K, S, R, 5, 3]  seconds per token^2, per token, and per micro-batch
@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.schedule_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of

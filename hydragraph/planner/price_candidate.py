@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
+from hydragraph.cost.compiled_replay import replay, scratch_of
 from hydragraph.cost.costs import Costs, micro_batches_of
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import batch_bytes, telling
-from hydragraph.cost.schedule_replay import replay, scratch_of
 from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.generators.device_groups import Group

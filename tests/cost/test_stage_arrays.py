@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydragraph.cost.compiled_replay import FORWARD, PARTS, replay, scratch_of
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.schedule_replay import FORWARD, PARTS, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
 from hydragraph.cost.stage_costs import Hop, StageCost
 from hydragraph.spec.cluster import Interconnect

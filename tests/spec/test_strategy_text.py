@@ -25,14 +25,9 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
     sizes = [draw(st.integers(1, 3)) for _ in counts]
     pool = draw(st.permutations(range(first, first + sum(sizes) + draw(st.integers(0, 2)))))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    streams: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "gradients"])
     return tuple(
-        StageText(
-            tuple(pool[at : at + size]),
-            count,
-            draw(st.booleans()),
-            draw(st.booleans()),
-            draw(st.sampled_from([False, True, "gradients"])),
-        )
+        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(st.booleans()), draw(streams))
         for at, size, count in zip(starts, sizes, counts, strict=True)
     )
 

@@ -121,7 +121,7 @@ class Shape:
 
 
 class ScheduleTable(NamedTuple):
-    """A schedule of one pipeline as arrays, for compiled code (`cost.schedule_replay`).
+    """A schedule of one pipeline as arrays, for compiled code (`cost.compiled_replay`).
 
     If a kind's order for fewer micro-batches is the one for more without the others, one table serves all numbers of
     micro-batches up to its own: skip every action of a micro-batch that does not exist. `skip` makes that fast.

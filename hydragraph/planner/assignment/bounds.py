@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
-from hydragraph.cost.schedule_replay import AHEAD, BACK, BACKWARD, FORWARD, replay, scratch_of
+from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, FORWARD, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.planner.assignment.problem import Problem

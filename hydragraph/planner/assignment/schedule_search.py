@@ -1,7 +1,7 @@
 """Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled by numba).
 
 The earlier searches use an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
-micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`schedule_replay.replay`), so that
+micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`compiled_replay.replay`), so that
 small first and last micro-batches, uneven stages and slow links count exactly. That is more expensive; so only the
 pipeline that ends last is improved, by the first step found that helps, until no step or effort is left.
 
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.schedule_replay import AHEAD, PARTS, Scratch, replay, scratch_of
+from hydragraph.cost.compiled_replay import AHEAD, PARTS, Scratch, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.schedule_replay import PARTS, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled

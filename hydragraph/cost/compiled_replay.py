@@ -1,0 +1,147 @@
+"""The exact end of a pipeline with unequal stages and micro-batches, and messages that take time.
+
+`replay` runs a schedule's table (`ir.schedules`), whatever its kind; messages travel during computation.
+
+    S, V            stages, micro-batches
+    rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
+                    EARLY      what it computes before a forward without waiting for its message
+                    FORWARD, BACKWARD
+                    AHEAD      the message with a hidden state from stage s to s + 1
+                    BACK       the message with its gradient from stage s + 1 to s
+    F(s, x)         when the forward of the x-th micro-batch ends on stage s; m = order[x]
+    B(s, x)         when its backward ends there
+
+A stage runs one action at a time, in the order of the table:
+
+    F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
+    B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
+
+Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third.
+
+    stage 0  F0 0-1, F1 1-3, B0 4-6, B1 10-14
+    stage 1  F0 1-2, B0 2-4, F1 4-6, B1 6-10
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydragraph.ir.schedules.schedule import WORKS, ScheduleTable, Work
+from hydragraph.kernels.numba_compiler import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EARLY = 0
+FORWARD = 1
+BACKWARD = 2
+AHEAD = 3
+BACK = 4
+PARTS = 5
+
+_RUN_FORWARD = WORKS.index(Work.FORWARD)
+_RUN_BACKWARD = WORKS.index(Work.BACKWARD)
+
+
+class Scratch(NamedTuple):
+    """Buffers of `replay`: the ends of forwards and backwards [S, V], and each stage's progress [S].
+
+    After a replay, `clock` is when each stage's last action ends.
+    """
+
+    ends_f: Floats
+    ends_b: Floats
+    clock: Floats
+    done_f: Ints
+    done_b: Ints
+    at: Ints
+
+
+@partial(compiled, quick=True)
+def scratch_of(stages: int, count: int) -> Scratch:
+    """Return buffers for pipelines of `stages` stages and `count` micro-batches."""
+    return Scratch(
+        np.empty((stages, count)),
+        np.empty((stages, count)),
+        np.empty(stages),
+        np.empty(stages, np.int64),
+        np.empty(stages, np.int64),
+        np.empty(stages, np.int64),
+    )
+
+
+@partial(compiled, quick=True)
+def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: Scratch) -> float:
+    """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
+
+    Args:
+        table: of at least `stages` stages and `count` micro-batches; those that do not exist are skipped.
+        stages: number of stages.
+        rows: seconds of micro-batches, by number [M, S, 5].
+        order: number of the micro-batch at each position; the first `count` are read.
+        count: number of micro-batches.
+        scratch: for at least `stages` stages and `count` micro-batches.
+    """
+    work, micro_batch, skip = table
+    actions = work.shape[1]
+    if 2 * count > actions:
+        raise ValueError("the table has fewer micro-batches than the pipeline")
+    ends_f, ends_b, clock, done_f, done_b, at = scratch
+    for s in range(stages):
+        clock[s] = 0.0
+        done_f[s] = 0
+        done_b[s] = 0
+        at[s] = 0
+    left = 2 * stages * count
+    # No queue of events: each stage continues until it waits for a neighbour. Stages take turns, down the pipeline for
+    # forwards, then up for backwards.
+    down = True
+    while left:
+        before = left
+        for turn in range(stages):
+            s = turn if down else stages - 1 - turn
+            now = clock[s]
+            a = at[s]
+            while a < actions:
+                x = micro_batch[s, a]
+                if x >= count:
+                    a = skip[s, a]
+                    continue
+                if x < 0:  # the row has ended
+                    break
+                m = order[x]
+                if work[s, a] == _RUN_FORWARD:
+                    if s and done_f[s - 1] <= x:
+                        break
+                    # Auxiliary values need no message, so they are computed while it is still in flight.
+                    now += rows[m, s, EARLY]
+                    if s:
+                        now = max(now, ends_f[s - 1, x] + rows[m, s - 1, AHEAD])
+                    now += rows[m, s, FORWARD]
+                    ends_f[s, x] = now
+                    done_f[s] = x + 1
+                elif work[s, a] == _RUN_BACKWARD:
+                    if s < stages - 1:
+                        if done_b[s + 1] <= x:
+                            break
+                        now = max(now, ends_b[s + 1, x] + rows[m, s, BACK])
+                    now += rows[m, s, BACKWARD]
+                    ends_b[s, x] = now
+                    done_b[s] = x + 1
+                else:
+                    raise ValueError("the halves of a backward have no price")
+                a += 1
+                left -= 1
+            clock[s] = now
+            at[s] = a
+        if left == before:
+            return np.inf
+        down = not down
+    last = 0.0
+    for s in range(stages):
+        last = max(last, clock[s])
+    return last

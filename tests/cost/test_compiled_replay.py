@@ -1,0 +1,55 @@
+"""The compiled replay of a table against relaxation over every dependency, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydragraph.cost.compiled_replay import BACKWARD, FORWARD, PARTS, replay, scratch_of
+from hydragraph.ir.schedules.schedule import Schedule, Shape
+from hydragraph.ir.schedules.schedule_kinds import schedule_of, table_of
+from tests.cost.test_schedule_replay import Rows, pipelines, relaxed
+
+
+@given(pipelines(), st.sampled_from(["1f1b", "gpipe"]), st.integers(0, 40), st.data())
+def test_a_table_for_more_micro_batches_serves_fewer_in_any_order(
+    rows: tuple[Rows, Rows, Rows, Rows, Rows], schedule: str, more: int, data: st.DataObject
+) -> None:
+    stages, count = len(rows[1]), len(rows[1][0])
+    order = data.draw(st.permutations(range(count)))
+    seconds = np.zeros((count, stages, PARTS))
+    for part, of_part in enumerate(rows):
+        for s, row in enumerate(of_part):
+            seconds[order, s, part] = row
+    table = schedule_of(schedule, Shape.alone(stages, count + more)).table()
+    end = replay(table, stages, seconds, np.array(order), count, scratch_of(stages, count))
+    assert end == relaxed(*rows, schedule)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["F0 F1 B0 B1", "F0 F1 B0 B1"], 9.0),  # stage 1 ends its backwards at 5 and 7
+        (["F0 B0 F1 B1", "F0 F1 B0 B1"], math.inf),  # it deadlocks
+    ],
+)
+def test_any_schedule_can_be_replayed(rows: list[str], expected: float) -> None:
+    text = "\n".join(["schedule mine", *(f"stage {s}  {row}" for s, row in enumerate(rows))])
+    seconds = np.zeros((2, 2, PARTS))
+    seconds[:, :, FORWARD] = 1.0
+    seconds[:, :, BACKWARD] = 2.0
+    table = Schedule.parse(text).table()
+    assert replay(table, 2, seconds, np.arange(2), 2, scratch_of(2, 2)) == expected
+
+
+def test_a_table_that_is_too_short_or_has_halves_of_backwards_is_refused() -> None:
+    table = table_of("1f1b", 2, 8)
+    with pytest.raises(ValueError, match="fewer micro-batches"):
+        replay(table, 2, np.zeros((9, 2, PARTS)), np.arange(9), 9, scratch_of(2, 9))
+    halves = Schedule.parse("schedule mine\nstage 0  F0 I0 W0").table()
+    with pytest.raises(ValueError, match="no price"):
+        replay(halves, 1, np.zeros((1, 1, PARTS)), np.arange(1), 1, scratch_of(1, 1))
