@@ -75,16 +75,16 @@ def _check_fraction(name: str, value: object, one: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which Hugging Face model to train: a new one, or one that continues from a local directory.
+    """The Hugging Face model to train: a new one, or the contents of a local directory.
 
     Attributes:
         architecture: a class of transformers, such as LlamaForCausalLM.
         config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's.
-        path: a local directory that `save_pretrained` wrote, instead of the two above.
-        weights: such a directory with safetensors files, of which each rank reads only its own part, so that no
-            process ever holds the model; of `architecture`, or else of the model that the directory describes.
-        dropout: train with the dropout that the model's config asks for; false: without.
-        trust_remote_code: run the code of its own that such a directory may bring; it may do anything that you may.
+        path: a local directory that `save_pretrained` wrote, instead of architecture and config.
+        weights: a directory with safetensors files. Each rank reads only its own part, so that no process holds the
+            whole model. The model is `architecture`, or the one that the directory describes.
+        dropout: whether to train with the dropout of the model's config.
+        trust_remote_code: whether to run Python code in the model's directory; it has all of your permissions.
     """
 
     architecture: str | None = None
@@ -121,17 +121,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters by `peft`: thin matrices that are trained beside the model's own, which are frozen.
+    """Low-rank adapters by `peft`: small matrices that are trained while the model's own weights are frozen.
 
     Attributes:
-        r: their rank.
-        alpha: what they compute is scaled by alpha / r.
-        targets: the layers that get them, by the last part of their names; "all-linear": all but the head; None: what
-            peft chooses for the architecture.
+        r: rank of the matrices.
+        alpha: the adapters' output is scaled by alpha / r.
+        targets: layers with adapters, by the last part of their names; "all-linear": all except the head; None:
+            peft's choice for the architecture.
         rslora: scale by alpha / sqrt(r) instead.
-        dropout: share of the numbers entering an adapter that a step drops.
-        dora: also train the magnitudes of the rows of the weights.
-        modules_to_save: layers that are trained whole, and saved with the adapters.
+        dropout: probability of dropping each input of an adapter.
+        dora: also train the magnitudes of the weights' rows.
+        modules_to_save: layers that are trained fully and saved with the adapters.
     """
 
     r: int = 16
@@ -159,7 +159,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is trained instead of the model's own weights.
+    """Adapters that are trained instead of the model's weights.
 
     Attributes:
         lora: low-rank adapters.
@@ -170,21 +170,21 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A corpus: where it is, and how its records are read.
+    """A corpus: its files and the format of its records.
 
     Attributes:
         paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
             Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
-        suffixes: which files of a directory to take; None: all.
-        format: what .jsonl objects and rows of tables hold: "text", "chat" (messages), "completion" (a prompt and
-            what follows it), "alpaca" (instruction, input, output, system, history) or "tokens" (input_ids, and labels
-            that may be -100); "auto" looks at the first of each file.
-        text_field: the field of a .jsonl object, or the column of a table, that holds the text.
-        messages_field: that holds a conversation, a list of {role, content}.
-        tools_field: that holds the tools on offer in a conversation, if any.
-        prompt_field: that holds a prompt, whose tokens are no targets.
-        completion_field: that holds what follows the prompt.
-        max_samples: read the first so many documents only; None: all.
+        suffixes: suffixes of the files to read from a directory; None: all files.
+        format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
+            its completion), "alpaca" (instruction, input, output, system, history) or "tokens" (input_ids, and labels
+            that may be -100); "auto" decides by the first record of each file.
+        text_field: the field of a .jsonl object, or the column of a table, with the text.
+        messages_field: the field with a conversation, a list of {role, content}.
+        tools_field: the field with the tools of a conversation.
+        prompt_field: the field with a prompt; the loss leaves its tokens out.
+        completion_field: the field with the completion of the prompt.
+        max_samples: read at most this number of documents; None: all.
     """
 
     paths: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ class SourceConfig:
 
     @property
     def fields(self) -> Fields:
-        """Which fields of a record hold what."""
+        """The names of a record's fields."""
         return Fields(
             self.format,
             self.text_field,
@@ -225,7 +225,7 @@ class MixedConfig(SourceConfig):
     """A corpus of a mixture.
 
     Attributes:
-        weight: of its tokens among all that are trained on, in any unit.
+        weight: relative share of its tokens in training.
     """
 
     weight: float = 1.0
@@ -239,25 +239,26 @@ class MixedConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """What to train on, and how it becomes mini-batches.
+    """The training data, and how it becomes mini-batches.
 
     Attributes:
-        mixture: several corpora, each with a weight, instead of `paths` and the fields that go with them.
-        evaluation: corpora to evaluate on, by name; with any, nothing is held out of the others by default.
-        tokenizer: a tokenizer.json or a directory with one; None: that of `model.path` or `model.weights`, or else a
-            new byte-level BPE.
-        vocab_size: of a new tokenizer.
+        mixture: several corpora, each with a weight, instead of `paths` and its related fields.
+        evaluation: corpora to evaluate on, by name. If given, no training documents are held out by default.
+        tokenizer: a tokenizer.json or a directory with one; None: the tokenizer of `model.path` or `model.weights`, or
+            else a new byte-level BPE.
+        vocab_size: number of tokens of a new tokenizer.
         chat_template: the file of a Jinja template for conversations, the template itself, or "chatml"; None: the
             tokenizer's own.
-        template_arguments: that the template takes, such as {enable_thinking: false}; a record's own
-            `chat_template_kwargs` replace them.
-        train_on: which tokens of a conversation count: "assistant", all that the assistant says; "last", what it says
-            last; "all", everything. Of a prompt and its completion, the completion does.
-        tokens_per_step: the budget of one mini-batch.
+        template_arguments: arguments of the template, such as {enable_thinking: false}; a record's own
+            `chat_template_kwargs` take precedence.
+        train_on: the tokens of a conversation in the loss: "assistant" (all messages of the assistant), "last" (only
+            its last message) or "all". With a prompt and a completion, the loss covers the completion.
+        tokens_per_step: most tokens of a mini-batch.
         max_length: tokens of the longest sequence.
         overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train.
-        heldout: fraction of the documents kept for evaluation; None: 0.01, or 0 where there is `evaluation`.
-        cache: where tokenizers and token files are kept, by a key of the corpus; None: in the run folder.
+        heldout: fraction of the documents held out for evaluation; None: 0.01, or 0 if `evaluation` is given.
+        cache: directory for tokenizers and token files, which are found again by a key of the corpus; None: the run
+            folder.
     """
 
     mixture: tuple[MixedConfig, ...] = ()
@@ -312,7 +313,7 @@ class DataConfig(SourceConfig):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each of them."""
+        """The weight of each corpus."""
         return tuple(source.weight for source in self.mixture) or (1.0,)
 
 
@@ -321,10 +322,10 @@ class OptimizerConfig:
     """An elementwise class of torch.optim and its settings; None leaves a setting at the class's own default.
 
     Attributes:
-        name: of the class, such as AdamW or SGD.
+        name: name of the class, such as AdamW or SGD.
         lr: the peak learning rate.
         weight_decay: for matrices only: biases and norm weights, which have one dimension, do not decay.
-        betas, eps, momentum: as the class takes them.
+        betas, eps, momentum: arguments of the class.
     """
 
     name: str = "AdamW"
@@ -353,15 +354,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves.
+    """The learning rate over the steps.
 
     Attributes:
-        warmup: steps over which it rises linearly to its peak.
-        decay: how it falls over the steps after them: "cosine", "linear", "constant", which does not fall, or "wsd"
-            (warm-up, stable, decay), which stays at the peak and falls linearly at the end.
-        min_lr_ratio: where it ends, as a fraction of the peak.
-        warmup_ratio: instead of `warmup`, the part of all steps over which it rises; None: as `warmup` says.
-        decay_ratio: the part of all steps, at the end, over which "wsd" falls; None: 0.1.
+        warmup: number of steps in which it rises linearly to its peak.
+        decay: its decrease after the warm-up: "cosine", "linear", "constant" (none), or "wsd" (warm-up, stable,
+            decay), which stays at the peak and falls linearly at the end.
+        min_lr_ratio: its last value as a fraction of the peak.
+        warmup_ratio: length of the warm-up as a fraction of all steps, instead of `warmup`.
+        decay_ratio: length of the decay of "wsd" as a fraction of all steps; None: 0.1.
     """
 
     warmup: int = 0
@@ -401,7 +402,7 @@ class CheckpointConfig:
     """How checkpoints are written.
 
     Attributes:
-        asynchronous: copy the state to CPU memory and write it beside training, instead of waiting for the disk.
+        asynchronous: copy the state to CPU memory and write it during training, instead of waiting for the disk.
     """
 
     asynchronous: bool = False
@@ -413,19 +414,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a strategy is chosen for every step.
+    """The choice of a strategy for each step.
 
     Attributes:
-        choose: run each step under the strategy that is expected to finish it first, instead of taking them in turn.
-        profile: what `hydragraph profile` wrote; None: strategies are compared by rough costs.
-        cluster: where devices differ by type: the file that was planned with; the profile then knows every type of it
-            (`hg.Profile.merge`). None: all are like the one that was measured.
-        health: the file of rates that was planned with; it needs a cluster. None: all are healthy.
-        ahead: how many mini-batches are planned while earlier ones are trained on; 0: each is planned when it begins.
-        workers: processes that plan.
-        gain: stay with the best strategy where choosing would save less than this part of its time.
-        sample: mini-batches that this is judged by, and that "auto" proposes strategies for.
-        patience_s: how long a step waits for its plan before it takes a quick one.
+        choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
+        profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough costs.
+        cluster: the cluster file of devices of several types, all of which the profile must contain
+            (`hg.Profile.merge`); None: all devices are like the measured one.
+        health: the file of slowdowns; it needs a cluster. None: all devices are healthy.
+        ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
+        workers: number of planning processes.
+        gain: keep a single strategy if choosing would save less than this fraction of its time.
+        sample: number of mini-batches that decide this, and for which "auto" proposes strategies.
+        patience_s: seconds that a step waits for its plan before it uses a quick one.
     """
 
     choose: bool = False
@@ -445,9 +446,9 @@ class PlanConfig:
             _check_text(name, getattr(self, name), optional=True)
         for name, needed in (("cluster", "profile"), ("health", "cluster")):
             if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: give the {needed}, too")
+                raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
-            raise ValueError(f"cluster is {self.cluster!r}: set choose: true, or nobody assigns sequences by it")
+            raise ValueError(f"cluster is {self.cluster!r}: also set choose: true, so that sequences are assigned by it")
         _check_whole("ahead", self.ahead, 0)
         _check_whole("workers", self.workers, 1)
         _check_whole("sample", self.sample, 1)
@@ -457,22 +458,21 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What a run does about ranks that are lost, come, or are slower than others.
+    """How a run reacts to ranks that are lost, join, or are slower than others.
 
-    With any of `copies: 2`, `spares` or `min_ranks` the loss of a rank does not end the run: those that are left go on
-    in the same processes.
+    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue.
 
     Attributes:
-        copies: 2: every part of the state has a second owner, so that a lost rank loses nothing but the step under way;
-            1: all go back to the newest checkpoint then.
-        spares: processes that wait, ready, for a rank to be lost.
-        min_ranks: with fewer the run saves and ends; null: 1, where another key asks to go on at all.
-        rejoin: start a process in the place of a lost one; it joins between two steps.
-        monitor: watch how long every rank takes, and write to `events.jsonl` which are slow, how much and since when.
-        replan: plan again where that changes, beside training, and switch to the new plan where it pays; needs `plan`
-            with `choose` and a profile, and implies `monitor`.
-        dry_run: decide and tell, but never switch.
-        enter, leave: a straggler takes at least `enter` times as long as its peers; healthy again, at most `leave`.
+        copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: all
+            ranks then return to the newest checkpoint.
+        spares: number of processes that wait to replace a lost rank.
+        min_ranks: with fewer ranks the run saves and ends; null: 1 if another key makes the run survive losses.
+        rejoin: start a process to replace a lost one; it joins between two steps.
+        monitor: measure every rank, and write to `events.jsonl` which are slow, by how much and since when.
+        replan: plan again in the background when ranks become slow, and switch if the new plan pays off; needs
+            `strategies: auto`, or `plan` with `choose` and a profile, and implies `monitor`.
+        dry_run: report decisions without switching.
+        enter, leave: a rank counts as slow from `enter` times the time of its peers, until it is below `leave` times.
     """
 
     copies: int = 1
@@ -499,11 +499,11 @@ class ElasticConfig:
         if not 1 < self.leave < self.enter:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
         if self.dry_run and not self.replan:
-            raise ValueError("dry_run is about replan: set replan, too, or leave it out")
+            raise ValueError("dry_run has no effect without replan: also set replan, or leave dry_run out")
 
     @property
     def survives(self) -> bool:
-        """Whether the run goes on when ranks are lost."""
+        """Whether the run continues when ranks are lost."""
         return self.copies > 1 or self.spares > 0 or self.min_ranks is not None
 
     @property
@@ -519,37 +519,36 @@ class TrainConfig:
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
         adapter: train adapters only, and write them as `peft` does; None: train all weights.
-        callbacks: objects, or classes, as "module:name", that have any of on_step(metrics), on_evaluate(metrics) and
-            on_checkpoint(step, path): called on rank 0. "wandb" logs to Weights & Biases.
-        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or such YAML written out; steps take
-            them in turn, or the best for each (`plan.choose`); "auto" alone measures the devices, unless
-            `plan.profile` names a file of measurements, and plans for them and the data.
-        home: which rank owns how much of the weights and the optimizer's state: "auto", the ranks that exchange least
-            for the strategies; "stages", those that compute a block; "equal", all alike; a text such as
+        callbacks: objects or classes, as "module:name", with any of on_step(metrics), on_evaluate(metrics) and
+            on_checkpoint(step, path), called on rank 0. "wandb" logs to Weights & Biases.
+        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or the YAML itself. Steps take turns
+            among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads the
+            measurements in `plan.profile`, and plans for them and the data.
+        home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange least for the
+            strategies), "stages" (those that compute a block), "equal" (equal shares), a text such as
             "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
-        steps: how many mini-batches to train on; 0: as many as `epochs` says.
-        epochs: instead, how many times to pass over all tokens of the data; 0: as `steps` says.
-        ranks: local processes to start, where no launcher such as torchrun has started any.
-        max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
-        dtype: what the model computes in; weights and optimizer state are float32 in any case.
+        steps: number of mini-batches to train on; 0: given by `epochs`.
+        epochs: number of passes over the data, instead of `steps`; 0: given by `steps`.
+        ranks: number of local processes to start, unless a launcher such as torchrun has started them.
+        max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: never.
+        dtype: dtype of the computation; weights and optimizer state are always float32.
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
         device: "cpu" or "cuda"; None: a GPU where there is one.
         check: "auto" compares the captured graphs with the model on short sequences before the first step, each kind of
-            block once; "full": every block; "off" (which YAML reads as false): nothing.
-        compiled: a folder that `hydragraph compile` wrote for this config: the run starts from it, and traces nothing.
-        trust: load Inductor's code from that folder too, which is code: it may do anything that you may.
-        seed: of a new model's weights and of the order of the data.
-        evaluate_every: steps between evaluations, which also end the run, on the held-out documents and on
-            `data.evaluation`; 0: never.
-        evaluate_batches: how many mini-batches of `data.tokens_per_step` an evaluation reads of each.
-        checkpoint_every: steps between checkpoints, one of which also ends the run; 0: only that one.
-        keep: how many of the latest checkpoints stay.
-        grace_s: seconds that a run which is asked to stop (SIGTERM, Ctrl-C) has to finish its step and save; then it
-            ends all the same.
-        progress_s: seconds in which no rank moves on while some wait; then all fail, and say what they were doing.
-        deterministic: the same bits whatever ranks, pipelines and homes there are, also where ranks are lost; slower.
-        push_dtype: what gradients travel to their owners in, who add them up in fp32: float32 or bfloat16.
+            block once; "full" compares every block; "off" (which YAML reads as false) compares none.
+        compiled: a folder that `hydragraph compile` wrote for this config; the run starts from it without tracing.
+        trust: also load Inductor's code from that folder, which runs with all of your permissions.
+        seed: seed of a new model's weights, of the order of the data and of dropout.
+        evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the last step
+            also evaluates. 0: never.
+        evaluate_batches: number of mini-batches of `data.tokens_per_step` that an evaluation reads of each corpus.
+        checkpoint_every: steps between checkpoints; the last step also writes one. 0: only the last step.
+        keep: number of checkpoints to keep, the newest ones.
+        grace_s: seconds that a run has to finish its step and save when it is asked to stop (SIGTERM, Ctrl-C).
+        progress_s: if ranks wait for this number of seconds while none makes progress, all fail with a report.
+        deterministic: compute the same bits for any ranks, pipelines and homes, even if ranks are lost; slower.
+        push_dtype: dtype of gradients on the way to their owners, which add them in fp32: float32 or bfloat16.
         output: the run folder.
     """
 
@@ -726,7 +725,7 @@ def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
         except ValueError as error:
             failures.append(str(error))
     if failures and failures[-1]:
-        guilty = texts[failures.index(failures[-1])]  # the first one after which it was so
+        guilty = texts[failures.index(failures[-1])]  # the first override that fails
         raise ValueError(f"override {guilty!r}: {failures[-1]}")
     return config
 
@@ -738,7 +737,7 @@ def _alternative(name: str) -> str | None:
 
 
 def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
-    """Remove the entry data[keys[0]][keys[1]]..., or nothing if there is none."""
+    """Remove the entry data[keys[0]][keys[1]]..., if it exists."""
     at: Any = data
     for key in keys[:-1]:
         at = at.get(key)
