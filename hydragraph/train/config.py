@@ -448,7 +448,7 @@ class PlanConfig:
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
-            raise ValueError(f"cluster is {self.cluster!r}: also set choose: true, so that sequences are assigned by it")
+            raise ValueError(f"cluster is {self.cluster!r}: set choose: true, which assigns sequences by it")
         _check_whole("ahead", self.ahead, 0)
         _check_whole("workers", self.workers, 1)
         _check_whole("sample", self.sample, 1)
