@@ -215,7 +215,7 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
-    """Return where each bucket's state lives, at home and under a strategy (`passes.layouts.BucketLayouts`)."""
+    """Return where each bucket's state lives, at home and under a strategy (`passes.weight_layouts.BucketLayouts`)."""
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
     from hydragraph.passes.place import place

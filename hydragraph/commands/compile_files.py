@@ -106,7 +106,7 @@ def write_folder(
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
     strategies/FOLDER/      strategy.yaml; program_0.txt and so on, one for each kind of rank, and ranks.txt, which says
-                            who is who in them (`ir.shared_text`)
+                            who is who in them (`ir.shared_programs_text`)
     strategies/model.json   what `hydragraph show` needs to know of the model (`commands.compile_data`)
     summary.json            `Summary`
     """

@@ -228,8 +228,8 @@ class Costs:
         """Return the cost of each pipeline of a strategy.
 
         A stage shared by several pipelines is priced as slower for each of them, according to their paces
-        (`cost.sharing`). Its micro-batches may have as many tokens as fit when all of its pipelines have their maximum
-        in flight.
+        (`cost.shared_stage_costs`). Its micro-batches may have as many tokens as fit when all of its pipelines have
+        their maximum in flight.
 
         Raises:
             Unsupported, ValueError: as for `pipeline`.
@@ -673,7 +673,7 @@ def _aux(piece: Piece) -> Curve:
 
 
 class CostedWork:
-    """Cost of every instruction of one iteration; see `cost.work.Priced`."""
+    """Cost of every instruction of one iteration; see `cost.instruction_work.Priced`."""
 
     def __init__(self, costs: Costs, strategy: Strategy, assignment: Assignment) -> None:
         self._costs = costs

@@ -1,8 +1,8 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
 Computation is a chain: an actor runs ahead as long as the ends of all its inputs are known. Transfers share ports and
-cards, so their ends are known only when the clock reaches them (`cost.flows`). Events never begin before the clock: a
-value known at some time was made then or later.
+cards, so their ends are known only when the clock reaches them (`cost.shared_ports`). Events never begin before the
+clock: a value known at some time was made then or later.
 
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index

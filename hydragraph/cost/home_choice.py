@@ -2,8 +2,8 @@
 
 In every iteration, the stages that use a bucket b pull it and push its gradients back. With x_b the parts of b that
 ranks own (`cost.home_candidates`), let p_s(x), q_s(x) and h_s(x) be the seconds of the slowest rank for pulling it,
-pushing it and handing it to second owners under strategy s, from the bytes of its links (`ir.exchanged`) on the cluster
-(`cost.traffic`). For strategies with frequencies w_s, choose
+pushing it and handing it to second owners under strategy s, from the bytes of its links (`cost.exchanges`) on the
+cluster (`cost.traffic`). For strategies with frequencies w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 

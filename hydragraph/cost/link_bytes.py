@@ -65,7 +65,7 @@ def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direct
 
 def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
     """Return the traffic of a direction, given the bytes of an element as it is pulled."""
-    # Layers with the same home share one layout object (`passes.layouts`), so one link represents all of them.
+    # Layers with the same home share one layout object (`passes.weight_layouts`), so one link represents all of them.
     alike: dict[tuple[int, int], list[BucketLayouts]] = {}
     for bucket in placed:
         if direction == "pull" or bucket.bucket.learns:

@@ -3,8 +3,8 @@
 Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, its inputs
 are ready, and all participants have arrived: a stage's ranks for a computation, the ranks it exchanges with for a pull
 or push, all ranks for the commit. A receive delays only the computation that reads it. Transfers share ports and
-network cards with those of other streams and ranks (`cost.flows`); a rank's tensor-parallel traffic is part of its
-computation.
+network cards with those of other streams and ranks (`cost.shared_ports`); a rank's tensor-parallel traffic is part of
+its computation.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Timeline:
     def exposed_s(self, rank: int, stream: Stream) -> float:
         """Return how long a rank's computation, or its commit, waits for values of a stream.
 
-        Waits count as in a run (`runtime.trace.Exposed`): values are waited for one after another, including the time
-        before they begin, as for an activation that another stage has yet to compute.
+        Waits count as in a run (`runtime.instruction_trace.Exposed`): values are waited for one after another,
+        including the time before they begin, as for an activation that another stage has yet to compute.
         """
         return self._exposed(self.actor_of[rank]).get(stream, 0.0)
 

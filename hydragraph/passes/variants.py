@@ -33,7 +33,6 @@ _LOG = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 CAPACITY = 64  # cached variants: a model has about three templates, and a strategy few degrees
 
-_LOG = logging.getLogger(__name__)
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # cached by any program of this process
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # per graph pass

@@ -136,7 +136,6 @@ def plan(
     method: Method = "auto",
     running: Plan | Strategy | str | None = None,
     deadline_s: float | None = None,
-    seed: int = 0,
     solver: Solver | None = None,
 ) -> Plan:
     """Plan training on devices that differ by type, memory or current speed.
@@ -151,7 +150,6 @@ def plan(
             bytes is chosen.
         deadline_s: time limit; the best plan so far is then returned. None: the search runs to completion, and
             equal arguments give equal plans.
-        seed: random seed; currently unused.
         solver: "scip" groups devices into pipelines with AutoHet's published program (its equation 3, through cvxpy)
             instead of our search; for method "mixed" and few devices.
 
@@ -164,7 +162,6 @@ def plan(
         ValueError: an invalid method, solver, deadline or `running`.
     """
     check_question(method, deadline_s, solver)
-    del seed
     if isinstance(running, str):
         running = Strategy.parse(running, costs.outline.layers)
     if isinstance(running, Strategy):

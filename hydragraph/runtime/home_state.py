@@ -90,7 +90,7 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home.HomeLayouts`).
+        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home_layout.HomeLayouts`).
 
         Args:
             program: of the model.

@@ -38,7 +38,7 @@ class RankTimes:
             inside of them.
         ran, queued: the part of these in which its thread ran, and in which it waited for its core; both 0 if unknown,
             as on a GPU. For a rank that computed no blocks, those of its probe.
-        probe: products per second in a probe (`runtime.probe`); 0: it made none.
+        probe: products per second in a probe (`runtime.speed_probe`); 0: it made none.
     """
 
     seconds: float

@@ -65,7 +65,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
     optimizer.step()
     kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
     total = sum(tensor.element_size() for tensor in (parameter, *kept))
-    # hydragraph.AdamW also keeps the weights in the dtype in which they are pulled (`runtime.rounded`).
+    # hydragraph.AdamW also keeps the weights in the dtype in which they are pulled (`runtime.rounded_weights`).
     fused = config.name == "AdamW" and device is not None and device.type == "cuda"
     return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
 

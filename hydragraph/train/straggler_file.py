@@ -1,6 +1,6 @@
 """`slow.json`: what the leading rank knows about slow ranks, for its successor if it is lost.
 
-Ranks get other numbers when some are lost or come; a member's number (`runtime.meeting`) stays:
+Ranks get other numbers when some are lost or come; a member's number (`cluster.rendezvous`) stays:
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """

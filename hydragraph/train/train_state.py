@@ -54,7 +54,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
     traced: list[TracedStep] = field(default_factory=list)
-    watched: tuple[int, ...] = ()  # members watched by the controller, by their ranks at that time (`runtime.meeting`)
+    watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
 
     def strategy_of(self, step: int) -> Strategy | None:
         """Return the strategy of a step, in turn; None: the executor chooses."""

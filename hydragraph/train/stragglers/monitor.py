@@ -5,7 +5,7 @@ without further messages. Waits for other ranks are not included. The cost model
 instructions with their actual lengths, so a long sequence does not make a straggler.
 
 On a CPU shared with other processes, wall-clock seconds are split by the kernel's thread statistics
-(`runtime.scheduled`):
+(`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        how slow the device is: stopped, throttled      how many others want its core
