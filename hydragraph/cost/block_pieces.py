@@ -72,7 +72,7 @@ class Piece:
         """Return a piece with separate forward and backward curves; `sizes` are its other fields."""
         # Search uses constants, so tables are approximated; exact seconds are read from the tables.
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
-        together = Constants(one.a + two.a, one.b + two.b, one.c + two.c)
+        together = Constants.sum([(1, one), (1, two)])
         return cls(together, **sizes, forward=forward, backward=backward)
 
     def parts(self, recompute: bool) -> tuple[Curve, Curve]:

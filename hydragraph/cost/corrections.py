@@ -192,5 +192,5 @@ def _corrected(name: str, piece: Piece, kind: StageKind, ahead: float, back: flo
         return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)
     one, two = (curve.times(by) for curve, by in zip(piece.parts(kind.recompute), (ahead, back), strict=True))
     first, second = (curve if isinstance(curve, Constants) else curve.constants() for curve in (one, two))
-    together = Constants(first.a + second.a, first.b + second.b, first.c + second.c)
+    together = Constants.sum([(1, first), (1, second)])
     return replace(piece, seconds=together, forward=one, backward=two)

@@ -239,7 +239,7 @@ class Costs:
         alone = tuple(self.pipeline(p, strategy.schedule) for p in strategy.pipelines)
         if not strategy.shares:
             return alone
-        paces = [(p.a * p.util_len + p.b) * p.util_len + p.c for p in alone]
+        paces = [p.envelope.work(p.util_len) + p.c for p in alone]
         limits = [self.max_len(p, strategy) for p in strategy.pipelines]
         stages = [
             [cost.slower(factor) for cost, factor in zip(p.parts, factors, strict=True)]
@@ -251,7 +251,7 @@ class Costs:
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
         # The slowest stage may depend on the length. Search uses one set of constants, taken at a useful length.
-        slowest = max((s.constants for s in stages), key=lambda k: (k.a * util + k.b) * util + k.c)
+        slowest = max((s.constants for s in stages), key=lambda k: k.work(util) + k.c)
         self._check_fit(stages, slowest)
         return PipelineCost(
             slowest.a,
@@ -263,6 +263,7 @@ class Costs:
             len(pipeline.devices),
             tuple(stages),
             schedule,
+            slowest.near,
         )
 
     def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:

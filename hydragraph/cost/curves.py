@@ -3,46 +3,97 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 from typing import Any
 
+from hydragraph.cost.reach import Near, Reach, total
 from hydragraph.errors import Unsupported
 
 # Limit of reading a table beyond its largest micro-batch, as a multiple of its tokens.
 BEYOND = 2.0
 
 
+class Load:
+    """Sums over the sequences of a micro-batch, each computed once for all curves.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        tokens: sum l.
+        squared: sum l^2.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        self.tokens = sum(lengths)
+        self.squared = sum(map(mul, lengths, lengths))
+        self._pairs: dict[Reach, float] = {}
+
+    def pairs(self, reach: Reach) -> float:
+        """Return sum q(l) of a reach."""
+        if reach not in self._pairs:
+            self._pairs[reach] = float(sum(map(reach.pairs, self.lengths)))
+        return self._pairs[reach]
+
+
 @dataclass(frozen=True)
 class Constants:
-    """Seconds for one micro-batch: a l^2 + b l per sequence, plus c.
+    """Seconds for one micro-batch: a l^2 + b l and q(l) of each reach per sequence, plus c.
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
+        near: s / pair of attention that a window or chunks limit, by reach.
     """
 
     a: float
     b: float
     c: float
+    near: Near = ()
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0."""
-        return not (self.a > 0 and self.b > 0 and self.c >= 0)
+        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0.
+
+        Windows shorter than most measured sequences look linear, so one of the two may be 0 beside them.
+        """
+        attends = self.a > 0 or bool(self.near)
+        return not (attends and (self.b > 0 or any(each > 0 for _, each in self.near)) and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch with sequences of these lengths."""
-        return self.at(sum(lengths), squares(lengths))
+        return self.at(Load(lengths))
 
-    def at(self, tokens: float, squared: float) -> float:
-        """Return the seconds of a micro-batch from its tokens and the sum of its squared lengths."""
-        return self.a * squared + self.b * tokens + self.c
+    def at(self, load: Load) -> float:
+        """Return the seconds of a micro-batch."""
+        seconds = self.a * load.squared + self.b * load.tokens + self.c
+        for reach, each in self.near:
+            seconds += each * load.pairs(reach)
+        return seconds
+
+    def work(self, length: Any) -> Any:
+        """Return the seconds that a sequence of `length` tokens adds, or each of an array of lengths."""
+        seconds = (self.a * length + self.b) * length
+        for reach, each in self.near:
+            seconds = seconds + each * reach.pairs(length)
+        return seconds
 
     def times(self, factor: float) -> Constants:
         """Return the curve multiplied by a factor."""
-        return Constants(self.a * factor, self.b * factor, self.c * factor)
+        return Constants(self.a * factor, self.b * factor, self.c * factor, total([(factor, self.near)]))
+
+    @classmethod
+    def sum(cls, parts: Iterable[tuple[float, Constants]]) -> Constants:
+        """Return the sum of curves, each multiplied by its factor."""
+        a = b = c = 0.0
+        nears = []
+        for factor, k in parts:
+            a += factor * k.a
+            b += factor * k.b
+            c += factor * k.c
+            nears.append((factor, k.near))
+        return cls(a, b, c, total(nears))
 
 
 @dataclass(frozen=True)
@@ -79,14 +130,15 @@ class Table:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch with sequences of these lengths; see `at`."""
-        return self.at(sum(lengths), squares(lengths))
+        return self.at(Load(lengths))
 
-    def at(self, tokens: float, squared: float) -> float:
+    def at(self, load: Load) -> float:
         """Return the seconds of a micro-batch from its tokens and the sum of its squared lengths.
 
         Raises:
             Unsupported: it is more than twice as large as the largest measurement.
         """
+        tokens = load.tokens
         if tokens <= 0:
             return 0.0
         most = max(row[1] for row in self.rows)
@@ -98,7 +150,7 @@ class Table:
             )
         # Micro-batches of equal tokens differ in attention, which depends on the sum of l^2, and thus on this mean
         # length.
-        length = squared / tokens
+        length = load.squared / tokens
         # Read the lines of the neighbouring lengths at these tokens, and join them by a line over the length.
         at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
@@ -144,21 +196,25 @@ class Table:
 Curve = Constants | Table
 
 
-def squares(lengths: Sequence[int]) -> int:
-    """Return the sum of squared lengths, which together with their sum determines a curve's value."""
-    return sum(map(mul, lengths, lengths))
-
-
 def curve_record(curve: Curve) -> Any:
-    """Return a JSON value: {a, b, c} or a list of [sequences, tokens, seconds]."""
-    if isinstance(curve, Constants):
-        return {"a": curve.a, "b": curve.b, "c": curve.c}
-    return [list(row) for row in curve.rows]
+    """Return a JSON value: {a, b, c}, with windows also `near`, or a list of [sequences, tokens, seconds]."""
+    if isinstance(curve, Table):
+        return [list(row) for row in curve.rows]
+    record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}
+    if curve.near:
+        record["near"] = [{"window": r.window, "chunk": r.chunk, "seconds": each} for r, each in curve.near]
+    return record
 
 
 def read_curve(data: Any) -> Curve:
-    """Read the result of `curve_record`."""
-    return Constants(**data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
+    """Read the result of `curve_record`; constants of older files have no `near`."""
+    return read_constants(data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
+
+
+def read_constants(data: Mapping[str, Any]) -> Constants:
+    """Read constants written by `curve_record`."""
+    near = tuple((Reach(each["window"], each["chunk"]), each["seconds"]) for each in data.get("near", ()))
+    return Constants(**{**data, "near": near})
 
 
 def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:

@@ -2,14 +2,14 @@
 
 A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in total);
 attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and
-twice that backward. A block's backward also repeats its recomputed operations. Tensor-parallel sums are priced
-separately, from the links of their ranks.
+twice that backward. With a window or chunks, the pairs of `Reach` replace L^2. A block's backward also repeats its
+recomputed operations. Tensor-parallel sums are priced separately, from the links of their ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,11 +18,12 @@ from hydragraph.cost.block_pieces import AUX, Piece, PricedDevice
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.reach import WHOLE, Reach, ordered
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.ir.program import Block, Program
-from hydragraph.passes.graph_node import ATTENDING
+from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.graph_node import ATTENDING, operands, varlen
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 
@@ -88,17 +89,18 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
 
 def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piece:
     try:
-        a, b, parameters, frozen = operations(program, block, kind.tp)
+        attention, b, parameters, frozen = operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; lowering reports it
-        a, b, parameters, frozen = operations(program, block, 1)
-        a /= kind.tp
+        attention, b, parameters, frozen = operations(program, block, 1)
+        attention = {reach: each / kind.tp for reach, each in attention.items()}
         b /= kind.tp
         parameters //= kind.tp
         frozen //= kind.tp
-    forward = Constants(a / rate, b / rate, 0.0)
+    near = ordered({reach: each / rate for reach, each in attention.items()})
+    forward = Constants(attention.get(WHOLE, 0.0) / rate, b / rate, 0.0, near)
     # Backward computes the gradients of both operands of a product: twice the forward's operations.
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
-    backward = Constants(2 * forward.a + again.a, 2 * forward.b + again.b, 0.0)
+    backward = Constants.sum([(2, forward), (1, again)])
     return Piece.apart(
         forward,
         backward,
@@ -108,8 +110,8 @@ def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piec
     )
 
 
-def operations(program: Program, block: Block, tp: int) -> tuple[float, float, int, int]:
-    """Return the first rank's operations per token^2 and per token, and its elements of weights and of frozen ones."""
+def operations(program: Program, block: Block, tp: int) -> tuple[Mapping[Reach, float], float, int, int]:
+    """Return the first rank's operations per pair by reach and per token, and its elements, all and frozen ones."""
     graph = program.templates[block.template].graph.graph
     # An embedding is looked up, not multiplied: its weight adds no operations.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
@@ -123,13 +125,26 @@ def operations(program: Program, block: Block, tp: int) -> tuple[float, float, i
         frozen += 0 if name in program.learning else math.prod(shape)
         if len(shape) > 1 and node not in looked_up:
             linear += 2 * math.prod(shape)
-    return sum(_attention(node) for node in graph.nodes) / tp, linear, parameters, frozen
+    attention: dict[Reach, float] = {}
+    for node in graph.nodes:
+        if node.target in ATTENDING:
+            reach = _reach(node)
+            attention[reach] = attention.get(reach, 0.0) + _attention(node)
+    return {reach: each / tp for reach, each in attention.items()}, linear, parameters, frozen
+
+
+def reaches_of(template: Template) -> frozenset[Reach]:
+    """Return the reaches of a template's attention, the only operator with quadratic work."""
+    return frozenset(_reach(node) for node in template.graph.graph.nodes if node.target in ATTENDING)
+
+
+def _reach(node: fx.Node) -> Reach:
+    limits = operands(node)[7:9] if node.target is varlen else ()
+    return Reach(*limits)
 
 
 def _attention(node: fx.Node) -> float:
-    """Return the operations of an attention node per token^2; 0 for other nodes."""
-    if node.target not in ATTENDING:
-        return 0.0
+    """Return the operations of an attention node per pair of `Reach.pairs`."""
     query = node.args[0]
     causal = node.args[5]
     heads, size = value_of(query).shape[1:]  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from hydragraph.cost.block_pieces import HOME_BYTES, Constants, Piece, PricedDev
 from hydragraph.cost.block_pieces import Scheme as Scheme
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
+from hydragraph.cost.reach import Near
 from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Cluster, Interconnect
@@ -43,6 +44,7 @@ class PipelineCost:
 
     Attributes:
         a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
+        near: its seconds per pair of attention with windows or chunks, which add to a l^2 + b l.
         stages: its depth PP.
         max_len: maximum number of tokens of a micro-batch.
         util_len: number of tokens from where on a micro-batch uses the device well.
@@ -60,11 +62,12 @@ class PipelineCost:
     devices: int
     parts: tuple[StageCost, ...] = ()
     schedule: str = DEFAULT_SCHEDULE
+    near: Near = ()
 
     @property
     def envelope(self) -> Constants:
         """The constants of its slowest stage, used by search."""
-        return Constants(self.a, self.b, self.c)
+        return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
         """Return its exact end for micro-batches of these lengths in this order.
@@ -79,9 +82,8 @@ class PipelineCost:
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return a l^2 + b l [s] of each sequence."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return np.asarray((self.a * tokens + self.b) * tokens, dtype=np.float64)
+        """Return the seconds of each sequence: a l^2 + b l, and those of limited attention."""
+        return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
         """Return the seconds of one stage for one micro-batch of these sequences."""
@@ -301,7 +303,7 @@ class Profile:
         """
         k = self.constants(scheme)
         tokens = np.asarray(length, dtype=np.float64)
-        result = (k.a * tokens + k.b) * tokens + k.c
+        result = k.work(tokens) + k.c
         return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
@@ -340,7 +342,8 @@ class Profile:
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
-        return PipelineCost(k.a, k.b, k.c, scheme[1], limit, min(useful, max(limit, 1)), scheme[0] * scheme[1])
+        util = min(useful, max(limit, 1))
+        return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
         """Return the cost of a regular pipeline of plain stages by published constants; `Costs` prices any pipeline.

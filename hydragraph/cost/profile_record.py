@@ -8,7 +8,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from hydragraph.cost.block_pieces import Held, Piece, PricedDevice, Scheme
-from hydragraph.cost.curves import Constants, curve_record, read_curve
+from hydragraph.cost.curves import Constants, curve_record, read_constants, read_curve
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.cluster import Interconnect
@@ -23,7 +23,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     link = fields["link"]
     return {
         **fields,
-        "schemes": {_text(s): asdict(k) for s, k in fields["schemes"].items()},
+        "schemes": {_text(s): curve_record(k) for s, k in fields["schemes"].items()},
         "util": dict(fields["util"]),
         "memory": asdict(memory) if memory else None,
         "limits": {_text(s): tokens for s, tokens in fields["limits"].items()},
@@ -54,7 +54,7 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     link = data.get("link")
     return {
         "name": data["name"],
-        "schemes": {_scheme(s): Constants(**k) for s, k in data["schemes"].items()},
+        "schemes": {_scheme(s): read_constants(k) for s, k in data["schemes"].items()},
         "util": {int(tp): int(tokens) for tp, tokens in data["util"].items()},
         "memory": memory and MemoryModel(**{**memory, **_tables(memory)}),
         "limits": {_scheme(s): int(tokens) for s, tokens in data["limits"].items()},
@@ -96,7 +96,7 @@ def _read_piece(data: Mapping[str, Any]) -> Piece:
             k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
     )
-    rest = {"seconds": Constants(**data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
+    rest = {"seconds": read_constants(data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
     return Piece(**{**data, **rest, **curves})
 
 

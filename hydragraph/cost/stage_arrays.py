@@ -1,12 +1,15 @@
 """Time of stages for a micro-batch, as arrays for compiled code; `compiled_replay` gives the end of a pipeline of them.
 
     K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
-    seconds[k, s, r, part]  [K, S, R, 5, 3]  seconds per token^2, per token, and per micro-batch
-    row[s, part]            [S, 5]           a micro-batch's seconds on each stage: of the slowest of its ranks
+    W  windows and chunks of attention, of all kinds
+    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  seconds per token^2, per token, per micro-batch, and per pair of each
+                                                 of the W
+    row[s, part]            [S, 5]               a micro-batch's seconds on each stage: of the slowest of its ranks
 
-A micro-batch is described only by sum l^2 and sum l over its sequences, so constants and links give the same result as
-`cost.stage_costs`, up to the last digits. Tables and links with measured points have no such form; the search uses
-approximate constants for them, and its result is judged by `PipelineCost.seconds` itself (`StageTerms.faithful`).
+A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences, so constants and links
+give the same result as `cost.stage_costs`, up to the last digits. Tables and links with measured points have no such
+form; the search uses approximate constants for them, and its result is judged by `PipelineCost.seconds` itself
+(`StageTerms.faithful`).
 
 Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. A micro-batch of 4 and 6 tokens
 takes max(20, 31) = 31.
@@ -14,6 +17,7 @@ takes max(20, 31) = 31.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.curves import Constants, Curve
 from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.reach import Reach
 from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of
@@ -39,13 +44,15 @@ class StageTerms(NamedTuple):
     """Kinds of pipelines; see the module docstring.
 
     Attributes:
-        seconds: [K, S, R, 5, 3].
+        seconds: [K, S, R, 5, 3 + W].
+        reaches: window and chunk of each further column, infinite if there is none [W, 2].
         stages: of each kind [K].
         tables: order of the work of each kind [K, S, actions].
         faithful: its numbers are those of `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
+    reaches: Floats
     stages: Ints
     tables: ScheduleTable
     faithful: Bools
@@ -60,16 +67,18 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
         shortest: minimum tokens of any micro-batch; if given, tables and links with measured points are replaced by
             lines below them, for bounds, instead of approximations.
     """
-    arrays = [_kind(kind, shortest) for kind in kinds]
+    reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
+    arrays = [_kind(kind, shortest, reaches) for kind in kinds]
     deepest = max(len(array) for array, _ in arrays)
     mixed = max(array.shape[1] for array, _ in arrays)
-    seconds = np.zeros((len(kinds), deepest, mixed, PARTS, 3))
+    seconds = np.zeros((len(kinds), deepest, mixed, PARTS, 3 + len(reaches)))
     for k, (array, _) in enumerate(arrays):
         stages, ranks = array.shape[:2]
         seconds[k, :stages, :ranks] = array
         seconds[k, :stages, ranks:] = array[:, :1]  # a repeated kind of rank has no effect
     return StageTerms(
         seconds,
+        np.array([each.order for each in reaches], dtype=np.float64).reshape(-1, 2),
         np.array([len(array) for array, _ in arrays], dtype=np.int64),
         _tables(
             tuple((kind.schedule, len(array)) for kind, (array, _) in zip(kinds, arrays, strict=True)), max(count, 1)
@@ -99,32 +108,43 @@ def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
 
 
 @lru_cache(maxsize=256)
-def _kind(kind: PipelineCost, shortest: int | None) -> tuple[Floats, bool]:
-    """Return [S, R, 5, 3] of one kind, and whether it is faithful."""
+def _reaches(kind: PipelineCost) -> frozenset[Reach]:
+    """Return the windows and chunks of one kind's curves."""
+    parts = (part for s in kind.stage_costs for part in (*s.forward, *s.backward, *s.aux))
+    curves = (curve for part in parts for _, curve in part)
+    return frozenset(reach for curve in curves if isinstance(curve, Constants) for reach, _ in curve.near)
+
+
+@lru_cache(maxsize=256)
+def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
+    """Return [S, R, 5, 3 + W] of one kind, and whether it is faithful."""
     stages = kind.stage_costs
     mixed = max(len(stage.forward) for stage in stages)
-    seconds = np.zeros((len(stages), mixed, PARTS, 3))
+    seconds = np.zeros((len(stages), mixed, PARTS, 3 + len(reaches)))
     span = (shortest, max(kind.max_len, shortest)) if shortest is not None else None
     for s, stage in enumerate(stages):
         for r in range(mixed):
             at = r if r < len(stage.forward) else 0
             rings = [_ring(ring, span) for ring in stage.rings] if stage.rings else [np.zeros(3)] * 2
-            seconds[s, r, EARLY] = _added(stage.aux[at], span) if stage.aux else 0.0
-            seconds[s, r, FORWARD] = _added(stage.forward[at], span) + rings[0]
-            seconds[s, r, BACKWARD] = _added(stage.backward[at], span) + rings[1]
-            seconds[s, r, AHEAD] = _hop(stage.ahead, span)
-            seconds[s, r, BACK] = _hop(stage.back, span)
+            seconds[s, r, EARLY] = _added(stage.aux[at], span, reaches) if stage.aux else 0.0
+            seconds[s, r, FORWARD] = _added(stage.forward[at], span, reaches)
+            seconds[s, r, BACKWARD] = _added(stage.backward[at], span, reaches)
+            seconds[s, r, FORWARD, :3] += rings[0]
+            seconds[s, r, BACKWARD, :3] += rings[1]
+            seconds[s, r, AHEAD, :3] = _hop(stage.ahead, span)
+            seconds[s, r, BACK, :3] = _hop(stage.back, span)
     return seconds, all(map(_faithful, stages))
 
 
 Span = tuple[int, int] | None  # minimum and maximum tokens of a micro-batch, where a line must not lie above
 
 
-def _added(parts: Parts, span: Span) -> Floats:
-    total = np.zeros(3)
+def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
+    total = np.zeros(3 + len(reaches))
     for times, curve in parts:
         k = _constants(curve, span)
-        total += times * np.array([k.a, k.b, k.c])
+        near = dict(k.near)
+        total += times * np.array([k.a, k.b, k.c, *(near.get(reach, 0.0) for reach in reaches)])
     return total
 
 
@@ -168,20 +188,50 @@ def _faithful(stage: StageCost) -> bool:
 
 
 @compiled
-def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float) -> None:
+def pairs_of(window: float, chunk: float, length: float) -> float:
+    """Return `Reach.pairs` of a window and a chunk, infinite if there is none."""
+    pairs = 0.0
+    if length >= chunk:
+        near = min(window, chunk)
+        pairs = math.floor(length / chunk) * near * (2 * chunk - near)
+        length %= chunk
+    near = min(window, length)
+    return float(pairs + near * (2 * length - near))
+
+
+@compiled
+def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> None:
+    """Add `times` times the pairs of a sequence to the sums of a micro-batch.
+
+    Args:
+        near: the sums [W], changed in place.
+        reaches: windows and chunks [W, 2].
+        length: tokens of the sequence.
+        times: 1 to add it, -1 to remove it.
+    """
+    for w in range(len(reaches)):
+        near[w] += times * pairs_of(reaches[w, 0], reaches[w, 1], length)
+
+
+@compiled
+def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float, near: Floats) -> None:
     """Write the seconds of each stage for a micro-batch.
 
     Args:
         row: [S, 5] to write to.
-        seconds: of the pipeline's kind [S, R, 5, 3].
+        seconds: of the pipeline's kind [S, R, 5, 3 + W].
         stages: number of stages.
         squares: sum l^2 over the micro-batch's sequences.
         tokens: sum l.
+        near: sum of the pairs of each window and chunk [W].
     """
     for s in range(stages):
         for part in range(PARTS):
             most = 0.0
             for r in range(seconds.shape[1]):
                 k = seconds[s, r, part]
-                most = max(most, k[0] * squares + k[1] * tokens + k[2])
+                spent = k[0] * squares + k[1] * tokens + k[2]
+                for w in range(len(near)):
+                    spent += k[3 + w] * near[w]
+                most = max(most, spent)
             row[s, part] = most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydragraph.cost.curves import Constants, Curve, Table, squares
+from hydragraph.cost.curves import Constants, Curve, Load, Table
 from hydragraph.cost.schedule_replay import Rows, exchanged_end, pipeline_end
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
@@ -121,36 +121,31 @@ class StageCost:
 
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
         """Return the seconds of aux, forward and backward."""
-        return self.at(sum(lengths), squares(lengths))
-
-    def at(self, tokens: int, squared: int) -> tuple[float, float, float]:
-        """Return the seconds of aux, forward and backward from a micro-batch's tokens and sum of squared lengths."""
+        load = Load(lengths)
         # The slowest kind of rank counts, and may differ between forward and backward.
         early, one, two = (
-            max((sum(n * curve.at(tokens, squared) for n, curve in parts) for parts in every), default=0.0)
+            max((sum(n * curve.at(load) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)
         )
         if self.rings is None:
             return early, one, two
-        return early, one + self.rings[0].seconds(tokens), two + self.rings[1].seconds(tokens)
+        return early, one + self.rings[0].seconds(load.tokens), two + self.rings[1].seconds(load.tokens)
 
     @property
     def constants(self) -> Constants:
         """Constants of forward and backward together, for search, from the kind of rank with the largest b."""
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
-            a = b = c = 0.0
-            for times, curve in (*one, *two, *(self.aux[i] if self.aux else ())):
-                k = curve.constants() if isinstance(curve, Table) else curve
-                a += times * k.a
-                b += times * k.b
-                c += times * k.c
+            parts = (*one, *two, *(self.aux[i] if self.aux else ()))
+            whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
+            b = whole.b
+            c = whole.c
             # Rings are linear in the tokens, so they add exactly to b and c if the link is latency and bandwidth.
             for ring in self.rings or ():
                 messages = ring.times * 2 * (ring.ranks - 1)
                 b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
                 c += messages * ring.link.latency_s
-            by_rank_kind.append(Constants(a, b, c))
+            by_rank_kind.append(replace(whole, b=b, c=c))
         return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
 
 

@@ -56,7 +56,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
-    tokens, squared = (sum(times * n**power for n, times in lengths.items()) for power in (1, 2))
+    every_length = tuple(lengths.elements())
     for s, site in enumerate(sites):
         for kind in costs.profile.of(site.type).pieces:
             if kind.tp > largest[site] or not costs.sizes.allows(kind.tp):
@@ -66,7 +66,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
                 # The fixed cost of a micro-batch counts once, the minimum; auxiliary values are omitted.
-                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.at(tokens, squared)[1:]))
+                spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
     # Variables: the fraction of each template's work on each site, then T.
     count = len(sites) * len(templates)

@@ -90,7 +90,7 @@ class _Kind:
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _Kind:
         """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
-        return cls(pipeline.stages, max(LEAST_S, (pipeline.a * length + pipeline.b) * length), max(0.0, pipeline.c))
+        return cls(pipeline.stages, max(LEAST_S, float(pipeline.envelope.work(length))), max(0.0, pipeline.c))
 
     def micro_batches(self, n: int) -> float:
         """Return the best number of micro-batches for n sequences."""

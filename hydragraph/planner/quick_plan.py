@@ -93,7 +93,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
 
 
 def _work(pipeline: PipelineCost, length: int) -> float:
-    return (pipeline.a * length + pipeline.b) * length
+    return float(pipeline.envelope.work(length))
 
 
 def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from hydragraph.cost.datasheet import operations
+from hydragraph.cost.reach import Reach
 from hydragraph.ir.program import Program
 
 # NVIDIA's datasheets: dense bf16 FLOP/s of tensor cores. The first entry whose words are all in a GPU's name matches.
@@ -47,6 +49,10 @@ def step_flops(program: Program, lengths: Sequence[int]) -> float:
         program: of the model.
         lengths: tokens of every sequence.
     """
-    blocks = [operations(program, block, 1)[:2] for block in program.blocks]
-    squared, linear = (sum(parts) for parts in zip(*blocks, strict=True))
-    return 3 * (squared * sum(n * n for n in lengths) + linear * sum(lengths))
+    blocks = [operations(program, block, 1) for block in program.blocks]
+    linear = sum(each for _, each, *_ in blocks)
+    attention = Counter[Reach]()
+    for by_reach, *_ in blocks:
+        attention.update(by_reach)  # type: ignore[arg-type]
+    pairs = sum(each * sum(map(reach.pairs, lengths)) for reach, each in attention.items())
+    return 3 * float(pairs + linear * sum(lengths))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.cost.curves import Constants, Table, curve_record, read_curve
+from hydragraph.cost.reach import Reach
 from hydragraph.errors import Unsupported
 
 CONSTANTS = Constants(1e-9, 2e-6, 3e-4)
@@ -21,9 +25,23 @@ def test_constants_by_hand() -> None:
     assert CONSTANTS.times(2).seconds([1000]) == pytest.approx(2 * CONSTANTS.seconds([1000]))
 
 
-@pytest.mark.parametrize("curve", [CONSTANTS, Table(((1, 100, 0.1), (4, 400, 0.2), (1, 400, 0.3)))])
-def test_tokens_and_squared_lengths_are_all_that_a_curve_asks_for(curve: Constants | Table) -> None:
-    assert curve.at(3 * 90, 3 * 90**2) == curve.seconds([90] * 3)
+WINDOWED = Constants(1e-9, 2e-6, 3e-4, ((Reach(window=10), 1e-6), (Reach(chunk=8), 2e-6)))
+
+
+def test_constants_with_windows_and_chunks_by_hand() -> None:
+    near = 1e-6 * (2 * 10 * 20 - 100) + 2e-6 * (2 * 64 + 16)
+    assert WINDOWED.seconds([20]) == pytest.approx(1e-9 * 400 + 2e-6 * 20 + 3e-4 + near)
+    assert WINDOWED.work(20) == pytest.approx(WINDOWED.seconds([20]) - 3e-4)
+    assert WINDOWED.work(np.array([20.0, 7.0])).tolist() == pytest.approx([WINDOWED.work(20), WINDOWED.work(7)])
+    assert WINDOWED.times(3).seconds([20, 7]) == pytest.approx(3 * WINDOWED.seconds([20, 7]))
+    both = Constants.sum([(2, WINDOWED), (1, CONSTANTS)])
+    assert both.seconds([20, 7]) == pytest.approx(2 * WINDOWED.seconds([20, 7]) + CONSTANTS.seconds([20, 7]))
+
+
+def test_curves_survive_as_json_and_older_constants_are_read() -> None:
+    for curve in (CONSTANTS, WINDOWED):
+        assert read_curve(json.loads(json.dumps(curve_record(curve)))) == curve
+    assert curve_record(CONSTANTS) == {"a": 1e-9, "b": 2e-6, "c": 3e-4}
 
 
 ROWS = [(n,) for n in (256, 1024, 4096)] + [(n // 4,) * 4 for n in (256, 1024, 4096)]

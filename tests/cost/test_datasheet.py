@@ -14,6 +14,8 @@ from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.train.model_flops import step_flops
 from tests.models import captured
 
 TOKENS = 10
@@ -50,6 +52,23 @@ def test_one_rank_computes_six_operations_per_weight_and_token() -> None:
     assert found.seconds[Op.FORWARD, "head", 0, 0] == pytest.approx(2 * HEAD * TOKENS / 4)
     assert found.seconds[Op.UPDATE, "", 0] == pytest.approx(sum(p.size for p in llama().parameters.values()) * 28 / 7)
     assert all(not pairs for moved in (found.pull_bytes, found.push_bytes) for pairs in moved.values())
+
+
+def test_attention_with_a_window_computes_only_the_keys_that_queries_see() -> None:
+    program = captured("mistral")[0]  # its window is 8
+    profile = datasheet(program, cluster(1, 1.0), efficiency=1.0)
+    tokens = 1000
+    keys = sum(min(i + 1, 8) for i in range(tokens))
+    heads_by_size = 64
+    ignored = 8  # of each query the diagonal counts half: without a window, l / 2 of l (l + 1) / 2
+    layer = profile.pieces[StageKind(1)][profile.blocks[1]].parts(recompute=False)
+    products = 2 * LAYER * tokens
+    attention = 4 * heads_by_size * (keys - ignored / 2)
+    assert layer[0].seconds([tokens]) == pytest.approx(products + attention)
+    assert layer[1].seconds([tokens]) == pytest.approx(2 * (products + attention))
+    assert step_flops(program, [tokens]) == pytest.approx(
+        3 * (program.layers * (products + attention) + 2 * HEAD * tokens)
+    )
 
 
 def test_tensor_parallel_ranks_share_the_work_and_add_up_parts() -> None:

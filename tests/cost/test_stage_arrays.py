@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hydragraph.cost.compiled_replay import FORWARD, PARTS, replay, scratch_of
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
+from hydragraph.cost.reach import Reach
+from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, stage_terms, table_at
 from hydragraph.cost.stage_costs import Hop, StageCost
 from hydragraph.spec.cluster import Interconnect
 from tests.planner.examples import pipelines, with_stages
@@ -24,7 +25,10 @@ def end(terms: StageTerms, batches: list[list[int]]) -> float:
     stages = int(terms.stages[0])
     rows = np.zeros((len(batches), stages, PARTS))
     for row, batch in zip(rows, batches, strict=True):
-        fill_row(row, terms.seconds[0], stages, float(sum(n * n for n in batch)), float(sum(batch)))
+        near = np.zeros(len(terms.reaches))
+        for length in batch:
+            add_pairs(near, terms.reaches, float(length), 1.0)
+        fill_row(row, terms.seconds[0], stages, float(sum(n * n for n in batch)), float(sum(batch)), near)
     order = np.arange(len(batches))
     return float(replay(table_at(terms, 0), stages, rows, order, len(batches), scratch_of(stages, len(batches))))
 
@@ -36,7 +40,7 @@ def test_the_example_of_the_module() -> None:
     )
     terms = stage_terms([PipelineCost(0.0, 4.0, 1.0, 1, 99, 1, 1, (stage,))], 1)
     row = np.zeros((1, PARTS))
-    fill_row(row, terms.seconds[0], 1, 52.0, 10.0)
+    fill_row(row, terms.seconds[0], 1, 52.0, 10.0, np.zeros(0))
     assert row[0, FORWARD] == 31.0
 
 
@@ -48,6 +52,23 @@ def test_a_pipeline_ends_when_its_cost_says(kind: PipelineCost, batches: list[li
     if terms.faithful[0]:
         assert end(terms, batches) == pytest.approx(true, rel=1e-9)
     assert end(stage_terms([kind], len(batches), shortest=min(map(min, batches))), batches) <= true * (1 + 1e-9)
+
+
+@given(BATCHES, st.integers(1, 400), st.integers(1, 400))
+@settings(max_examples=30)
+def test_windows_and_chunks_cost_what_curves_say(batches: list[list[int]], window: int, chunk: int) -> None:
+    first = Constants(1e-6, 1e-3, 0.1, ((Reach(window), 1e-5),))
+    second = Constants(0.0, 1e-3, 0.1, ((Reach(chunk=chunk), 2e-5), (Reach(window, chunk), 1e-5)))
+    stages = tuple(StageCost((((1.0, k),),), (((2.0, k),),)) for k in (first, second))
+    kind = PipelineCost(0.0, 1.0, 0.5, 2, 9999, 1, 2, stages)
+    for shortest in (None, min(map(min, batches))):
+        assert end(stage_terms([kind], len(batches), shortest), batches) == pytest.approx(kind.seconds(batches))
+
+
+@given(st.integers(0, 99), st.none() | st.integers(1, 99), st.none() | st.integers(1, 99))
+def test_compiled_pairs_are_those_of_the_reach(length: int, window: int | None, chunk: int | None) -> None:
+    reach = Reach(window, chunk)
+    assert pairs_of(*reach.order, float(length)) == reach.pairs(length)
 
 
 def test_kinds_of_other_depths_stand_side_by_side() -> None:

@@ -47,7 +47,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, FORWARD, replay, scratch_of
-from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
+from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.planner.assignment.problem import Problem
 
@@ -202,7 +202,8 @@ def least_of(problem: Problem, terms: StageTerms) -> Least:
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
-    powers = np.stack([problem.lengths**2, problem.lengths, np.ones(n)])
+    pairs = [[pairs_of(*reach, length) for length in problem.lengths] for reach in terms.reaches]
+    powers = np.stack([problem.lengths**2, problem.lengths, np.ones(n), *map(np.array, pairs)])  # [3 + W, n]
     prefixes = np.unique(np.round(np.geomspace(1, n, min(n, GROUPS))).astype(np.int64)) - 1
     work = np.empty((n, kinds))
     overhead = np.empty(kinds)
@@ -215,10 +216,11 @@ def least_of(problem: Problem, terms: StageTerms) -> Least:
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
         # Any stage and kind of rank gives a bound: choose the one with the most work plus time before it.
-        both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3]
-        total = both @ np.array([powers[0].sum(), powers[1].sum(), 1.0]) / problem.counts.sum()
+        both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
+        sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
+        total = both @ sums / problem.counts.sum()
         s, r = np.unravel_index(int(np.argmax(total + passed.mean(1)[:, None])), total.shape)
-        work[:, k] = both[s, r, :2] @ powers[:2]
+        work[:, k] = both[s, r, :2] @ powers[:2] + both[s, r, 3:] @ powers[3:]
         overhead[k] = both[s, r, 2]
         fill[:, k] = passed[s]
     return Least(np.where(np.isfinite(problem.cost), work, np.inf), overhead, prefixes, fill)
@@ -293,5 +295,7 @@ def _alone(terms: StageTerms, kind: int, length: float) -> float:
     """Return the end of a pipeline that computes one sequence."""
     stages = int(terms.stages[kind])
     row = np.zeros((1, stages, terms.seconds.shape[3]))
-    fill_row(row[0], terms.seconds[kind], stages, length * length, length)
+    near = np.zeros(len(terms.reaches))
+    add_pairs(near, terms.reaches, length, 1.0)
+    fill_row(row[0], terms.seconds[kind], stages, length * length, length, near)
     return float(replay(table_at(terms, kind), stages, row, np.zeros(1, np.int64), 1, scratch_of(stages, 1)))

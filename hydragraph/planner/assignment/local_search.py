@@ -7,7 +7,7 @@
     cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite if it does not fit
     lengths[i]     [n]     tokens of sequence i
     kind_of[p]     [P]     the kind of pipeline p
-    terms[t]       [K, 8]  coefficients, one per column, of the end of a pipeline of kind t; see `finish`
+    terms[t]       [K, 8 + 3 W]  coefficients of the end of a pipeline of kind t, one per column; see `finish`
     placed[i]      [n]     the pipeline of sequence i; -1: none
     ends[p]        [P]     when pipeline p finishes
 
@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.cost.stage_arrays import pairs_of
 from hydragraph.kernels.numba_compiler import compiled
 
 Floats = NDArray[np.float64]
@@ -50,7 +51,7 @@ OVERHEAD = 4
 MAX_LEN = 5  # maximum tokens of a micro-batch
 UTIL_LEN = 6  # desired minimum tokens of a micro-batch
 MODE = 7
-COLUMNS = 8
+COLUMNS = 8  # then, for each of W windows and chunks: window, chunk, seconds per pair (`cost.reach`)
 
 EQ3 = 0.0
 FORMED = 1.0
@@ -97,7 +98,8 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + the least over V of
-    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c), as if load could be cut into V equal parts.
+    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c), as if load could be cut into V equal parts. The
+    seconds of attention with a window or chunks add to a longest^2 + b longest.
 
     Args:
         terms: the row of its kind.
@@ -108,6 +110,8 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     if tokens <= 0.0:
         return 0.0
     alone = (terms[QUADRATIC] * longest + terms[LINEAR]) * longest
+    for w in range(COLUMNS, len(terms), 3):
+        alone += terms[w + 2] * pairs_of(terms[w], terms[w + 1], longest)
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
     # By Eq. 2, the bubble is as long as the longest sequence alone: a micro-batch holds at least that.

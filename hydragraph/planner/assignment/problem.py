@@ -31,8 +31,8 @@ class Problem:
         counts: pipelines of each kind [K].
         order: the caller's index of each sequence [n].
         lengths: tokens [n].
-        cost: a l^2 + b l in seconds [n, K], infinite if a sequence is longer than MaxLen.
-        terms: how a pipeline of each kind finishes [K, 8]; see `local_search`.
+        cost: seconds of work (`PipelineCost.work`) [n, K], infinite if a sequence is longer than MaxLen.
+        terms: how a pipeline of each kind finishes [K, 8 + 3 W]; see `local_search`.
     """
 
     pipelines: tuple[PipelineCost, ...]
@@ -103,6 +103,7 @@ def problem_of(
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)
     terms = np.array([_terms(k, formed, bubble) for k in kinds])
+    terms = np.concatenate([terms, _near_terms(kinds)], axis=1)
     counts = np.bincount(kind_of, minlength=len(kinds)).astype(np.float64)
     return Problem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
 
@@ -112,6 +113,14 @@ def _checked(lengths: Sequence[int]) -> Ints:
     if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
         raise ValueError("lengths must be whole numbers of tokens, one per sequence, none negative")
     return tokens.astype(np.int64)
+
+
+def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
+    """Return the columns of windows and chunks [K, 3 W]; a kind has 0 seconds for those of the others."""
+    nears = [dict(kind.near) for kind in kinds]
+    reaches = sorted({reach for near in nears for reach in near}, key=lambda each: each.order)
+    rows = [[value for r in reaches for value in (*r.order, near.get(r, 0.0))] for near in nears]
+    return np.array(rows, dtype=np.float64).reshape(len(kinds), -1)
 
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.cost.compiled_replay import AHEAD, PARTS, Scratch, replay, scratch_of
-from hydragraph.cost.stage_arrays import StageTerms, fill_row, table_at
+from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
 
@@ -71,7 +71,8 @@ class Plan(NamedTuple):
         placed: the pipeline of each sequence [n].
         batch, order, counts: see the module docstring (`count`).
         members, squares, tokens: of each micro-batch: number of sequences, sum l^2 and sum l [M].
-        rows: [M + 4, S, 5]; the last four are those of a trial.
+        near: of each micro-batch: sum of the pairs of each window and chunk [M + 4, W].
+        rows: [M + 4, S, 5]; the last four are those of a trial, here and in `near`.
         busy: computing seconds of each stage of a pipeline [P, S].
         ends: [P].
         spent: tasks computed so far [1].
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
     members: Ints
     squares: Floats
     tokens: Floats
+    near: Floats
     rows: Floats
     busy: Floats
     ends: Floats
@@ -108,6 +110,7 @@ def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
         np.zeros(n, np.int64),
         np.zeros(n),
         np.zeros(n),
+        np.zeros((n + 4, len(given.terms.reaches))),
         np.empty((n + 4, stages, PARTS)),
         np.zeros((pipelines, stages)),
         np.zeros(pipelines),
@@ -137,12 +140,14 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
                 plan.members[m] = 0
                 plan.squares[m] = 0.0
                 plan.tokens[m] = 0.0
+                plan.near[m] = 0.0
     for i in range(len(plan.placed)):
         if changed[plan.placed[i]]:
             m = plan.batch[i]
             plan.members[m] += 1
             plan.squares[m] += given.lengths[i] * given.lengths[i]
             plan.tokens[m] += given.lengths[i]
+            add_pairs(plan.near[m], given.terms.reaches, given.lengths[i], 1.0)
     for p in range(len(changed)):
         if not changed[p]:
             continue
@@ -151,7 +156,7 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
         plan.busy[p] = 0.0
         for x in range(plan.counts[p]):
             m = plan.order[p, x]
-            fill_row(plan.rows[m], given.terms.seconds[t], stages, plan.squares[m], plan.tokens[m])
+            fill_row(plan.rows[m], given.terms.seconds[t], stages, plan.squares[m], plan.tokens[m], plan.near[m])
             for s in range(stages):
                 for part in range(AHEAD):
                     plan.busy[p, s] += plan.rows[m, s, part]
@@ -178,20 +183,26 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, giv
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
+    reaches = given.terms.reaches
+    near = plan.near[len(plan.placed) + at]
+    near[:] = 0.0
     squares = 0.0
     tokens = 0.0
     if m >= 0:
+        near[:] = plan.near[m]
         squares = plan.squares[m]
         tokens = plan.tokens[m]
     if less >= 0:
         squares -= given.lengths[less] * given.lengths[less]
         tokens -= given.lengths[less]
+        add_pairs(near, reaches, given.lengths[less], -1.0)
     if more >= 0:
         squares += given.lengths[more] * given.lengths[more]
         tokens += given.lengths[more]
+        add_pairs(near, reaches, given.lengths[more], 1.0)
     if tokens > given.max_len[t]:
         return False
-    fill_row(plan.rows[len(plan.placed) + at], given.terms.seconds[t], given.terms.stages[t], squares, tokens)
+    fill_row(plan.rows[len(plan.placed) + at], given.terms.seconds[t], given.terms.stages[t], squares, tokens, near)
     return True
 
 
@@ -344,6 +355,7 @@ def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
 def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
     """Return the least work of the busiest stage of pipeline q with sequence i, and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
+    reaches = given.terms.reaches
     most = 0.0
     length = given.lengths[i]
     squares = length * length
@@ -357,6 +369,11 @@ def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
         added = 0.0
         for part in range(AHEAD):
             added += seconds[s, 0, part, 0] * squares + seconds[s, 0, part, 1] * length
+            for w in range(len(reaches)):
+                pairs = pairs_of(reaches[w, 0], reaches[w, 1], given.lengths[i])
+                if k >= 0:
+                    pairs -= pairs_of(reaches[w, 0], reaches[w, 1], given.lengths[k])
+                added += seconds[s, 0, part, 3 + w] * pairs
         most = max(most, plan.busy[q, s] + added)
     return most
 

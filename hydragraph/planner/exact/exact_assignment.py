@@ -20,7 +20,7 @@ import numpy as np
 
 from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_arrays import StageTerms, fill_row, stage_terms, table_at
+from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, stage_terms, table_at
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
@@ -178,6 +178,7 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
     rows = np.empty((n, stages, PARTS))
     squares = np.zeros(n)
     tokens = np.zeros(n)
+    near = np.zeros((n, len(terms.reaches)))
     group = np.zeros(n, np.int64)
     most = np.zeros(n, np.int64)  # the largest group up to each member
     order = np.zeros(n, np.int64)
@@ -191,13 +192,15 @@ def _every_subset(lengths: Floats, max_len: float, terms: StageTerms, kind: int)
             groups = most[count - 1] + 1
             squares[:] = 0.0
             tokens[:] = 0.0
+            near[:] = 0.0
             for j in range(count):
                 length = lengths[members[j]]
                 squares[group[j]] += length * length
                 tokens[group[j]] += length
+                add_pairs(near[group[j]], terms.reaches, length, 1.0)
             if tokens.max() <= max_len:
                 for m in range(groups):
-                    fill_row(rows[m], terms.seconds[kind], stages, squares[m], tokens[m])
+                    fill_row(rows[m], terms.seconds[kind], stages, squares[m], tokens[m], near[m])
                     order[m] = m
                 while True:
                     end = replay(table, stages, rows, order, groups, scratch)

@@ -271,7 +271,7 @@ def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, leng
         each, both = (costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two))
         kept += _kept(each) + (sequences - 1) * (_kept(both) - _kept(each))
     several = 1 + _MESSAGES if costs.ranks > 1 else 1.0
-    seconds = sum(costs.stage(stage, span).at(sequences * length, sequences * length**2))
+    seconds = sum(costs.stage(stage, span).apart([length] * sequences))
     return _Layer(seconds, several * state, kept)
 
 
@@ -333,8 +333,8 @@ def laid_out(
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
-    load = together * length, together * length**2
-    seconds = [max(sum(stage.at(*load)) for stage in costs.stages(each)) for each in pipelines]
+    load = [length] * together
+    seconds = [max(sum(stage.apart(load)) for stage in costs.stages(each)) for each in pipelines]
     alone = len({d for p in pipelines for d in p.devices}) == sum(len(p.devices) for p in pipelines)
     # Pipelines that share a stage wait for one another, so none of them is faster.
     assignment = _assigned(found.problem.batch, together, seconds if alone else [1.0] * len(pipelines), length)
