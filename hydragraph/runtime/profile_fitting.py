@@ -12,6 +12,9 @@ Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 token
 
 This is why each number of tokens is measured whole and in parts (`micro_batches`).
 
+Attention with a window or chunks has a column of its own, the sum of `Reach.pairs`, instead of the sum of l^2. If all
+measured sequences are shorter than a window, both columns are equal, so a block's constants also hold beyond it.
+
 Formulas of Hydraulis -> functions:
 
     Appendix B.2, T(l) = a l^2 + b l + c by profiling   `fit_work`, of a stage `_slowest`
@@ -20,7 +23,7 @@ Formulas of Hydraulis -> functions:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +33,7 @@ from scipy.optimize import nnls
 
 from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.cost.reach import WHOLE, Near, Reach, ordered
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
@@ -41,6 +45,7 @@ LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; a smaller a may res
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
+FIRST_NEAR = 3  # then the sum of pairs of each window and chunk
 PLATEAU = 0.85  # UtilLen: this fraction of the plateau of tokens/s (Hydraulis, section 6)
 
 
@@ -51,7 +56,8 @@ class CurveFit:
     Attributes:
         a, b, c: s / token^2, s / token and s; 0 if the measurements do not show it.
         residual: root mean square relative error, rows weighted by their seconds.
-        quadratic: the fraction of the longest micro-batch's time that a explains, 0 to 1.
+        quadratic: the fraction of the longest micro-batch's time that attention explains, 0 to 1.
+        near: s / pair of attention with each window or chunk, whose pairs add to a l^2 + b l; may be 0.
     """
 
     a: float
@@ -59,14 +65,21 @@ class CurveFit:
     c: float
     residual: float
     quadratic: float
+    near: Near = ()
+
+    @property
+    def constants(self) -> Constants:
+        """The constants without their quality."""
+        return Constants(self.a, self.b, self.c, self.near)
 
     @property
     def failure(self) -> str | None:
         """Return why the fit must not be used as the constants of a stage; None: it may be."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
-        if self.a <= 0 or self.quadratic < LEAST_QUADRATIC:
+        # Windows shorter than most measured sequences look linear, so either part may contain the other.
+        if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
-        if self.b <= 0:
+        if self.b <= 0 and not any(each > 0 for _, each in self.near):
             return f"the linear part is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
             return f"the measurements are {self.residual:.0%} off the model: measure on a quieter machine {numbers}"
@@ -75,7 +88,7 @@ class CurveFit:
     @property
     def doubt(self) -> str | None:
         """Return possible errors of usable constants; None: there are none."""
-        if self.quadratic >= 2 * self.residual:
+        if self.near or self.quadratic >= 2 * self.residual:
             return None
         return (
             f"the quadratic part is {self.quadratic:.1%} of the longest micro-batch and the residual "
@@ -83,29 +96,34 @@ class CurveFit:
         )
 
 
-def fit_work(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], quadratic: bool = True) -> CurveFit:
+def fit_work(
+    micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], reaches: Collection[Reach] = (WHOLE,)
+) -> CurveFit:
     """Fit the cost of micro-batches.
 
     Args:
         micro_batches: the lengths of the sequences of each.
         seconds: of each, above 0.
-        quadratic: whether a quadratic part is possible; pieces of a model without attention have none.
+        reaches: of its attention calls; none: it has no quadratic part, like pieces of a model without attention.
 
     Raises:
         ValueError: fewer measurements than constants, or a time that is not above 0.
     """
-    rows = _features(micro_batches)
-    measured = _positive(seconds, 3 if quadratic else 2)
-    used = [QUADRATIC, LINEAR, ONCE] if quadratic else [LINEAR, ONCE]
-    constants = np.zeros(3)
+    limited = sorted({*reaches} - {WHOLE}, key=lambda each: each.order)
+    rows = _features(micro_batches, limited)
+    measured = _positive(seconds, 2 + len({*reaches}))
+    used = [*([QUADRATIC] if WHOLE in reaches else []), LINEAR, ONCE, *range(FIRST_NEAR, rows.shape[1])]
+    constants = np.zeros(rows.shape[1])
     constants[used] = _nnls(rows[:, used], measured, measured)
     predicted = rows @ constants
     # A quadratic part shows first in the longest micro-batch: if it is not visible there, it is not visible at all.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
+    attention += constants[FIRST_NEAR:] @ rows[longest, FIRST_NEAR:]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
-    a, b, c = constants.tolist()
-    return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part))
+    a, b, c, *each = constants.tolist()
+    near = ordered(dict(zip(limited, each, strict=True)))
+    return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part), near)
 
 
 @dataclass(frozen=True)
@@ -137,7 +155,10 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
-    linear = np.maximum(measured - fit.a * rows[:, QUADRATIC], 1e-3 * measured)
+    attention = fit.a * rows[:, QUADRATIC]
+    for reach, each in fit.near:
+        attention = attention + each * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
+    linear = np.maximum(measured - attention, 1e-3 * measured)
     # Several micro-batches have the same tokens, whole or in parts; without the quadratic part they are alike.
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
@@ -172,13 +193,13 @@ class Measured:
     Attributes:
         piece: its sizes; the seconds are still to be fitted.
         seconds: of each micro-batch.
-        attention: whether its time can be quadratic.
+        reaches: of its attention calls; none: its time is linear.
         forward: the forward's part of `seconds`; empty if they were not measured separately.
     """
 
     piece: Piece
     seconds: tuple[float, ...]
-    attention: bool
+    reaches: frozenset[Reach]
     forward: tuple[float, ...] = ()
 
 
@@ -193,6 +214,18 @@ class Measurements:
         """Return the seconds of consecutive blocks and of a stage's auxiliary values, for each micro-batch."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
+
+    def fit(self, templates: Sequence[str]) -> CurveFit:
+        """Fit `total`."""
+        limited = {reach for t in templates for reach in self.times[t].reaches} - {WHOLE}
+        # Without windows a model is expected to have attention; a stage without any is one whose fit failed.
+        whole = not limited or any(WHOLE in self.times[t].reaches for t in templates)
+        return fit_work(self.rows, self.total(templates), [*limited, *([WHOLE] if whole else [])])
+
+    @property
+    def constants(self) -> int:
+        """The number of constants of all blocks together."""
+        return 2 + max(1, len({reach for each in self.times.values() for reach in each.reaches}))
 
 
 def fit_profile(
@@ -219,11 +252,11 @@ def fit_profile(
     util = {}
     pieces = {}
     for kind, measured in found.items():
-        if len(measured.rows) < 3:
+        if len(measured.rows) < measured.constants:
             unfit[kind] = "the device's memory holds micro-batches of so few tokens only that nothing can be fitted"
             continue
         whole = measured.total(blocks)
-        fit = fit_work(measured.rows, whole)
+        fit = measured.fit(blocks)
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
         else:
@@ -238,7 +271,7 @@ def fit_profile(
     link = fit_link([size for size, _ in messages], [seconds for _, seconds in messages]) if messages else None
     return Profile(
         name=name,
-        schemes={s: Constants(fit.a, fit.b, fit.c) for s, fit in fits.items() if s not in failed},
+        schemes={s: fit.constants for s, fit in fits.items() if s not in failed},
         util=util,
         failed=failed,
         blocks=tuple(blocks),
@@ -256,13 +289,12 @@ def fit_profile(
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
     """Fit a piece's seconds; separate forward and backward add up to them."""
     if not measured.forward:
-        fit = fit_work(rows, measured.seconds, quadratic=measured.attention)
-        return replace(measured.piece, seconds=Constants(fit.a, fit.b, fit.c))
+        fit = fit_work(rows, measured.seconds, measured.reaches)
+        return replace(measured.piece, seconds=fit.constants)
     # Forward and the total were measured; backward is the rest, which noise may push below 0.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
-    fits = [fit_work(rows, seconds, quadratic=measured.attention) for seconds in (measured.forward, rest)]
-    forward, backward = (Constants(fit.a, fit.b, fit.c) for fit in fits)
-    together = Constants(forward.a + backward.a, forward.b + backward.b, forward.c + backward.c)
+    forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
+    together = Constants.sum([(1, forward), (1, backward)])
     return replace(measured.piece, seconds=together, forward=forward, backward=backward)
 
 
@@ -274,9 +306,9 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
     for i, stage in enumerate(stages):
         last = first + stage.layers
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
-        fits.append(fit_work(measured.rows, measured.total(span)))
+        fits.append(measured.fit(span))
         first = last
-    return max(fits, key=lambda fit: (fit.a * useful + fit.b) * useful + fit.c)
+    return max(fits, key=lambda fit: float(fit.constants.work(useful)) + fit.c)
 
 
 def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]], link: LinkFit | None) -> list[str]:
@@ -293,9 +325,11 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
 # Least squares.
 
 
-def _features(micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return [sum of l^2, sum of l, 1] of each micro-batch: columns QUADRATIC, LINEAR and ONCE."""
-    return np.array([[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches])
+def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
+    """Return [sum of l^2, sum of l, 1, sums of pairs] of each micro-batch: columns QUADRATIC, LINEAR, ONCE and more."""
+    pairs = [[float(sum(map(reach.pairs, m))) for reach in limited] for m in micro_batches]
+    known = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
+    return np.array([[*row, *more] for row, more in zip(known, pairs, strict=True)])
 
 
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:

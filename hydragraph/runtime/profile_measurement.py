@@ -26,17 +26,18 @@ from torch import Tensor, fx
 
 from hydragraph.cluster.communicators import Groups, Role
 from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.datasheet import reaches_of
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.reach import Reach
 from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
-from hydragraph.ir.program import Block, Program, Template
+from hydragraph.ir.program import Block, Program
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
-from hydragraph.passes.graph_node import ATTENDING
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.runtime import profile_fitting
 from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
@@ -452,12 +453,12 @@ class _Bench:
         each = list(zip(links, rows, strict=True))
         times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather_objects((times, piece))
-        attends = not aux and _attends(self._program.templates[block.template])
+        reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
         found = {}
         for name in dict.fromkeys(place.type for place in places):
             stages = [stage for stage in self._stages if places[stage[0]].type == name]
             if stages:
-                found[name] = self._gathered(everyone, stages, len(rows), attends)
+                found[name] = self._gathered(everyone, stages, len(rows), reaches)
         return found
 
     def _gathered(
@@ -465,7 +466,7 @@ class _Bench:
         everyone: Sequence[tuple[Sequence[Sequence[tuple[float, float]]], Piece]],
         stages: Sequence[tuple[int, ...]],
         rows: int,
-        attends: bool,
+        reaches: frozenset[Reach],
     ) -> Measured:
         """Return the measurement of some stages from the times and sizes of all ranks."""
 
@@ -488,7 +489,7 @@ class _Bench:
             min(p.frozen for p in sizes),
             held=next((p.held for p in sizes if p.held), None),
         )
-        return Measured(largest, seconds, attends, forward if max(forward, default=0.0) > 0 else ())
+        return Measured(largest, seconds, reaches, forward if max(forward, default=0.0) > 0 else ())
 
     def _chain(self, block: Block) -> list[_Run]:
         """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.
@@ -651,8 +652,3 @@ class _Bench:
             return backward
 
         return run
-
-
-def _attends(template: Template) -> bool:
-    """Return whether a template has attention, the only operator with quadratic work."""
-    return any(n.target in ATTENDING for n in template.graph.graph.nodes)

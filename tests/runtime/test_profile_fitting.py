@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.reach import WHOLE, Reach
 from hydragraph.runtime.profile_fitting import (
     Measured,
     Measurements,
@@ -60,6 +61,37 @@ def test_noise_moves_predictions_no_further_than_it_is(exponents: tuple[float, f
         assert sum(found.a * n * n + found.b * n for n in row) + found.c == pytest.approx(true, rel=0.2)
 
 
+@pytest.mark.parametrize("reach", [Reach(512), Reach(chunk=1024), Reach(100_000)])
+def test_a_windows_coefficient_is_fitted_and_prices_sequences_beyond_the_measured_ones(reach: Reach) -> None:
+    true = Constants(0.0, 1e-6, 1e-4, ((reach, 1e-9),))
+    fit = fit_work(ROWS, [true.seconds(row) for row in ROWS], [reach])
+    assert fit.failure is None
+    assert fit.a == 0
+    assert fit.constants.seconds([200_000]) == pytest.approx(true.seconds([200_000]), rel=1e-3)
+
+
+def test_windows_beside_whole_attention_have_their_own_coefficient() -> None:
+    true = Constants(2e-10, 1e-6, 1e-4, ((Reach(512), 1e-9),))
+    fit = fit_work(ROWS, [true.seconds(row) for row in ROWS], [WHOLE, Reach(512)])
+    assert (fit.a, fit.b) == pytest.approx((true.a, true.b), rel=1e-3)
+    assert dict(fit.near)[Reach(512)] == pytest.approx(1e-9, rel=1e-3)
+    assert fit.quadratic == pytest.approx(1 - (true.b * 8192 + true.c) / true.seconds([8192]), rel=1e-3)
+
+
+def test_a_model_with_windows_is_fitted_block_by_block() -> None:
+    near = Constants(0.0, 2e-6, 3e-4, ((Reach(256), 1e-9),))
+    plain = measurements(1.0)
+    nothing = plain.times["layer"].piece
+    layer = Measured(nothing, tuple(near.seconds(row) for row in ROWS), frozenset({Reach(256)}))
+    kinds = {StageKind(1): Measurements(ROWS, {**plain.times, "layer": layer})}
+    profile = fit_profile("windows", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), kinds, [])
+    assert not profile.failed
+    assert not profile.unfit
+    assert profile.pieces[StageKind(1)]["layer"].seconds.seconds([60_000]) == pytest.approx(near.seconds([60_000]))
+    assert profile.pieces[StageKind(1)]["head"].seconds.near == ()
+    assert dict(profile.schemes[1, 1].near)[Reach(256)] == pytest.approx(4e-9)
+
+
 def test_coefficients_are_never_negative() -> None:
     falling = [t * (1.3 - 0.1 * i) for i, t in enumerate(seconds(1e-12, 1e-6, 1e-4)[:8])]
     found = fit_work(ROWS[:8], falling)
@@ -80,7 +112,7 @@ def test_a_quadratic_part_within_the_noise_is_doubted() -> None:
 
 
 def test_pieces_without_attention_have_no_quadratic_part() -> None:
-    found = fit_work(ROWS, seconds(1e-9, 1e-6, 1e-4), quadratic=False)
+    found = fit_work(ROWS, seconds(1e-9, 1e-6, 1e-4), reaches=())
     assert found.a == 0 == found.quadratic
     assert found.b > 1e-6
 
@@ -141,7 +173,8 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
         return tuple(scale * t for t in exact)
 
     nothing = Piece(Constants(0.0, 0.0, 0.0), parameters=10, kept=20.0)
-    return Measurements(rows, {t: Measured(nothing, taken(*k), t == "layer") for t, k in TRUE.items()})
+    reaches = {"layer": frozenset({WHOLE})}
+    return Measurements(rows, {t: Measured(nothing, taken(*k), reaches.get(t, frozenset())) for t, k in TRUE.items()})
 
 
 def fitted(**changes: Measurements) -> Profile:
