@@ -148,13 +148,25 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
     from hydragraph.cost.schemes import schemes_of
 
     table = Table(title=escape(profile.name), title_justify="left")
-    headings = ("scheme", "a ns/tok\u00b2", "b \u00b5s/tok", "c ms", "residual", "MaxLen", "UtilLen")
+    windows = any(k.near for k in profile.schemes.values())
+    headings = (
+        "scheme",
+        "a ns/tok\u00b2",
+        "b \u00b5s/tok",
+        "c ms",
+        *(["near ns/pair"] if windows else []),
+        "residual",
+        "MaxLen",
+        "UtilLen",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "scheme" else "right")
     for scheme, k in profile.schemes.items():
         devices = max(ranks, scheme[0] * scheme[1])
         limit = schemes_of(profile, devices).max_len(scheme, devices)
-        numbers = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", f"{profile.residuals[scheme]:.1%}")
+        near = ", ".join(f"{1e9 * each:.4g} ({reach})" for reach, each in k.near)
+        constants = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", *([near] if windows else []))
+        numbers = (*constants, f"{profile.residuals[scheme]:.1%}")
         table.add_row(f"<tp{scheme[0]},pp{scheme[1]}>", *numbers, f"{limit:,}", f"{profile.util_len(scheme):,}")
     Console().print(table)
     for tp, pp in profile.failed:

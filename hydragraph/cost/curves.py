@@ -28,7 +28,7 @@ class Load:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
         self.tokens = sum(lengths)
-        self.squared = sum(map(mul, lengths, lengths))
+        self.squared: int = sum(map(mul, lengths, lengths))
         self._pairs: dict[Reach, float] = {}
 
     def pairs(self, reach: Reach) -> float:

@@ -44,6 +44,10 @@ class Reach:
         near = length if self.window is None else np.minimum(length, self.window)
         return near * (2 * length - near)
 
+    def __str__(self) -> str:
+        limits = (("window", self.window), ("chunks of", self.chunk))
+        return ", ".join(f"{name} {size:,}" for name, size in limits if size is not None) or "whole sequences"
+
     @property
     def order(self) -> tuple[float, float]:
         """The window and the chunk, infinite if there is none: a sort key, and numbers for compiled code."""

@@ -13,8 +13,8 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.train.model_flops import step_flops
 from tests.models import captured
 

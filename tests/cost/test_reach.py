@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +53,15 @@ def test_arrays_are_counted_like_numbers(lengths: list[int], window: int | None,
     assert found.tolist() == [reach.pairs(length) for length in lengths]
 
 
+def test_reaches_are_named() -> None:
+    assert [str(each) for each in (WHOLE, Reach(4096), Reach(8, 16))] == [
+        "whole sequences",
+        "window 4,096",
+        "window 8, chunks of 16",
+    ]
+
+
 def test_coefficients_of_one_reach_add_up_in_one_order() -> None:
     narrow, wide, cut = Reach(4), Reach(8), Reach(chunk=8)
     parts = [(1.0, ((cut, 1.0), (narrow, 2.0))), (3.0, ((wide, 5.0), (narrow, 1.0)))]
-    assert total(parts) == ((narrow, pytest.approx(5.0)), (wide, 15.0), (cut, 1.0))
+    assert total(parts) == ((narrow, 5.0), (wide, 15.0), (cut, 1.0))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.cost.reach import Reach
 from hydragraph.cost.stage_arrays import stage_terms
 from hydragraph.planner.assignment.assign_mini_batch import (
     PlannedAssignment,
@@ -50,6 +51,31 @@ def test_the_example_of_the_module() -> None:
 @settings(max_examples=200)
 def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list[int], deadline: float | None) -> None:
     check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
+
+
+@given(pipelines(), st.lists(st.integers(1, 2000), max_size=30), st.integers(1, 2000), st.integers(1, 2000))
+@settings(max_examples=60)
+def test_promises_hold_of_windows_and_chunks(
+    kinds: tuple[PipelineCost, ...], sizes: list[int], window: int, chunk: int
+) -> None:
+    nears = [((Reach(window), 1e-6),), ((Reach(window), 1e-7), (Reach(chunk=chunk), 1e-6)), ()]
+    windowed = tuple(replace(kind, near=nears[i % 3]) for i, kind in enumerate(kinds))
+    check(windowed, sizes, assign_pipelines(windowed, sizes))
+
+
+def test_a_long_sequence_with_a_window_leaves_room_for_others() -> None:
+    """With l^2, the long sequence fills a pipeline alone; with a window, its tokens count as those of short ones."""
+    whole = PipelineCost(1e-9, 1e-6, 1e-4, 1, 32_768, 1, 1)
+    windowed = replace(whole, a=0.0, near=((Reach(1024), 1e-9),))
+    sizes = [32_768, *[2048] * 48]
+    shares = []
+    for kind in (whole, windowed):
+        found = assign_pipelines((kind, kind), sizes)
+        check((kind, kind), sizes, found)
+        shares.append(next(sum(map(len, p)) for p in found.micro_batches if any(0 in m for m in p)))
+    assert shares[0] == 1
+    # 49 sequences have 16 + 48 parts of 2,048 tokens: each pipeline takes about half of them.
+    assert 14 <= shares[1] <= 18
 
 
 @given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=30), st.integers(0, 3))
