@@ -55,7 +55,6 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.cost.block_pieces import Piece
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.data.mini_batches import length_of
 from hydragraph.spec.cluster import Cluster
@@ -191,8 +190,7 @@ def slower(profile: Profile, rate: float, name: str) -> Profile:
 
     def times(piece: Piece) -> Piece:
         forward, backward = (None if c is None else c.times(rate) for c in (piece.forward, piece.backward))
-        seconds = Constants(*(rate * part for part in (piece.seconds.a, piece.seconds.b, piece.seconds.c)))
-        return replace(piece, seconds=seconds, forward=forward, backward=backward)
+        return replace(piece, seconds=piece.seconds.times(rate), forward=forward, backward=backward)
 
     pieces = {kind: {block: times(piece) for block, piece in each.items()} for kind, each in profile.pieces.items()}
     schemes = {scheme: constants.times(rate) for scheme, constants in profile.schemes.items()}

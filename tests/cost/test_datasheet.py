@@ -71,6 +71,20 @@ def test_attention_with_a_window_computes_only_the_keys_that_queries_see() -> No
     )
 
 
+@pytest.mark.parametrize(("model", "window", "ratio"), [("mistral", [8], 1.001), ("llama", [], 7.01)])
+def test_with_a_window_a_long_sequence_takes_no_longer_than_short_ones(
+    model: str, window: list[int], ratio: float
+) -> None:
+    """Simulate one sequence of 4,000 tokens, and forty of 100, in one micro-batch each."""
+    devices = cluster(1, 1.0)
+    costs = Costs(datasheet(captured(model)[0], devices, efficiency=1.0), devices)
+    strategy = Strategy.parse("<tp1,pp1>", 2)
+    assert [reach.window for reach, _ in costs.pipeline(strategy.pipelines[0]).near] == window
+    long = costs.simulate(strategy, Assignment((((0,),),), (4000,))).seconds
+    short = costs.simulate(strategy, Assignment(((tuple(range(40)),),), (100,) * 40)).seconds
+    assert long / short == pytest.approx(ratio, rel=1e-2)
+
+
 def test_tensor_parallel_ranks_share_the_work_and_add_up_parts() -> None:
     found = work(Strategy.parse("<tp2,pp1>", 2), [TOKENS], cluster(2, 1.0, 2.0))
     ring = 2 * (0.5 + HIDDEN_BYTES / 2 / 100)  # each of two ranks sends two halves
