@@ -60,7 +60,16 @@ def test_promises_hold_of_windows_and_chunks(
 ) -> None:
     nears = [((Reach(window), 1e-6),), ((Reach(window), 1e-7), (Reach(chunk=chunk), 1e-6)), ()]
     windowed = tuple(replace(kind, near=nears[i % 3]) for i, kind in enumerate(kinds))
-    check(windowed, sizes, assign_pipelines(windowed, sizes))
+    found = assign_pipelines(windowed, sizes)
+    check(windowed, sizes, found)
+    if len(sizes) <= 5:
+        best, assignment = exact_assignment(windowed, sizes)
+        ends = [
+            k.seconds([[sizes[i] for i in m] for m in p])
+            for k, p in zip(windowed, assignment.micro_batches, strict=True)
+        ]
+        assert max(ends) == pytest.approx(best, rel=1e-9)
+        assert found.bound * (1 - 1e-9) <= best <= found.seconds * (1 + 1e-9)
 
 
 def test_a_long_sequence_with_a_window_leaves_room_for_others() -> None:
