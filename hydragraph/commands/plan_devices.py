@@ -168,7 +168,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         if config is not None:
             costs = _compile_first(costs, left(COMPILING))
         say("searching")
-        found = plan(costs, workload, method, running, left(), asked.work.seed, solver)
+        found = plan(costs, workload, method, running, left(), solver)
     written = [] if asked.output is None else [_write(found, asked.output)]
     if asked.picture is not None:
         write_device_picture(found, costs, asked.picture)

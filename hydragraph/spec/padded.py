@@ -24,15 +24,15 @@ Batches = Iterable[Given] | Mapping[str, Any]  # the contents of a mini-batch
 def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dict[str, Tensor]]:
     """List the sequences of a user's mini-batch.
 
-        Args:
-                given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...].
-            A mapping or BatchEncoding, among the sequences or instead of them, may also hold a batch [B, L, ...] or
+    Args:
+        given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
+            mapping or BatchEncoding, among the sequences or instead of them, may also hold a batch [B, L, ...] or
             lists of token ids. An `attention_mask` marks padding on the right, which is left out.
         own: names of user-defined fields, which are kept unchanged.
 
-        Raises:
-            Unsupported: a mask with other padding.
-            ValueError: labels count in the padding, a field has not one row per sequence, or these are not sequences.
+    Raises:
+        Unsupported: a mask with other padding.
+        ValueError: labels count in the padding, a field has not one row per sequence, or these are not sequences.
     """
     if not isinstance(given, Iterable):
         raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")
