@@ -34,11 +34,12 @@ LOPSIDED = [
     "<[0,1]x3s,[2]x1r> + <[3]x4>",  # sequence parallelism in one stage, recomputation in another
     "<[2,0]x2sr,[1,3]x2s>",
     "2*<tp1,pp2>",
+    "<[3]x1,[0,1]x2s,[2]x1r> zb-h1",
 ]
 
 
 # Unequal degrees and depths, stages in odd order, equal shards, GPipe, sequence parallelism, recomputation, idle ranks.
-EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6]]
+EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6], LOPSIDED[-1]]
 
 
 @dataclass

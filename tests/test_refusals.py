@@ -44,7 +44,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "one number": (lambda: [ids[0]], "input_ids is one number, 1; pass"),
     "no values": (lambda: [ids.to("meta")], "input_ids is a tensor on the meta device"),
     "a sparse tensor": (lambda: [ids.to_sparse()], "input_ids is a tensor of layout torch.sparse_coo"),
-    "another library's array": (lambda: [np.ones(3, dtype=np.int64)], "input_ids is ndarray"),
+    "fractions of NumPy": (lambda: [np.ones(3)], r"input_ids is torch.float64 \[3\]; pass"),
     "a number beyond 64 bits": (lambda: [[1, 2**70]], "which is no 64-bit number"),
     "an unknown field": (lambda: [{"input_ids": ids, "weight": ids}], r"unknown fields \['weight'\]; pass"),
     "no ids": (lambda: [{"labels": ids}], "no input_ids; pass"),

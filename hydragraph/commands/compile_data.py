@@ -18,7 +18,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 if TYPE_CHECKING:
     from hydragraph.commands.compile_ahead import CompiledVariant
-    from hydragraph.cost.footprint import Footprint, MicroBatch
+    from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
     from hydragraph.ir.parameter import Bucket
     from hydragraph.ir.program import Program
     from hydragraph.ir.program_outline import Outline
@@ -137,6 +137,10 @@ class RecordedBlocks:
         output, saved, forward, backward = sizes
         gradients = 0 if lines.added else known.gradients
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
+
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """See `cost.memory.Blocks`; a high estimate, because a folder has data of whole backwards."""
+        return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
         """See `cost.memory.Blocks`."""

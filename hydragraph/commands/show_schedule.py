@@ -16,26 +16,32 @@ from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.schedules.schedule import RETURNING, Work
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.passes.place import PlacedStage, place
 
-_COLOURS = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f"}
+_COLOURS = {
+    Work.FORWARD: "#4c8bd0",
+    Work.BACKWARD: "#74b06f",
+    Work.INPUT_GRADIENT: "#74b06f",
+    Work.WEIGHT_GRADIENT: "#b5d99c",
+}
 _TALLEST = 40  # rows that are drawn at full height
 
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's forward or backward through a stage; `begin` and `end` in forwards of one block."""
+    """A micro-batch's forward, backward or half of a backward on a stage; times in forwards of one block."""
 
-    op: Op
+    work: Work
     micro_batch: int
     begin: int
     end: int
 
     @property
     def text(self) -> str:
-        """F0 or B0."""
-        return f"{self.op.name[0]}{self.micro_batch}"
+        """F0, B0, or I0 and W0 for the input and the weight gradients."""
+        return f"{self.work.value}{self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -72,44 +78,48 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
     return sorted(made, key=lambda row: (row.pipelines[0], row.stage))
 
 
-def _order(instructions: Sequence[Instruction]) -> list[tuple[Op, int, int]]:
-    """Return a rank's tasks in order: forward or backward, micro-batch, blocks."""
-    tasks: list[tuple[Op, int, int]] = []
+def _order(instructions: Sequence[Instruction]) -> list[tuple[Work, int, int]]:
+    """Return a rank's tasks in order: kind of work, micro-batch, blocks."""
+    tasks: list[tuple[Work, int, int]] = []
     for instruction in instructions:
         if instruction.op not in (Op.FORWARD, Op.BACKWARD) or instruction.target == "aux":
             continue
         assert instruction.micro_batch is not None
-        if tasks and tasks[-1][:2] == (instruction.op, instruction.micro_batch):
+        if tasks and tasks[-1][:2] == (instruction.work, instruction.micro_batch):
             tasks[-1] = (*tasks[-1][:2], tasks[-1][2] + 1)
         else:
-            tasks.append((instruction.op, instruction.micro_batch, 1))
+            tasks.append((instruction.work, instruction.micro_batch, 1))
     return tasks
 
 
-def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Op, int, int]]]) -> list[tuple[Task, ...]]:
+def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Work, int, int]]]) -> list[tuple[Task, ...]]:
     """Run every stage's tasks in its order, each when what it needs from its neighbours is there."""
     at = {(role.pipeline, role.stage): i for i, stage in enumerate(stages) for role in stage.roles}
-    there = [{(op, m) for op, m, _ in order} for order in orders]
-    done: dict[tuple[int, Op, int], int] = {}
+    there = [{(work in RETURNING, m) for work, m, _ in order} for order in orders]
+    done: dict[tuple[int, bool, int], int] = {}
     free = [0] * len(stages)
     tasks: list[list[Task]] = [[] for _ in stages]
     waiting = deque(range(len(stages)))
     while waiting:
         i = waiting.popleft()
         while len(tasks[i]) < len(orders[i]):
-            op, m, blocks = orders[i][len(tasks[i])]
+            work, m, blocks = orders[i][len(tasks[i])]
             role = stages[i].role_of(m)
-            step = -1 if op is Op.FORWARD else 1
-            before = at.get((role.pipeline, role.stage + step))
+            returns = work in RETURNING
+            step = -1 if work is Work.FORWARD else 1
+            before = at.get((role.pipeline, role.stage + step)) if work is not Work.WEIGHT_GRADIENT else None
             # Below the lowest trainable block no backward runs.
-            needs = (before, op, m) if before is not None and (op, m) in there[before] else None
+            needs = (before, returns, m) if before is not None and (returns, m) in there[before] else None
             if needs is not None and needs not in done:
                 break
             begin = max(free[i], done[needs] if needs is not None else 0)
-            factor = 1 if op is Op.FORWARD else 3 if stages[i].kind.recompute else 2
-            end = begin + factor * blocks
-            tasks[i].append(Task(op, m, begin, end))
-            free[i] = done[i, op, m] = end
+            # A stage that recomputes runs the forward again before it differentiates.
+            again = returns and stages[i].kind.recompute
+            end = begin + ((2 if work is Work.BACKWARD else 1) + again) * blocks
+            tasks[i].append(Task(work, m, begin, end))
+            free[i] = end
+            if work is not Work.WEIGHT_GRADIENT:
+                done[i, returns, m] = end
             behind = at.get((role.pipeline, role.stage - step))
             if behind is not None:
                 waiting.append(behind)
@@ -214,7 +224,7 @@ def _draw(axes: Any, name: str, rows: Sequence[Row], end: int) -> None:
     for i, row in enumerate(rows):
         for task in row.tasks:
             width = task.end - task.begin
-            axes.barh(i, width, 0.8, task.begin, color=_COLOURS[task.op], edgecolor="white", linewidth=0.6)
+            axes.barh(i, width, 0.8, task.begin, color=_COLOURS[task.work], edgecolor="white", linewidth=0.6)
             if width > 0.012 * end and len(rows) <= _TALLEST:
                 middle = task.begin + width / 2
                 axes.text(middle, i, str(task.micro_batch), ha="center", va="center", color="white", fontsize=7)

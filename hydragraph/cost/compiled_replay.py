@@ -16,6 +16,8 @@ A stage runs one action at a time, in the order of the table:
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
 
+An input gradient is priced as such a B with its share of BACKWARD, and a weight gradient waits for nothing.
+
 Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third.
 
     stage 0  F0 0-1, F1 1-3, B0 4-6, B1 10-14
@@ -30,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.cost.instruction_work import SHARES
 from hydragraph.ir.schedules.schedule import WORKS, ScheduleTable, Work
 from hydragraph.kernels.numba_compiler import compiled
 
@@ -45,6 +48,9 @@ PARTS = 5
 
 _RUN_FORWARD = WORKS.index(Work.FORWARD)
 _RUN_BACKWARD = WORKS.index(Work.BACKWARD)
+_RUN_INPUT_GRADIENT = WORKS.index(Work.INPUT_GRADIENT)
+_INPUT_SHARE = SHARES[Work.INPUT_GRADIENT]
+_WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
 class Scratch(NamedTuple):
@@ -88,20 +94,19 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
     """
     work, micro_batch, skip = table
     actions = work.shape[1]
-    if 2 * count > actions:
-        raise ValueError("the table has fewer micro-batches than the pipeline")
     ends_f, ends_b, clock, done_f, done_b, at = scratch
     for s in range(stages):
         clock[s] = 0.0
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    left = 2 * stages * count
     # No queue of events: each stage continues until it waits for a neighbour. Stages take turns, down the pipeline for
     # forwards, then up for backwards.
     down = True
-    while left:
-        before = left
+    waiting = True
+    while waiting:
+        waiting = False
+        advanced = False
         for turn in range(stages):
             s = turn if down else stages - 1 - turn
             now = clock[s]
@@ -116,6 +121,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 m = order[x]
                 if work[s, a] == _RUN_FORWARD:
                     if s and done_f[s - 1] <= x:
+                        waiting = True
                         break
                     # Auxiliary values need no message, so they are computed while it is still in flight.
                     now += rows[m, s, EARLY]
@@ -124,24 +130,27 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                     now += rows[m, s, FORWARD]
                     ends_f[s, x] = now
                     done_f[s] = x + 1
-                elif work[s, a] == _RUN_BACKWARD:
+                elif work[s, a] == _RUN_BACKWARD or work[s, a] == _RUN_INPUT_GRADIENT:
                     if s < stages - 1:
                         if done_b[s + 1] <= x:
+                            waiting = True
                             break
                         now = max(now, ends_b[s + 1, x] + rows[m, s, BACK])
-                    now += rows[m, s, BACKWARD]
+                    now += rows[m, s, BACKWARD] * (1.0 if work[s, a] == _RUN_BACKWARD else _INPUT_SHARE)
                     ends_b[s, x] = now
                     done_b[s] = x + 1
                 else:
-                    raise ValueError("the halves of a backward have no price")
+                    now += rows[m, s, BACKWARD] * _WEIGHT_SHARE
                 a += 1
-                left -= 1
+                advanced = True
             clock[s] = now
             at[s] = a
-        if left == before:
+        if waiting and not advanced:
             return np.inf
         down = not down
     last = 0.0
     for s in range(stages):
+        if done_f[s] < count:
+            raise ValueError("the table has fewer micro-batches than the pipeline")
         last = max(last, clock[s])
     return last

@@ -33,7 +33,7 @@ from hydragraph.cost.corrections import Corrections, corrected
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.cost.deepspeed_stack import Stack
 from hydragraph.cost.exchanges import elements_sent
-from hydragraph.cost.footprint import Footprint, MicroBatch
+from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.cost.home_choice import choose_home
 from hydragraph.cost.instruction_work import NOTHING, Priced, Without, Work
 from hydragraph.cost.longest_micro_batch import Reach
@@ -897,6 +897,10 @@ class ProfileBlocks:
             for fixed, per_token in (lines.output, lines.saved, lines.forward, lines.backward)
         )
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
+
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """See `Blocks`; a high estimate, because a profile measures whole backwards."""
+        return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydragraph.cost.actors import Actor, StageMessage, message_of
-from hydragraph.cost.instruction_work import Priced
+from hydragraph.cost.instruction_work import SHARES, Priced
 from hydragraph.cost.shared_ports import Flow, Flows
 from hydragraph.cost.traffic import Passage, Roads, Transfers
 from hydragraph.ir.instruction import Op
@@ -387,7 +387,7 @@ def _durations(actor: Actor, work: Priced) -> list[float]:
             if table is None:
                 seconds = work.computing(op, instruction.target, actor.ranks, numbers)
                 table = tables[op, instruction.target] = dict(zip(numbers, seconds, strict=True))
-            durations[i] = table[instruction.micro_batch]
+            durations[i] = table[instruction.micro_batch] * SHARES.get(instruction.work, 1.0)
         elif op is Op.COMMIT:
             durations[i] = -1.0
         elif op is Op.UPDATE:

@@ -18,7 +18,8 @@ from hydragraph.cost.block_pieces import Held
 from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collective_operators import METHODS
-from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.passes.split_backward import split_backward
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart
 
@@ -29,6 +30,22 @@ class MicroBatch:
 
     tokens: int
     sequences: int
+
+
+@dataclass(frozen=True)
+class HalvesFootprint:
+    """Memory of the halves of one block's backward for one micro-batch, in bytes.
+
+    Attributes:
+        first, second: the peak of the input half's and the weight half's own values, results included.
+        postponed: what the input half makes or keeps of the saved values for the weight half.
+        keeps: the values that it keeps unchanged: "hidden", "aux", "output" or "tangent".
+    """
+
+    first: int
+    second: int
+    postponed: int
+    keeps: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,55 @@ class Footprint:
     forward: int
     backward: int
     gradients: int
+
+    @property
+    def halves_estimate(self) -> HalvesFootprint:
+        """A high estimate of the memory of the backward's halves: the input half keeps what it reads and makes."""
+        both = self.saved + self.backward
+        return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})
+
+
+def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
+    """Measure the halves of a compiled block's backward on a micro-batch."""
+    sizes = Sizes.of(variant, part, micro_batch)
+    first, second = split_backward(variant)
+    saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
+    origins = _origins(variant, sizes)
+    taken = {
+        key: name
+        for name, node in zip(first.needs, _nodes(first.backward, "placeholder"), strict=True)
+        for key in sizes.storages(node)
+    }
+    own: dict[object, int] = {}
+    keeps = set()
+    for node in _results(first.backward)[len(first.gradients) :]:
+        for key, size in sizes.storages(node).items():
+            name = taken.get(key)
+            if name is None:
+                own[key] = size
+            elif name == "tangent":
+                keeps.add(name)
+            elif name in saved:
+                for storage, whole in sizes.storages(saved[name]).items():
+                    origin = origins.get(storage)
+                    if origin is None:
+                        own["saved", storage] = whole
+                    else:
+                        keeps.add(origin)
+    return HalvesFootprint(
+        most_alive(first.backward, sizes),
+        most_alive(second.backward, sizes),
+        sum(own.values()),
+        frozenset(keeps - {""}),
+    )
+
+
+def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
+    """Return what a forward's inputs and output are kept as, by storage: "hidden", "aux", "output" or ""."""
+    inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
+    kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
+    found = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
+    return dict.fromkeys(sizes.storages(_results(variant.forward)[0]), "output") | found
 
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:

@@ -10,6 +10,11 @@ import numpy as np
 
 from hydragraph.cost.traffic import Pair, Transfers
 from hydragraph.ir.instruction import Op
+from hydragraph.ir.schedules import schedule
+
+# Share of a backward's seconds that each half takes: the two gradients of a matrix product cost the same. Attention has
+# no weights, so the input half of long sequences takes more than this.
+SHARES: Mapping[schedule.Work, float] = {schedule.Work.INPUT_GRADIENT: 0.5, schedule.Work.WEIGHT_GRADIENT: 0.5}
 
 # One object for all empty transfers, since equal transfers are priced once by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
@@ -20,6 +25,8 @@ class Priced(Protocol):
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """Return the seconds of a block's forward or backward for each micro-batch, on a stage's ranks together.
+
+        A half of a backward takes its part of these (`SHARES`).
 
         Args:
             micro_batches: the numbers of all micro-batches of the stage (`ir.rank_program.Role`).

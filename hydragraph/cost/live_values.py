@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 
 Storage = tuple[str, str]  # its attribute of Memory, and a name
 
@@ -20,10 +21,19 @@ class Alive:
     def __contains__(self, value: str) -> bool:
         return value in self._values
 
-    def add(self, value: str, part: str, size: int, *shared: str) -> None:
-        """Start a value with its own storage, which also keeps the storages of other values."""
+    def add(self, value: str, part: str, size: int, *shared: str, named: Container[str] | None = None) -> None:
+        """Start a value with its own storage, which also keeps the storages of other values.
+
+        Args:
+            value: its name.
+            part: where its size counts.
+            size: of its own storage.
+            shared: the other values.
+            named: of their storages, only those that these values started with; None: all.
+        """
         self._sizes[part, value] = size
-        storages = ((part, value), *(s for other in shared for s in self._values.get(other, ())))
+        kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)
+        storages = ((part, value), *kept)
         self._values[value] = storages
         for storage in storages:
             self._users[storage] += 1

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from hydragraph.cost.footprint import Footprint, MicroBatch, footprint, made_bytes, token_bytes
+from hydragraph.cost.footprint import (
+    Footprint,
+    HalvesFootprint,
+    MicroBatch,
+    footprint,
+    halves_footprint,
+    made_bytes,
+    token_bytes,
+)
 from hydragraph.cost.live_values import Alive
 from hydragraph.cost.traffic_bytes import (
     GRADIENT_BYTES,
@@ -33,8 +41,9 @@ from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Outline
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import most_in_flight
-from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, weights
+from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, aux, bucket_of, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
@@ -133,6 +142,10 @@ class Blocks(Protocol):
         """Return the memory of a block."""
         ...
 
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """Return the memory of the halves of a block's backward."""
+        ...
+
     def adds(self, block: str, part: StagePart) -> bool:
         """Return whether products of a block accumulate gradients in place."""
         ...
@@ -154,6 +167,7 @@ class CompiledBlocks:
         self._compiled = compiled
         self._blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
         # Looked up repeatedly while a program is walked; finding the right graph takes longer.
         self._variants: dict[tuple[str, StagePart], Variant] = {}
         self._aux_bytes: dict[MicroBatch, int] = {}
@@ -170,6 +184,14 @@ class CompiledBlocks:
         if key not in self._known:
             self._known[key] = footprint(variant, part, batch)
         return self._known[key]
+
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """See `Blocks`."""
+        variant = self._variant(block, part)
+        key = (variant, batch)
+        if key not in self._known_halves:
+            self._known_halves[key] = halves_footprint(variant, part, batch)
+        return self._known_halves[key]
 
     def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""
@@ -462,13 +484,31 @@ class Walk:
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # during the computation
             self._begin_sums(sums)
-        yield block.backward
+        work = instruction.work
+        if work is Work.BACKWARD:
+            yield block.backward
+        else:
+            halves = self._model.halves(instruction.target, self._part, self._batches[instruction.micro_batch])
+            yield halves.first if work is Work.INPUT_GRADIENT else halves.second
+            if work is Work.INPUT_GRADIENT:
+                self._postpone(instruction, halves)
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
             if value.kind is ValueKind.ACTIVATION_GRADIENT:
                 self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
         self._begin_sums([value for value in sums if value not in self._alive])
-        yield block.gradients
+        yield 0 if work is Work.INPUT_GRADIENT else block.gradients
+
+    def _postpone(self, instruction: Instruction, halves: HalvesFootprint) -> None:
+        """Start what the input half of a backward passes to the weight half: some saved values and the tangent."""
+        k = self._model.outline.index[instruction.target]
+        m = instruction.micro_batch
+        assert m is not None
+        tangent = activation_gradient(k, m)
+        names = {"hidden": activation(k - 1, m), "aux": aux(m), "output": activation(k, m), "tangent": tangent}
+        named = {names[keep] for keep in halves.keeps}
+        later = instruction.writes[-1]
+        self._alive.add(later, "activations", halves.postponed, instruction.reads[0], tangent, named=named)
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:

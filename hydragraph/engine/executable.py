@@ -62,7 +62,7 @@ from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
 from hydragraph.kernels.philox import key_of
 from hydragraph.passes.check_strategy import check_strategy
-from hydragraph.passes.compile_with_inductor import choose_backend
+from hydragraph.passes.compile_with_inductor import choose_backend, refuse_halves
 from hydragraph.passes.field_limits import limits_of
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.request import PlanRequest
@@ -206,7 +206,7 @@ class Executable:
     ) -> None:
         plans = planning or Planning()
         backend = choose_backend(backend, world.device)
-        inductor = backend == "inductor"
+        self._inductor = inductor = backend == "inductor"
         self._sums = Deterministic.begin(world.device, backend) if deterministic else None
         self.program = program
         self._max_grad_norm = max_grad_norm
@@ -271,7 +271,7 @@ class Executable:
         self._ran: dict[int, tuple[Strategy, tuple[int, ...], Mode]] = {}  # by the iteration's number, the last two
         if joining and given != "auto":
             several = [given] if isinstance(given, Strategy | str) else given
-            self._check_sums([strategy_for(each, program) for each in several])
+            self._check_strategies([strategy_for(each, program) for each in several])
         if not joining:
             known, wanted = self._variants.strategies, self.wanted_home
 
@@ -285,7 +285,7 @@ class Executable:
                 self.strategies = (
                     _of_least_cut(plans.profile, among) if alike and plans.profile else among(plans.profile)
                 )
-            self._check_sums(self.strategies)
+            self._check_strategies(self.strategies)
             self._planning = replace(plans, profile=self.given_profile)
             chosen = home_among(world, program, wanted, self.strategies, self._planning)
             self._holding.held = self._begin_session(world, chosen, fill)
@@ -391,7 +391,7 @@ class Executable:
             ValueError: it does not fit; `Unsupported` (a ValueError) if it needs an unsupported feature.
         """
         check_strategy(self.program, strategy, ranks)
-        self._check_sums([strategy])
+        self._check_strategies([strategy])
 
     @property
     def measured(self) -> tuple[Profile, Cluster] | None:
@@ -628,7 +628,7 @@ class Executable:
             self.strategies = candidates_of(
                 known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
             )
-            self._check_sums(self.strategies)
+            self._check_strategies(self.strategies)
             self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
             home = home_among(world, self.program, home, self.strategies, self._planning)
             counts = meeting.before[world.rank] is not None
@@ -831,8 +831,11 @@ class Executable:
                 self.strategies, session.groups, planning, session.owners.home, readying, before
             )
 
-    def _check_sums(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all strategies give the same sums in deterministic mode; the first ones set the reference."""
+    def _check_strategies(self, strategies: Sequence[Strategy]) -> None:
+        """Check that the backend runs all strategies, and that deterministic ones give the same sums as the first."""
+        if self._inductor:
+            for strategy in strategies:
+                refuse_halves(strategy)
         if self._sums is not None:
             self._sums.check(strategies)
 

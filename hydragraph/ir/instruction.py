@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import Value, ValueKind
 
 
@@ -19,7 +20,7 @@ class Op(Enum):
 
     PULL = "pull"  # W.bucket = link home -> here
     FORWARD = "forward"  # run one block's forward graph on one micro-batch
-    BACKWARD = "backward"  # run one block's backward graph, accumulate into G.bucket
+    BACKWARD = "backward"  # run one block's backward graph or a half of it, accumulate into G.bucket
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
     PUSH = "push"  # link G.bucket -> home: summed at first owners, which replicate the sum to second ones
@@ -71,8 +72,8 @@ RULES: Mapping[Op, Rule] = {
     ),
     Op.BACKWARD: _rule(
         Stream.COMPUTE,
-        reads=(ValueKind.SAVED, ValueKind.ACTIVATION_GRADIENT, ValueKind.WEIGHTS),
-        writes=(ValueKind.ACTIVATION_GRADIENT, ValueKind.GRADIENTS),
+        reads=(ValueKind.SAVED, ValueKind.POSTPONED, ValueKind.ACTIVATION_GRADIENT, ValueKind.WEIGHTS),
+        writes=(ValueKind.ACTIVATION_GRADIENT, ValueKind.POSTPONED, ValueKind.GRADIENTS),
     ),
     Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(ValueKind.MESSAGE,)),
     Op.RECEIVE: _rule(Stream.P2P, writes=_MOVED),
@@ -111,6 +112,16 @@ class Instruction:
     def stream(self) -> Stream:
         """The stream that it runs on."""
         return RULES[self.op].stream
+
+    @property
+    def work(self) -> Work:
+        """Kind of work of a forward or backward: the halves of a backward make and read a postponed value."""
+        if self.op is Op.FORWARD:
+            return Work.FORWARD
+        if any(value.kind is ValueKind.POSTPONED for value in self.reads):
+            return Work.WEIGHT_GRADIENT
+        halved = any(value.kind is ValueKind.POSTPONED for value in self.writes)
+        return Work.INPUT_GRADIENT if halved else Work.BACKWARD
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:

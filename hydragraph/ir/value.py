@@ -6,6 +6,7 @@ A value is a string, with the information in its text as attributes:
     h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               saved by a block's forward for its backward
+    t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
@@ -33,6 +34,7 @@ class ValueKind(Enum):
     ACTIVATION = "h"
     ACTIVATION_GRADIENT = "d"
     SAVED = "s"
+    POSTPONED = "t"
     AUX = "a"
     LOSS = "loss"
     WEIGHTS = "W"
@@ -49,7 +51,7 @@ class Value(str):
     Attributes:
         kind: kind of the value.
         position: k of an activation and its gradient; else -1.
-        block: block of a saved value; else "".
+        block: block of a saved or postponed value; else "".
         bucket: bucket of weights and gradients; else "".
         exchange: name of their pull or push: the bucket, or {bucket}@{n} if it is streamed; else "".
         micro_batch: counted within the pipeline, or across all pipelines that share stages (`ir.rank_program.Role`); -1
@@ -125,6 +127,12 @@ def saved(block: str, micro_batch: int) -> Value:
 
 
 @_once
+def postponed(block: str, micro_batch: int) -> Value:
+    """Return t.{block}.{micro_batch}."""
+    return Value(f"t.{block}.{micro_batch}", ValueKind.POSTPONED, block=block, micro_batch=micro_batch)
+
+
+@_once
 def aux(micro_batch: int) -> Value:
     """Return a.{micro_batch}."""
     return Value(f"a.{micro_batch}", ValueKind.AUX, micro_batch=micro_batch)
@@ -167,6 +175,7 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
     (re.compile(rf"h{_NUMBER}\.{_NUMBER}"), lambda k, m: activation(int(k), int(m))),
     (re.compile(rf"d{_NUMBER}\.{_NUMBER}"), lambda k, m: activation_gradient(int(k), int(m))),
     (re.compile(rf"s\.{_NAME}\.{_NUMBER}"), lambda block, m: saved(block, int(m))),
+    (re.compile(rf"t\.{_NAME}\.{_NUMBER}"), lambda block, m: postponed(block, int(m))),
     (re.compile(rf"a\.{_NUMBER}"), lambda m: aux(int(m))),
     (re.compile(rf"loss\.{_NUMBER}"), lambda m: loss(int(m))),
     (re.compile(rf"W\.{_EXCHANGE}"), weights),
@@ -186,6 +195,6 @@ def parse_value(text: str) -> Value:
         if match is not None:
             return make(*match.groups())
     raise ValueError(
-        f"{text!r} is no value: write h2.0 or d2.0 (block, micro-batch), s.layer.0.0, a.0, loss.0, W.layer.0, "
-        "G.layer.0, or h2.0>3 (on its way to rank 3)"
+        f"{text!r} is not a value: write h2.0 or d2.0 (block, micro-batch), s.layer.0.0, t.layer.0.0, a.0, loss.0, "
+        "W.layer.0, G.layer.0, or h2.0>3 (on its way to rank 3)"
     )

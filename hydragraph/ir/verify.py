@@ -8,7 +8,7 @@ match receives; and all programs, run together, end.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,6 +17,7 @@ from hydragraph.ir.instruction import RULES, Instruction, Op, waits
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.ir.value import (
     Value,
@@ -28,6 +29,7 @@ from hydragraph.ir.value import (
     gradients,
     loss,
     message,
+    postponed,
     saved,
     weights,
 )
@@ -185,7 +187,14 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
     """Check that every block's forward and backward appears once per micro-batch, with the correct values."""
-    missing = {key: values for m in program.micro_batches for key, values in _work(site.blocks, m, outline, mode)}
+    halved = {
+        (each.target, each.micro_batch)
+        for each in program.instructions
+        if each.op is Op.BACKWARD and each.work is not Work.BACKWARD
+    }
+    missing = {
+        key: values for m in program.micro_batches for key, values in _work(site.blocks, m, outline, mode, halved)
+    }
     for index, instruction in enumerate(program.instructions):
         rule = RULES[instruction.op]
         strangers = [value for value in instruction.reads if value.kind not in rule.reads]
@@ -197,14 +206,14 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
         # Instructions found are removed, so a repeated one is also rejected, and the remaining ones are missing.
-        values = missing.pop((instruction.op, instruction.target, instruction.micro_batch), None)
+        values = missing.pop((instruction.work, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
         if values != (_of_buckets(instruction.reads), _of_buckets(instruction.writes)):
             reads, writes = (", ".join(sorted(names)) for names in values)
             raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
-    for op, target, m in missing:
-        raise VerificationError(f"{op.value} {target} [{m}] is missing", program.rank)
+    for work, target, m in missing:
+        raise VerificationError(f"{_DESCRIBED[work]} {target} [{m}] is missing", program.rank)
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
@@ -213,14 +222,26 @@ def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
 
 
 _NAMED = {ValueKind.WEIGHTS: weights, ValueKind.GRADIENTS: gradients}
-_Key = tuple[Op, str, int | None]
+_DESCRIBED = {
+    Work.FORWARD: "forward",
+    Work.BACKWARD: "backward",
+    Work.INPUT_GRADIENT: "the input half of backward",
+    Work.WEIGHT_GRADIENT: "the weight half of backward",
+}
+_Key = tuple[Work, str, int | None]
 _Values = tuple[frozenset[Value], frozenset[Value]]
 
 
-def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple[_Key, _Values]]:
-    """Yield a stage's computations on micro-batch m, each with the values that it reads and writes."""
+def _work(
+    blocks: range, m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
+) -> Iterator[tuple[_Key, _Values]]:
+    """Yield a stage's computations on micro-batch m, each with the values that it reads and writes.
+
+    Args:
+        halved: the (block, micro-batch) pairs whose backward runs in two halves.
+    """
     if blocks:
-        yield (Op.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
+        yield (Work.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
         block = outline.blocks[k]
         final = len(outline.blocks) - 1
@@ -230,13 +251,19 @@ def _work(blocks: range, m: int, outline: Outline, mode: Mode) -> Iterator[tuple
         kept = {saved(block, m)} if learns else set()
         below = {activation(k - 1, m)} if k > 0 else set()
         output = {activation(k, m) if k < final else loss(m)}
-        yield (Op.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
+        yield (Work.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
             # The last block's backward starts from the loss itself; the lowest trainable block passes no gradient on,
             # since no block below uses it.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
-            yield (Op.BACKWARD, block, m), (frozenset(kept | gradient | pulled), frozenset(passed | summed))
+            read = frozenset(kept | gradient | pulled)
+            if (block, m) in halved:
+                later = {postponed(block, m)}
+                yield (Work.INPUT_GRADIENT, block, m), (read, frozenset(passed | later))
+                yield (Work.WEIGHT_GRADIENT, block, m), (frozenset(later | pulled), frozenset(summed))
+            else:
+                yield (Work.BACKWARD, block, m), (read, frozenset(passed | summed))
 
 
 # --- values live from their making to their last use ------------------------------------------------------------------

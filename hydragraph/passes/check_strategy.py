@@ -17,6 +17,7 @@ from hydragraph.ir.program import Program, Template
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.graph_node import operands
 from hydragraph.passes.operator_rules import VIEWS
+from hydragraph.passes.place import refuse_streams
 from hydragraph.spec.strategy import Strategy
 
 aten = torch.ops.aten
@@ -29,8 +30,9 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
     Raises:
         ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
-        Unsupported: a stage's degree cannot shard a parameter, or does not shard any.
+        Unsupported: a stage's degree cannot shard a parameter, or does not shard any, or its schedule cannot stream.
     """
+    refuse_streams(strategy)
     # `intervals` rejects a degree that a parameter cannot be sharded for, regardless of the index in the stage.
     strategy.check(program.layers, ranks, program.heads)
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:

@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.differentiate import Variant
@@ -45,6 +46,7 @@ from hydragraph.private.inductor import (
     symbols_of,
 )
 from hydragraph.private.operator_schemas import makes_tensors
+from hydragraph.spec.strategy import Strategy
 
 aten = torch.ops.aten
 
@@ -86,6 +88,20 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     if missing is not None:
         raise Unsupported(missing, where='backend="inductor"', remedy='install it, or pass backend="eager"')
     return backend
+
+
+def refuse_halves(strategy: Strategy) -> None:
+    """Check that a strategy's schedule runs whole backwards, which are compiled as one graph.
+
+    Raises:
+        Unsupported: it splits them.
+    """
+    if strategy.schedule not in WHOLE_BACKWARD:
+        raise Unsupported(
+            f"schedule {strategy.schedule} with Inductor, which compiles whole backwards",
+            where=f"strategy {strategy}",
+            remedy=f'pass backend="eager", or use schedule {" or ".join(sorted(WHOLE_BACKWARD))}',
+        )
 
 
 def compile_variant(

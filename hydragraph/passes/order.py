@@ -1,7 +1,7 @@
 """Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule.
 
-Each action of the schedule (`ir.schedules`) becomes the forward or the backward of one micro-batch through the stage's
-blocks, with the messages that it needs and makes.
+Each action of the schedule (`ir.schedules`) becomes the forward, the backward or a half of the backward of one
+micro-batch through the stage's blocks, with the messages that it needs and makes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
-from hydragraph.ir.value import Value, activation, activation_gradient, aux, gradients, loss, message, saved, weights
+from hydragraph.ir.value import (
+    Value,
+    activation,
+    activation_gradient,
+    aux,
+    gradients,
+    loss,
+    message,
+    postponed,
+    saved,
+    weights,
+)
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
 
 
@@ -28,9 +39,11 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
         return program
     instructions: list[Instruction] = []
     for action in placement.actions(stage, mode):
-        run = _forward if action.work is Work.FORWARD else _backward
         role = stage.role_of(action.micro_batch)
-        instructions += run(placement.outline, stage, role, program.rank, action.micro_batch, mode)
+        if action.work is Work.FORWARD:
+            instructions += _forward(placement.outline, stage, role, program.rank, action.micro_batch, mode)
+        else:
+            instructions += _backward(placement.outline, stage, role, program.rank, action.micro_batch, action.work)
     return replace(program, instructions=tuple(instructions))
 
 
@@ -52,22 +65,34 @@ def _forward(
 
 
 def _backward(
-    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
+    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, work: Work
 ) -> Iterator[Instruction]:
-    """Run the stage's blocks in reverse, down to the lowest with trainable parameters; not used in mode "evaluate"."""
+    """Run the stage's blocks in reverse, down to the lowest with trainable parameters: their backwards or a half.
+
+    A block without one of the halves runs its whole backward in the other: without trainable parameters with the input
+    gradients, and the lowest block, which passes no gradient on, with the weight gradients.
+    """
     first, last = stage.blocks
     # Below the lowest trainable block no gradient is needed: stages there neither send nor receive any.
     if last <= outline.lowest:
         return
-    yield from _receive(activation_gradient(last - 1, m), role.following, stage, rank)
+    if work is not Work.WEIGHT_GRADIENT:
+        yield from _receive(activation_gradient(last - 1, m), role.following, stage, rank)
     for k in reversed(range(max(first, outline.lowest), last)):
         block = outline.blocks[k]
         gradient = (activation_gradient(k, m),) if k + 1 < len(outline.blocks) else ()
         reads = (saved(block, m), *gradient, *_weights(outline, block))
         below = (activation_gradient(k - 1, m),) if k > outline.lowest else ()
-        writes = (*below, *(gradients(bucket) for bucket in outline.gradients[block]))
-        yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=writes)
-    if first > outline.lowest:
+        sums = tuple(gradients(bucket) for bucket in outline.gradients[block])
+        later = postponed(block, m)
+        if work is Work.BACKWARD or not (below and sums):
+            if work is not (Work.WEIGHT_GRADIENT if below else Work.INPUT_GRADIENT):
+                yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=(*below, *sums))
+        elif work is Work.INPUT_GRADIENT:
+            yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=(*below, later))
+        else:
+            yield Instruction(Op.BACKWARD, block, m, reads=(later, *_weights(outline, block)), writes=sums)
+    if first > outline.lowest and work is not Work.WEIGHT_GRADIENT:
         yield from _send(activation_gradient(first - 1, m), role.previous, stage, rank)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import Role
 from hydragraph.ir.schedules.clock import Beat, beats_of
 from hydragraph.ir.schedules.schedule import Action, Shape
-from hydragraph.ir.schedules.schedule_kinds import schedule_of
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD, schedule_of
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -176,8 +177,23 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
+        Unsupported: a stage streams, and the schedule splits backwards.
     """
     return _place(outline, strategy, tuple(micro_batches))
+
+
+def refuse_streams(strategy: Strategy) -> None:
+    """Check that no stage streams if the schedule splits backwards: each half would pull the weights.
+
+    Raises:
+        Unsupported: one does.
+    """
+    if strategy.schedule not in WHOLE_BACKWARD and any(s.stream for p in strategy.pipelines for s in p.stages):
+        raise Unsupported(
+            f"streaming stages under schedule {strategy.schedule}, which splits backwards",
+            where=f"strategy {strategy}",
+            remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out w and g",
+        )
 
 
 @lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration, one after another
@@ -191,6 +207,7 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
             f"micro_batches is {list(micro_batches)}: give one count, 0 or more, for each of the "
             f"{len(strategy.pipelines)} pipelines"
         )
+    refuse_streams(strategy)
     # A pipeline without micro-batches takes no part: its ranks hold no weights and push no gradients.
     stages: dict[tuple[int, ...], PlacedStage] = {}
     for pipeline, numbers in _numbered(strategy, micro_batches).items():

@@ -22,6 +22,7 @@ from hydragraph.ir.graph_data import form_of
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, weights
 from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
@@ -343,6 +344,7 @@ class Executor:
         block = it.prepared.blocks[instruction.target]
         if block.recompute:
             self._buffers.trim()
+        part = block.halves.get(instruction.work, block.variant)
         kept = restored(it.values[instruction.reads[0]], self._streamed(it, instruction))
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
@@ -355,16 +357,19 @@ class Executor:
             tangent = laid_out(tangent)
         operands = dict(zip(saved_names(len(kept)), kept, strict=True))
         operands |= {"tangent": tangent, COLLECTIVES: it.collectives}
-        arguments = [operands[n] if n in operands else shards[block.names[n]] for n in block.variant.needs]
-        for name in block.variant.added:
+        arguments = [operands[n] if n in operands else shards[block.names[n]] for n in part.needs]
+        for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
-        results = block.variant.backward(*arguments)
+        results = part.backward(*arguments)
         # No reference may keep the forward's saved values alive while gradients are summed: memory peaks here.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
         arguments.clear()
-        for name, gradient in zip(block.variant.gradients, results, strict=True):
+        count = len(part.gradients)
+        if instruction.work is Work.INPUT_GRADIENT:
+            it.values[instruction.writes[-1]] = results[count:]
+        for name, gradient in zip(part.gradients, results[:count], strict=True):
             if name == "hidden":
                 whole = it.collectives.all_gather(gradient, 1) if block.enters else gradient
                 it.values[instruction.writes[0]] = whole

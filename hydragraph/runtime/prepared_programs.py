@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.schedules.schedule import Work
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.ir.value import bucket_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
 from hydragraph.passes.recently_used import LRU
+from hydragraph.passes.split_backward import BackwardPart, split_backward
 from hydragraph.passes.stream import Turn, turns
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.passes.weight_layouts import bucket_kinds
@@ -43,6 +46,7 @@ class BoundBlock:
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
             between stages it travels whole.
         recompute: its backward runs its forward again, and is therefore a peak of memory.
+        halves: its input and its weight gradient, if the schedule splits backwards.
     """
 
     variant: Variant
@@ -53,6 +57,7 @@ class BoundBlock:
     enters: bool = False
     leaves: bool = False
     recompute: bool = False
+    halves: Mapping[Work, BackwardPart] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +124,7 @@ class Preparer:
         # Shared by iterations of one strategy; the capacity covers all kept iterations.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
+        self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
         """Return this rank's program under a strategy, for these counts of micro-batches per pipeline."""
@@ -133,7 +139,9 @@ class Preparer:
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)
         part = here.part_of(self._rank) if here else StagePart()
-        blocks = {b.name: self._bind(b, part, here) for b in self._program.blocks[slice(*here.blocks)]} if here else {}
+        halved = mode != "evaluate" and strategy.schedule not in WHOLE_BACKWARD
+        stage = self._program.blocks[slice(*here.blocks)] if here else ()
+        blocks = {b.name: self._bind(b, part, here, halved) for b in stage} if here else {}
         links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
         pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
         last = {bucket_of(name): name for name in pushes}
@@ -154,7 +162,7 @@ class Preparer:
             tuple(stage.ranks for stage in placement.stages),
         )
 
-    def _bind(self, block: Block, part: StagePart, stage: PlacedStage) -> BoundBlock:
+    def _bind(self, block: Block, part: StagePart, stage: PlacedStage, halved: bool) -> BoundBlock:
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._variants.get(block, part)
@@ -173,7 +181,14 @@ class Preparer:
             enters=part.sequence_parallel and block.name == first and bool(role.previous),
             leaves=part.sequence_parallel and block.name == last and bool(role.following),
             recompute=part.recompute,
+            halves=self._halves_of(variant) if halved else {},
         )
+
+    def _halves_of(self, variant: Variant) -> Mapping[Work, BackwardPart]:
+        if variant not in self._halves:
+            works = (Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT)
+            self._halves[variant] = dict(zip(works, split_backward(variant), strict=True))
+        return self._halves[variant]
 
     def _accumulates_at_home(self, name: str, push: Exchange) -> bool:
         """Return whether a push moves no data: its gradients are this rank's home gradients."""

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
 
-_TOKEN = re.compile(r"1f1b|[A-Za-z]+|[0-9]+|\S")
+_TOKEN = re.compile(r"1f1b|zb-h1|[A-Za-z]+|[0-9]+|\S")
 _FLAGS = {
     "s": "sequence parallelism",
     "r": "recomputation",

@@ -124,8 +124,8 @@ def test_the_schedule_is_the_programs(folder: Path, tmp_path: Path) -> None:
             for rank in row.ranks:
                 blocks = opened.data.outline.blocks
                 done = [i for i in each.programs[rank].instructions if i.op in (Op.FORWARD, Op.BACKWARD)]
-                tasks = dict.fromkeys((i.op, i.micro_batch) for i in done if i.target in blocks)
-                assert [(task.op, task.micro_batch) for task in row.tasks] == list(tasks)
+                tasks = dict.fromkeys((i.work, i.micro_batch) for i in done if i.target in blocks)
+                assert [(task.work, task.micro_batch) for task in row.tasks] == list(tasks)
             assert all(one.end <= two.begin for one, two in zip(row.tasks, row.tasks[1:], strict=False))
     text = shown(folder, "--schedule", "--strategy", "2", "--output", tmp_path / "grid.svg")
     assert text.splitlines()[2:5] == [

@@ -15,7 +15,7 @@ from hydragraph.ir.schedules.schedule_kinds import schedule_of, table_of
 from tests.cost.test_schedule_replay import Rows, pipelines, relaxed
 
 
-@given(pipelines(), st.sampled_from(["1f1b", "gpipe"]), st.integers(0, 40), st.data())
+@given(pipelines(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.integers(0, 40), st.data())
 def test_a_table_for_more_micro_batches_serves_fewer_in_any_order(
     rows: tuple[Rows, Rows, Rows, Rows, Rows], schedule: str, more: int, data: st.DataObject
 ) -> None:
@@ -46,10 +46,19 @@ def test_any_schedule_can_be_replayed(rows: list[str], expected: float) -> None:
     assert replay(table, 2, seconds, np.arange(2), 2, scratch_of(2, 2)) == expected
 
 
-def test_a_table_that_is_too_short_or_has_halves_of_backwards_is_refused() -> None:
-    table = table_of("1f1b", 2, 8)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_table_that_is_too_short_is_refused(schedule: str) -> None:
+    table = table_of(schedule, 2, 8)
     with pytest.raises(ValueError, match="fewer micro-batches"):
         replay(table, 2, np.zeros((9, 2, PARTS)), np.arange(9), 9, scratch_of(2, 9))
-    halves = Schedule.parse("schedule mine\nstage 0  F0 I0 W0").table()
-    with pytest.raises(ValueError, match="no price"):
-        replay(halves, 1, np.zeros((1, 1, PARTS)), np.arange(1), 1, scratch_of(1, 1))
+
+
+def test_a_weight_gradient_may_wait() -> None:
+    """Stage 1 returns both gradients before it makes those of its weights: 0-1 F, 1-2 F, then I 2-3, F 3-4, I 4-5."""
+    later = Schedule.parse("schedule mine\nstage 0  F0 F1 B0 B1\nstage 1  F0 I0 F1 I1 W0 W1")
+    rows = np.zeros((2, 2, PARTS))
+    rows[..., FORWARD] = 1.0
+    rows[..., BACKWARD] = 2.0
+    scratch = scratch_of(2, 2)
+    assert replay(later.table(), 2, rows, np.arange(2), 2, scratch) == 7.0
+    assert scratch.clock.tolist() == [7.0, 7.0]

@@ -59,7 +59,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Strategy, int]:
         devices = tuple(range(first, first + tp))
         stages.append(Stage(devices, draw(st.integers(1, 3)), recompute=draw(st.booleans())))
         first += tp
-    return Strategy((Pipeline(tuple(stages)),), draw(st.sampled_from(["1f1b", "gpipe"]))), first
+    return Strategy((Pipeline(tuple(stages)),), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))), first
 
 
 @settings(max_examples=60, deadline=None)

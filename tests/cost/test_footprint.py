@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, most_alive
+from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, halves_footprint, most_alive
 from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.variants import Variants
@@ -119,3 +119,15 @@ def test_what_lives_at_most_is_what_a_walk_finds(kind: StageKind, fused: bool) -
             sizes = Sizes.of(variant, part, batch)
             for graph in (variant.forward, variant.backward):
                 assert most_alive(graph, sizes) == walked(graph, sizes)
+
+
+def test_the_estimate_of_halves_is_high() -> None:
+    program, _ = captured("llama")
+    part = StagePart(StageKind())
+    variant = Variants(program).get(program.blocks[1], part)
+    halves = halves_footprint(variant, part, MicroBatch(100, 2))
+    most = footprint(variant, part, MicroBatch(100, 2)).halves_estimate
+    assert 0 < halves.first <= most.first
+    assert 0 < halves.second <= most.second
+    assert 0 < halves.postponed <= most.postponed
+    assert halves.keeps <= most.keeps

@@ -38,3 +38,14 @@ def test_a_shared_storage_goes_with_its_last_value() -> None:
     assert alive.sums == {"activations": 107}
     alive.drop("s", "s", "unknown")
     assert alive.sums == {"activations": 0}
+
+
+def test_of_other_values_it_keeps_the_named_storages() -> None:
+    alive = Alive()
+    alive.add("h", "activations", 3)
+    alive.add("s", "activations", 20, "h")
+    alive.add("t", "activations", 100, "s", named={"h"})
+    alive.drop("h", "s")
+    assert alive.total == 103
+    alive.drop("t")
+    assert alive.total == 0

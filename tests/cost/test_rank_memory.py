@@ -75,6 +75,14 @@ def test_a_pipeline_keeps_as_many_micro_batches_alive_as_stages_follow() -> None
     assert memory("<tp1,pp2> gpipe", [8], ranks=2).activations > 2 * few
 
 
+def test_the_first_stage_holds_under_zb_h1_what_it_holds_under_1f1b() -> None:
+    plain, halved = (memory(f"<tp1,pp2>{schedule}", [4], ranks=2) for schedule in ("", " zb-h1"))
+    assert halved == plain
+    # A later stage holds one micro-batch's postponed values, and fewer micro-batches than the first stage.
+    plain, halved = (memory(f"<tp1,pp2>{schedule}", [4], rank=1, ranks=2) for schedule in ("", " zb-h1"))
+    assert plain.total < halved.total < 1.5 * plain.total
+
+
 def test_recomputation_trades_saved_values_for_working_memory() -> None:
     saving, again = memory("<[0]x2>", [1]), memory("<[0]x2r>", [1])
     assert again.activations < 0.6 * saving.activations

@@ -20,7 +20,10 @@ def relaxed(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows,
         order = [("f", m) for m in range(warm)]
         for m in range(count - warm):
             order += [("f", warm + m), ("b", m)]
-        orders.append(order + [("b", m) for m in range(count - warm, count)])
+        order += [("b", m) for m in range(count - warm, count)]
+        if schedule == "zb-h1" and s:
+            order = [each for kind, m in order for each in ([("b", m), ("w", m)] if kind == "b" else [(kind, m)])]
+        orders.append(order)
     ends = {(s, kind, m): 0.0 for s in range(stages) for kind, m in orders[s]}
     for _ in range(len(ends)):  # the longest path has no more operations than there are
         for s, order in enumerate(orders):
@@ -29,9 +32,11 @@ def relaxed(early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows,
                 if kind == "f":
                     came = ends[s - 1, "f", m] + ahead[s - 1][m] if s else 0.0
                     before = max(before + early[s][m], came) + forward[s][m]
-                else:
+                elif kind == "b":
                     came = ends[s + 1, "b", m] + back[s][m] if s < stages - 1 else 0.0
-                    before = max(before, came) + backward[s][m]
+                    before = max(before, came) + backward[s][m] / (1 + ((s, "w", m) in ends))
+                else:
+                    before += backward[s][m] / 2
                 ends[s, kind, m] = before
     return max(ends.values())
 
@@ -45,7 +50,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Rows, Rows, Rows, Rows, Rows]:
     return rows(stages), rows(stages), rows(stages), rows(stages - 1), rows(stages - 1)
 
 
-@given(pipelines(), st.sampled_from(["1f1b", "gpipe"]))
+@given(pipelines(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
 def test_it_ends_where_the_longest_path_does(rows: tuple[Rows, Rows, Rows, Rows, Rows], schedule: str) -> None:
     assert pipeline_end(*rows, schedule) == relaxed(*rows, schedule)
 
@@ -57,6 +62,13 @@ def test_equal_stages_take_the_papers_form(stages: int, count: int, schedule: st
     none, edges = [[0.0] * count for _ in range(stages)], [[0.0] * count for _ in range(stages - 1)]
     forward, backward = [[1.0] * count for _ in range(stages)], [[2.0] * count for _ in range(stages)]
     assert pipeline_end(none, forward, backward, edges, edges, schedule) == (stages - 1 + count) * 3.0
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8)])
+def test_halved_backwards_of_equal_stages_idle_for_a_forward_and_an_input_gradient(stages: int, count: int) -> None:
+    none, edges = [[0.0] * count for _ in range(stages)], [[0.0] * count for _ in range(stages - 1)]
+    forward, backward = [[1.0] * count for _ in range(stages)], [[2.0] * count for _ in range(stages)]
+    assert pipeline_end(none, forward, backward, edges, edges, "zb-h1") == 3.0 * count + (stages - 1) * 2.0
 
 
 def test_no_micro_batch_takes_no_time() -> None:

@@ -52,6 +52,13 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, p: int, m: int
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
+def test_halved_backwards_leave_a_bubble_without_weight_gradients(p: int, m: int, f: int, b: int) -> None:
+    strategy = chain(p, "zb-h1", layers=2)
+    found = timeline(strategy, [m], Work(compute(model(2 * p), p, f / 2, b / 2), {}, {}, {}))
+    assert found.seconds == pytest.approx(m * (f + b) + (p - 1) * (f + b / 2))
+
+
 def starts(found: Timeline, rank: int) -> list[tuple[str, int | None, float, float]]:
     spans = (s for s in found.ranks[rank] if s.instruction.op in (Op.FORWARD, Op.BACKWARD) and s.seconds)
     return [(s.instruction.op.name[0], s.instruction.micro_batch, s.start_s, s.end_s) for s in spans]

@@ -121,7 +121,7 @@ def test_all_ranks_have_one_plan_and_explain_it_in_at_most_eight_lines(ranks: li
         assert mine.lines[0].startswith("devices: ")
         assert mine.lines[1].startswith(f"plan: {mine.strategies[0]}: ")
         assert mine.lines[2].startswith("expected: ")
-        assert any(line.startswith("plain data parallelism: ") for line in mine.lines)
+        assert any(line.startswith("plain ") for line in mine.lines)  # a usual strategy, and why it loses
 
 
 def test_a_second_start_measures_no_blocks(ranks: list[tuple[Trained, ...]]) -> None:

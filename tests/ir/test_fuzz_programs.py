@@ -63,7 +63,7 @@ def iterations(draw: st.DrawFn) -> Iteration:
         pipelines.append(Pipeline(tuple(stages)))
     counts = [draw(st.integers(0, 3)) for _ in pipelines]
     assume(any(counts))
-    strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe"])))
+    strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])))
     elements = tuple(draw(st.integers(1, 3)) for _ in buckets)
     outline = Outline(blocks, buckets, tuple(sorted(frozen)), elements, draw(st.none() | st.integers(0, 4)))
     mode: Mode = draw(st.sampled_from(["train", "gradients", "evaluate"]))

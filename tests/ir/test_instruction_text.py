@@ -125,7 +125,7 @@ def test_round_trip(program, comments):
         ("tp 1 (ranks 2)", "tp 2 (ranks 2)", r"line 1: expected 2 ranks behind 'tp 2', found 1"),
         ("p2p      send", "net      send", r"line 6: expected a stream \(pull, compute, p2p, push\), found 'net'"),
         ("p2p      send", "push     send", r"line 6: expected stream p2p for send, found 'push'"),
-        ("(s.layer.1.0, d2.0", "(s.layer.1.0, x2.0", r"line 8: 'x2.0' is no value: write h2.0 or d2.0 \(block"),
+        ("(s.layer.1.0, d2.0", "(s.layer.1.0, x2.0", r"line 8: 'x2.0' is not a value: write h2.0 or d2.0 \(block"),
         ("send h2.0 ->", "send h2.0 to", r"line 6: expected 'send VALUE -> rank RANK', found 'send h2.0 to rank 3'"),
         ("+= backward", "= backward", r"line 8: expected 'VALUES \+= backward BLOCK"),
         ("link W.head home ->", "link W.head ->", r"line 3: expected 'W.BUCKET = link home -> here' or 'link W"),

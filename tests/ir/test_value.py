@@ -18,6 +18,7 @@ from hydragraph.ir.value import (
     loss,
     message,
     parse_value,
+    postponed,
     saved,
     weights,
 )
@@ -28,6 +29,7 @@ moved = st.builds(activation, numbers, numbers) | st.builds(activation_gradient,
 values = (
     moved
     | st.builds(saved, names, numbers)
+    | st.builds(postponed, names, numbers)
     | st.builds(aux, numbers)
     | st.builds(loss, numbers)
     | st.builds(weights, names)
@@ -56,6 +58,7 @@ def test_what_a_text_says() -> None:
     assert fields(parse_value("h2.0")) == (ValueKind.ACTIVATION, 2, "", "", 0, -1)
     assert fields(parse_value("d2.11")) == (ValueKind.ACTIVATION_GRADIENT, 2, "", "", 11, -1)
     assert fields(parse_value("s.layer.0.3")) == (ValueKind.SAVED, -1, "layer.0", "", 3, -1)
+    assert fields(parse_value("t.layer.0.3")) == (ValueKind.POSTPONED, -1, "layer.0", "", 3, -1)
     assert fields(parse_value("W.layer.0")) == (ValueKind.WEIGHTS, -1, "", "layer.0", -1, -1)
     assert fields(parse_value("h2.0>3")) == (ValueKind.MESSAGE, 2, "", "", 0, 3)
 
@@ -68,5 +71,5 @@ def test_a_value_is_its_text() -> None:
 
 @pytest.mark.parametrize("text", ["", "h2", "h02.0", "x.0", "loss.", "W.", "W.a b", "a.0>3", "h2.0>", "s.0"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no value: write"):
+    with pytest.raises(ValueError, match="is not a value: write"):
         parse_value(text)

@@ -86,6 +86,27 @@ def changed(text, **fields):
     return edit
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            dropped("backward layer.1 [1] (t."),
+            r"t\.layer\.1\.1 is used last here|the weight half of backward layer.1 \[1\]",
+        ),
+        (dropped("backward layer.1 [1] (s."), r"the input half of backward layer.1 \[1\] is missing"),
+        (
+            moved("G.head += backward head [0]", "t.head.0 += backward"),
+            r"t\.head\.0 is read, but nothing here has made",
+        ),
+        (changed("backward layer.1 [0] (t.", micro_batch=1), r"this rank should not run it|it should read"),
+    ],
+)
+def test_halves_of_backwards_verify_and_belong_together(edit, message):
+    strategy = Strategy((Pipeline((Stage((0,), 1), Stage((1,), 1))),), "zb-h1")
+    verify(programs(strategy, [2], ranks=2), MODEL)
+    refused(edited(programs(strategy, [2], ranks=2), 1, edit), message)
+
+
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 def test_untouched_programs_verify(mode):
     verify(programs(mode=mode), MODEL, mode)

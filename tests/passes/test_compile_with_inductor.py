@@ -14,11 +14,12 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, run_ranks
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compile_with_inductor
-from hydragraph.passes.compile_with_inductor import UNORDERED, GraphPiece, choose_backend
+from hydragraph.passes.compile_with_inductor import UNORDERED, GraphPiece, choose_backend, refuse_halves
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.private.inductor import missing_compiler
 from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.strategy import Strategy
 from tests import reference
 from tests.models import gpt2, llama, sequences
 from tests.thorough import first
@@ -244,3 +245,9 @@ def test_ranks_that_compile_equal_one_device() -> None:
     assert all(losses == pytest.approx(wanted.losses, rel=1e-5) for losses, _ in runs)
     name, ratio = reference.worst(runs[0][1], wanted.gradients[0])
     assert ratio <= 1, f"gradient of {name} is {ratio:.2f} times the tolerance off"
+
+
+def test_compiled_backwards_are_not_split() -> None:
+    refuse_halves(Strategy.parse("<tp1,pp2>", 2))
+    with pytest.raises(Unsupported, match=r'schedule zb-h1 with Inductor.*pass backend="eager"'):
+        refuse_halves(Strategy.parse("<tp1,pp2> zb-h1", 2))

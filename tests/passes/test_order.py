@@ -33,6 +33,7 @@ def stage_tasks(schedule, depth, stage, count, mode="train"):
         ("1f1b", 0, 1, "F0 B0"),
         ("1f1b", 0, 2, "F0 F1 B0 B1"),
         ("gpipe", 1, 3, "F0 F1 F2 B0 B1 B2"),
+        ("zb-h1", 1, 3, "F0 F1 I0 W0 F2 I1 W1 I2 W2"),
     ],
 )
 def test_schedules_of_three_stages(schedule, stage, count, expected):

@@ -97,7 +97,7 @@ def test_commit_ends_losses_and_gradients():
     assert overlapped("<tp1,pp2>", [2], 1, "evaluate")[-1].reads == ("loss.0", "loss.1")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize("rank", range(6))
 def test_every_message_is_freed_once_behind_its_send_and_before_the_commit(rank, mode, schedule):

@@ -54,6 +54,11 @@ def test_golden_text_after_each_pass(count):
     check_golden(PASSES[count - 1][0], "\n".join(map(to_text, programs)))
 
 
+def test_golden_text_of_halved_backwards():
+    halved = Strategy((Pipeline((Stage((0,), 1), Stage((1, 2), 2))),), "zb-h1")
+    check_golden("zb_h1", "\n".join(map(to_text, rank_programs(model(3), halved, [2], ranks=3)[:2])))
+
+
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 def test_golden_text_of_all_ranks(mode):
     check_golden(mode, "\n".join(map(to_text, rank_programs(model(2), SMALL, [1, 1], mode, ranks=5))))
@@ -181,7 +186,7 @@ def test_one_rank_alone_gets_the_same_program(iteration, data):
     assert alone == rank_programs(outline, strategy, counts, mode, ranks=ranks)[rank]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_pipeline_of_many_stages_with_alternating_degrees_verifies(schedule):
     stages, device = [], 0
     for tp in (1, 3, 2, 1, 2, 3, 1, 2):

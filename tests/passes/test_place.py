@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Outline
 from hydragraph.passes.place import place
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -92,3 +93,10 @@ def test_outline_orders_buckets_by_their_first_block():
     model = Outline(("embed", "layer.0", "head"), (("head", ("head",)), ("b", ("layer.0",)), ("w", ("head", "embed"))))
     assert model.pull_order == ("w", "b", "head")
     assert model.weights["head"] == ("w", "head")
+
+
+@pytest.mark.parametrize("flag", ["w", "g"])
+def test_stages_that_stream_run_whole_backwards(flag):
+    strategy = Strategy.parse(f"<[0]x1,[1]x1{flag}> zb-h1", 2)
+    with pytest.raises(Unsupported, match=r"streaming stages under schedule zb-h1.*use schedule 1f1b or gpipe"):
+        place(outline(2), strategy, [1])

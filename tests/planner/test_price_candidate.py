@@ -20,7 +20,7 @@ STRATEGIES = (
 
 
 @settings(max_examples=20)
-@given(st.sampled_from(STRATEGIES), st.sampled_from(("1f1b", "gpipe")), st.integers(1, 12))
+@given(st.sampled_from(STRATEGIES), st.sampled_from(("1f1b", "gpipe", "zb-h1")), st.integers(1, 12))
 def test_few_micro_batches_tell_what_a_stage_holds(text: str, schedule: str, count: int) -> None:
     costs = priced.costs(6, priced.cluster(5, 1))
     strategy = Strategy(Strategy.parse(text, 6).pipelines, schedule)

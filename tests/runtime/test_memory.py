@@ -29,6 +29,8 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Hom
         pytest.param(2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"], hg.Home(), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"], hg.Home(), marks=thorough),
         (3, ["<[1,2]x2s> + <[0]x2r>"], hg.Home([3, 0, 1])),
+        (2, ["<tp1,pp2> zb-h1"], hg.Home()),
+        pytest.param(3, ["<[0]x1,[1,2]x1s> zb-h1", "<[0]x1,[1]x1r> zb-h1"], hg.Home(), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>"], hg.Home([3, 0, 1]), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>", "3*<tp1,pp1>"], hg.Home(copies=2), marks=thorough),
     ],

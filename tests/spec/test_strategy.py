@@ -31,7 +31,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
             devices = [free.pop() for _ in range(draw(st.integers(1, 2)))]
             stages.append(Stage(tuple(devices), b - a, draw(st.booleans()), draw(st.booleans())))
         pipelines.append(Pipeline(tuple(stages)))
-    return Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe"])))
+    return Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])))
 
 
 def lopsided(**changes: Any) -> Strategy:
@@ -261,7 +261,7 @@ def test_pipelines_and_strategies_refuse(make: Any, argument: object, message: s
 
 @pytest.mark.parametrize("schedule", ["1b1f", ["gpipe"], None])
 def test_an_unknown_schedule_is_refused(schedule: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"schedule is {schedule!r}: use '1f1b' or 'gpipe'")):
+    with pytest.raises(ValueError, match=re.escape(f"schedule is {schedule!r}: use '1f1b' or 'gpipe' or 'zb-h1'")):
         lopsided(schedule=schedule)
 
 

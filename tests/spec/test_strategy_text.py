@@ -43,7 +43,9 @@ def strategy_texts(draw: st.DrawFn) -> tuple[StrategyText, int]:
             pipelines.append(regular_pipeline(tp, pp, layers, _above(pipelines)))
         if not pipelines or draw(st.booleans()):
             pipelines.append(draw(explicit_pipelines(layers, _above(pipelines))))
-    return StrategyText(tuple(draw(st.permutations(pipelines))), draw(st.sampled_from(["1f1b", "gpipe"]))), layers
+    return StrategyText(
+        tuple(draw(st.permutations(pipelines))), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+    ), layers
 
 
 def _above(pipelines: list[tuple[StageText, ...]]) -> int:
@@ -59,7 +61,7 @@ def test_format_then_parse_is_the_identity(drawn: tuple[StrategyText, int]) -> N
 @given(strategy_texts(), st.data())
 def test_white_space_is_free(drawn: tuple[StrategyText, int], data: st.DataObject) -> None:
     strategy, layers = drawn
-    tokens = re.findall(r"1f1b|[a-z]+|\d+|\S", format_strategy(strategy))
+    tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d+|\S", format_strategy(strategy))
     spaces = st.sampled_from(["", " ", "\t", "\n  "])
     spaced = "".join(data.draw(spaces) + token for token in tokens) + data.draw(spaces)
     assert parse_strategy(spaced, layers) == strategy
@@ -101,6 +103,7 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
         ("<[0,1]x8wrs>", "<[0,1]x8srw>"),
         ("<tp1,pp1>w + <tp1,pp1>gr", "<[0]x8w> + <[1]x8rg>"),
         ("<[0,1]x5s,[2]x3r>gpipe", "<[0,1]x5s,[2]x3r> gpipe"),
+        ("<tp1,pp2>zb-h1", "<tp1,pp2> zb-h1"),
     ],
 )
 def test_the_canonical_text(text: str, canonical: str) -> None:
@@ -131,7 +134,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("0*<tp1,pp1>", "number of pipelines must be at least 1", "0"),
         ("2<tp1,pp1>", "expected '*'", "<"),
         ("2 * <[0]x8>", "cannot be repeated", "2 * <[0]x8>"),
-        ("<tp1,pp1> gpip", "a schedule (1f1b or gpipe)", "gpip"),
+        ("<tp1,pp1> gpip", "a schedule (1f1b or gpipe or zb-h1)", "gpip"),
         ("<tp1,pp1> <tp1,pp1>", "expected '+'", "<"),
         ("<tp1,pp1> gpipe !", "nothing after the schedule", "!"),
         ("<[]x8>", "expected a device", "]"),

@@ -10,20 +10,21 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from hydragraph.ir.program_outline import Mode
-from hydragraph.ir.schedules import gpipe, one_f_one_b
+from hydragraph.ir.schedules import gpipe, one_f_one_b, zb_h1
 from hydragraph.ir.schedules.clock import forwards_of
 from hydragraph.ir.schedules.schedule import Schedule, ScheduleTable, Shape, Work
 
 KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
     one_f_one_b.NAME: one_f_one_b.one_f_one_b,
     gpipe.NAME: gpipe.gpipe,
+    zb_h1.NAME: zb_h1.zb_h1,
 }
 
-# Kinds whose backward is one action, not two halves.
+# Kinds whose backwards all are one action, not two halves.
 WHOLE_BACKWARD = frozenset(
     name
     for name, build in KINDS.items()
-    if all(action.work in (Work.FORWARD, Work.BACKWARD) for action in build(Shape.alone(1, 1)).actions[0])
+    if all(action.work in (Work.FORWARD, Work.BACKWARD) for row in build(Shape.alone(2, 1)).actions for action in row)
 )
 # Schedule kind that keeps all micro-batches of a stage in flight.
 ALL_IN_FLIGHT = gpipe.NAME

@@ -33,7 +33,7 @@ def test_what_a_stage_holds_at_most(kind: str, stages: int, count: int) -> None:
         assert schedule.in_flight(stage) == in_flight(kind, stages, count)[stage]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("1f1b", (3, 2, 1)), ("gpipe", (None,) * 3)])
+@pytest.mark.parametrize(("kind", "expected"), [("1f1b", (3, 2, 1)), ("gpipe", (None,) * 3), ("zb-h1", (3, 2, 1))])
 def test_what_three_stages_hold(kind: str, expected: tuple[int | None, ...]) -> None:
     assert most_in_flight(kind, 3) == expected
 

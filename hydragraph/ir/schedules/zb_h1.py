@@ -1,0 +1,38 @@
+"""ZB-H1: 1F1B with backwards in two halves, so that a gradient leaves a stage before its weights' gradients are made.
+
+    schedule zb-h1
+    stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
+    stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
+
+A stage runs a micro-batch's weight gradients directly after its input gradient: where 1F1B would wait for the next
+gradient, and otherwise before the next forward, which needs the memory. The first stage of a pipeline sends no gradient
+and keeps whole backwards. So every stage holds as many micro-batches as under 1F1B. With S equal stages whose forwards
+and halves take f, i and w, a pipeline idles for (S - 1) (f + i), and for (S - 1) (f + i + w) under 1F1B.
+
+The schedule of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles for (S - 1) (f + i - w): its stage s postpones
+s more weight gradients, so every stage holds as much as the first one. Here no stage exceeds its own share, because
+uneven stages are chosen to fill their devices' memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hydragraph.ir.schedules.one_f_one_b import one_f_one_b
+from hydragraph.ir.schedules.schedule import Action, Schedule, Shape, Work
+
+NAME = "zb-h1"
+
+
+def zb_h1(shape: Shape) -> Schedule:
+    """Return the ZB-H1 schedule of a shape, for training."""
+    rows = enumerate(one_f_one_b(shape).actions)
+    return Schedule(NAME, tuple(tuple(half for each in row for half in _halves(shape, s, each)) for s, row in rows))
+
+
+def _halves(shape: Shape, stage: int, action: Action) -> Iterator[Action]:
+    if action.work is Work.BACKWARD and shape.stages[action.pipeline][0] != stage:
+        yield action._replace(work=Work.INPUT_GRADIENT)
+        yield action._replace(work=Work.WEIGHT_GRADIENT)
+    else:
+        yield action

@@ -1,0 +1,104 @@
+"""Pass `split_backward`: cut a backward graph in two, so that the gradient of the block's input can leave first.
+
+    input half     everything that the gradient of "hidden" needs; it also returns the values that the other half reads
+    weight half    the rest: the gradients of parameters, added to buffers or returned
+
+For y = linear(x, W) with the backward of `differentiate`:
+
+    backward       (T, x, W, dy, total, beta)      dx = dy W, total += dy^t x
+    input half     (W, dy, T, x)                   returns dx, then x and dy
+    weight half    (x, dy, total, beta)            total += dy^t x; `needs` saved.0, saved.1
+
+The values passed on are named `saved.i` in the weight half, as a forward's are in a whole backward. No operator runs
+twice, so both halves together make the same gradients, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from hydragraph.passes.differentiate import Variant, saved_names
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPart:
+    """Half of a backward; its fields are those of `Variant`.
+
+    Attributes:
+        backward: returns one gradient per name of `gradients`, then what the other half reads.
+        needs, gradients, added: see `Variant`.
+    """
+
+    backward: fx.GraphModule
+    needs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    added: tuple[str, ...] = ()
+
+
+def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
+    """Return the input half and the weight half of a variant's backward."""
+    nodes = list(variant.backward.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    named = dict(zip(inputs, variant.needs, strict=False))  # the others are buffers to add to, with their factors
+    results: list[fx.Node] = list(nodes[-1].args[0])
+    gradients = dict(zip(variant.gradients, results, strict=True))
+    hidden = gradients.pop("hidden", None)
+    early = _ancestors([] if hidden is None else [hidden])
+    late = [n for n in nodes if n.op not in ("placeholder", "output", "get_attr") and n not in early]
+    read = {operand for node in late for operand in node.all_input_nodes} | {*gradients.values()}
+    again = {n for n, name in named.items() if name != "tangent" and not name.startswith("saved.")}
+    passed = [n for n in nodes if n in read and n not in again and (n in early or n in named)]
+    first = [n for n in inputs if n in named and (n in early or n in passed)]
+    second = [n for n in inputs if n in again and n in read]
+    added = [n for n in inputs if n not in named]
+    kept = [n for n in nodes if n in early and n.op != "placeholder"]
+    constants = [n for n in nodes if n.op == "get_attr"]
+    front = () if hidden is None else ("hidden",)
+    return (
+        BackwardPart(
+            _graph(variant, first, [*constants, *kept], [*([] if hidden is None else [hidden]), *passed]),
+            tuple(named[n] for n in first),
+            front,
+        ),
+        BackwardPart(
+            _graph(variant, [*passed, *second, *added], [*constants, *late], [*gradients.values()]),
+            (*saved_names(len(passed)), *(named[n] for n in second)),
+            tuple(gradients),
+            variant.added,
+        ),
+    )
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> Collection[fx.Node]:
+    """Return nodes and everything that they need."""
+    found: set[fx.Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _graph(
+    variant: Variant, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """Return a graph that copies nodes, in order, behind placeholders for the inputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in dict.fromkeys(nodes):
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(variant.backward, graph)
