@@ -13,7 +13,7 @@ def test_show_lists_the_passes() -> None:
     lines = result.stdout.splitlines()
     passes = [line.split()[1] for line in lines if line[0].isdigit()]
     assert passes[:5] == ["shard", "fuse_head", "differentiate", "accumulate", "compile"]
-    assert passes[5:7] == ["order", "overlap"]
+    assert passes[5:8] == ["order", "stream", "overlap"]
     assert [line.partition(":")[0] for line in lines if not line[0].isdigit()] == ["graph passes", "program passes"]
     assert all(len(line.split()) > 4 for line in lines), "each says what it does"
 
@@ -35,7 +35,7 @@ def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
     assert "accumulate" in layer.rpartition("## after")[2], "the last pass comes last"
     instructions = cut.stdout.partition("# rank 1 of 2 under ")[2]
     steps = [line.split()[2] for line in instructions.splitlines() if line.startswith("## after")]
-    assert steps == ["order", "overlap", "retain"]
+    assert steps == ["order", "stream", "overlap", "retain"]
     ordered, _, rest = instructions.partition("## after overlap")
     assert "forward layer.0 [0]" in ordered
     assert "link" not in ordered, "order places no exchange"
