@@ -120,16 +120,25 @@ _EXCHANGED = (Op.PULL, Op.PUSH)
 
 
 def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
-    """Return a program with only its messages, the commit, and the computations that follow a wait."""
-    kept = []
-    count = 0
+    """Return a program with only its messages, the commit, and the computations that follow a wait.
+
+    A computation that is kept reads the received values of those that it represents: over NCCL it waits for them.
+    """
+    kept: list[Instruction] = []
+    received: set[Value] = set()
+    first = count = 0  # the latest computation that is kept, which follows the messages received so far
     for instruction in program.instructions:
         if instruction.op in _COMPUTED:
+            reads = tuple(v for v in dict.fromkeys((*instruction.after, *instruction.reads)) if v in received)
             if count in entered:
-                kept.append(Instruction(instruction.op, instruction.target, instruction.micro_batch))
+                first = len(kept)
+                kept.append(Instruction(instruction.op, instruction.target, instruction.micro_batch, reads=reads))
+            elif reads:
+                kept[first] = replace(kept[first], reads=(*kept[first].reads, *reads))
             count += 1
         elif instruction.op is Op.SEND or _can_wait(instruction):
             kept.append(instruction)
+            received.update(instruction.writes if instruction.op is Op.RECEIVE else ())
     return replace(program, instructions=tuple(kept))
 
 

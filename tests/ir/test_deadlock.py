@@ -148,6 +148,18 @@ def test_one_communicator_per_direction_may_deadlock_where_one_per_pair_does_not
     assert all(bound.waits.values())
 
 
+def test_a_computation_that_is_left_out_still_waits_for_its_message_over_nccl() -> None:
+    """The second computation after a receive reads what arrives; the sender sends it only after the commit."""
+    value, sent = activation(1, 0), message(activation(1, 0), 1)
+    late = Instruction(Op.SEND, peer=1, reads=(value,), writes=(sent,))
+    rows = [
+        (forward("layer.0"), COMMIT, late),
+        (receive(0), forward("aux"), forward("layer.1", value), COMMIT),
+    ]
+    programs = [RankProgram(r, 2, "s", (Role(0, 0, range(1)),), (r,), (0, 1), row) for r, row in enumerate(rows)]
+    assert all(find_deadlock(programs, transport) for transport in Transport)
+
+
 @settings(max_examples=25)
 @given(st.one_of(iterations(), shared()), st.randoms(use_true_random=False))
 def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
