@@ -45,7 +45,8 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
     words = advice(poor, found, assignment)
     again = recomputing(strategy)
     *_, least = streaming_more(strategy)  # streamed and recomputed
-    assert found.fits == (int(most * part) >= most) == (not words)
+    assert found.fits == (not words)
+    assert found.fits or int(most * part) < most  # within less memory, another home may fit
     if words.startswith("recompute: "):
         assert words == f"recompute: {again.name} fits"
         assert fit_only(poor, again, assignment)
