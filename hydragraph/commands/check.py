@@ -70,14 +70,7 @@ def check_command(
         raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
     settings = TrainConfig.load(config, overrides or ())
     ranks = settings.ranks if cluster is None else len(Cluster.load(cluster).devices)
-    if settings.automatic and not strategies:
-        settings = replace(settings, strategies=(f"{ranks}*<tp1,pp1>",))
-        print(
-            "strategies: auto is planned when training starts; this checks plain data parallelism instead (--strategy "
-            "names others)",
-            file=sys.stderr,
-        )
-    texts = chosen_strategies(strategies, settings.strategies)
+    texts = chosen_strategies(strategies, settings.strategies, ranks)
     check_settings(replace(settings, strategies=texts), ranks)
     _look_at_data(settings)
     parsed, costs = _costs(settings, texts, cluster, memory, profile, corrections)

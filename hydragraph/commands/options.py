@@ -97,13 +97,27 @@ def chosen_home(text: str | None, configured: Home) -> Home:
     return configured if text is None else Home.parse(text)
 
 
-def chosen_strategies(named: Sequence[str] | None, configured: Sequence[str]) -> tuple[str, ...]:
+def chosen_strategies(
+    named: Sequence[str] | None, configured: Sequence[str], ranks: int | None = None
+) -> tuple[str, ...]:
     """Return the strategies that were given, or else the config's.
 
+    Args:
+        named: strategies of the command line.
+        configured: strategies of the config.
+        ranks: number of ranks, to replace the config's "auto" by plain data parallelism; None: "auto" is refused.
+
     Raises:
-        ValueError: these are "auto", for which there must be data.
+        ValueError: these are "auto", which only training plans.
     """
     texts = tuple(named or configured)
-    if "auto" in texts:
-        raise ValueError("strategies: auto proposes them for the data, which is not read here: name some by --strategy")
-    return texts
+    if "auto" not in texts:
+        return texts
+    if ranks is None or named:
+        raise ValueError("strategies: auto is planned when training starts, not here: name some by --strategy")
+    typer.echo(
+        "strategies: auto is planned when training starts; plain data parallelism takes its place here (--strategy "
+        "names others)",
+        err=True,
+    )
+    return (f"{ranks}*<tp1,pp1>",)

@@ -96,7 +96,7 @@ def _of_config(
 
     config = TrainConfig.load(source, overrides or ())
     where = chosen_cluster(cluster, devices, config.ranks)
-    texts = chosen_strategies(named, config.strategies)
+    texts = chosen_strategies(named, config.strategies, len(where.devices))
     owners = chosen_home(home, config.home)
     strategies, costs = strategies_and_costs(config, where, texts, profile, None, owners, corrections)
     found = []

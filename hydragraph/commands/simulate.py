@@ -111,7 +111,7 @@ def simulate_command(
 
     settings = TrainConfig.load(config, overrides or ())
     where = chosen_cluster(cluster, devices, settings.ranks)
-    texts = chosen_strategies(strategies, settings.strategies)
+    texts = chosen_strategies(strategies, settings.strategies, len(where.devices))
     if lengths is not None and (micro_batches or tokens):
         raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
     if micro_batches is not None:

@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from hydragraph.commands.launch_process import on_ranks, quieten
-from hydragraph.commands.options import Config, Debug, HomeText, LogLevel, Set, Strategies, chosen_home
+from hydragraph.commands.options import (
+    Config,
+    Debug,
+    HomeText,
+    LogLevel,
+    Set,
+    Strategies,
+    chosen_home,
+    chosen_strategies,
+)
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -30,7 +39,8 @@ def verify_command(
 ) -> None:
     """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""
     settings = TrainConfig.load(config, overrides or ())
-    settings = replace(settings, strategies=tuple(strategies or settings.strategies), device="cpu", dtype="float32")
+    texts = chosen_strategies(strategies, settings.strategies, settings.ranks)
+    settings = replace(settings, strategies=texts, device="cpu", dtype="float32")
     settings = replace(settings, home=chosen_home(home, settings.home))
     rows = on_ranks(settings.ranks, verify_rank, settings)
     if rows:

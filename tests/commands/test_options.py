@@ -27,11 +27,17 @@ def test_nothing_to_do_is_refused() -> None:
         read_counts("0", 2)
 
 
-def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_data() -> None:
+def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert chosen_strategies(["<tp2>"], ["<tp1>"]) == ("<tp2>",)
     assert chosen_strategies(None, ["<tp1>"]) == ("<tp1>",)
     with pytest.raises(ValueError, match="name some by --strategy"):
         chosen_strategies(None, ["auto"])
+    with pytest.raises(ValueError, match="name some by --strategy"):
+        chosen_strategies(["auto"], ["<tp1>"], 2)
+    assert chosen_strategies(None, ["auto"], 2) == ("2*<tp1,pp1>",)
+    assert "plain data parallelism takes its place" in capsys.readouterr().err
 
 
 def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Path) -> None:
