@@ -257,10 +257,15 @@ def fit_profile(
             continue
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
+        fitted = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
+        # Every stage has layers, and `Costs` refuses those whose attention costs nothing.
+        noisy = [t for t, m in measured.times.items() if m.reaches and _hidden(fitted[t].seconds)]
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
+        elif noisy:
+            unfit[kind] = f"the fit of {noisy[0]} failed: noise hides what attention takes"
         else:
-            pieces[kind] = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
+            pieces[kind] = fitted
         # Schemes have plain stages, and only those have their own UtilLen; other kinds share it by degree.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
@@ -284,6 +289,11 @@ def fit_profile(
         notes=tuple(_notes({s: fit for s, fit in fits.items() if s not in failed}, messages, link)),
         **more,
     )
+
+
+def _hidden(seconds: Constants) -> bool:
+    """Return whether a curve has no part for attention."""
+    return not seconds.a and not seconds.near
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -208,6 +210,14 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
     assert "the quadratic part is below the noise" in flat.failed[2, 1]
     assert "the quadratic part is below the noise" in flat.unfit[StageKind(2)]
     assert set(flat.pieces) == {StageKind(1)}
+    # Noise of the head looks like attention, and the layers' is hidden: every stage has layers.
+    times = dict(measurements(0.6).times)
+    concave = tuple(sum(2e-6 * n - 1e-11 * n * n for n in row) + 3e-4 for row in ROWS)
+    times["head"] = replace(times["head"], seconds=tuple(5 * t for t in times["layer"].seconds))
+    times["layer"] = replace(times["layer"], seconds=concave)
+    hidden = fitted(two=Measurements(ROWS, times))
+    assert "the fit of layer failed" in hidden.unfit[StageKind(2)]
+    assert set(hidden.pieces) == {StageKind(1)}
     little = fitted(two=measurements(0.6, ROWS[:2]))
     assert "the device's memory holds" in little.failed[2, 1]
     assert set(little.util) == {1}
