@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -135,7 +136,10 @@ def _costs(
         strategies = read_strategies(texts, model, len(where.devices))
     device = torch.device(config.device or "cpu")
     blocks = CompiledBlocks(program, variants.get)
-    degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
+    named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
+    most = max(Counter(device.node for device in where.devices).values())
+    doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may double them
+    degrees = sorted(named | set(filter(program.allows, doubled)))
     priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
     costs = Costs(
         priced,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory
+from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
 
@@ -81,8 +83,9 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     """Return advice on what to change first; "" if it fits.
 
-    The smallest change comes first: recomputation keeps the strategy, shorter micro-batches keep its shape, shorter
-    sequences keep the ranks. Each of these was walked, so the advised change fits.
+    The smallest change comes first: recomputation and streaming keep the strategy, shorter micro-batches keep its
+    shape, shorter sequences keep the ranks, and a higher tensor-parallel degree keeps their number. Each of these was
+    walked, so the advised change fits.
     """
     if found.fits:
         return ""
@@ -107,7 +110,22 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
         length = _longest(costs, strategy, assignment)
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one by one{words}"
+    for sequence_parallel in (True, False):
+        with suppress(Unsupported):  # such stages are not priced
+            for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
+                for strategy in (wide, recomputing(wide), *streaming_more(wide)):
+                    if fit_only(costs, strategy, merged):
+                        return _widened(fit(costs, strategy, merged), found)
     return _more(found)
+
+
+def _widened(tried: MemoryFit, found: MemoryFit) -> str:
+    """Say which strategy of higher tensor-parallel degrees fits, and what it costs."""
+    stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
+    more = ", recomputation" * any(stage.recompute for stage in stages)
+    more += ", streaming" * any(bool(stage.stream) for stage in stages)
+    seconds = f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
+    return f"a higher tensor-parallel degree{more}: {tried.strategy.name} fits, {seconds}"
 
 
 def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
@@ -206,6 +224,36 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
     for recompute in (False, True):
         for stream in (GRADIENTS, True):
             yield changed(stream, recompute)
+
+
+def wider(
+    costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
+) -> Iterator[tuple[Strategy, Assignment]]:
+    """Yield strategies whose tensor-parallel degrees are doubled again and again, with their assignments.
+
+    Neighbouring pipelines of equal layers become one. A stage stays within its node.
+    """
+    nodes = [device.node for device in costs.cluster.devices]
+    while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
+        pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))
+        if any([s.layers for s in one.stages] != [s.layers for s in other.stages] for one, other in pairs):
+            return
+        pipelines = tuple(
+            Pipeline(
+                tuple(
+                    replace(s, devices=(*s.devices, *t.devices), sequence_parallel=sequence_parallel)
+                    for s, t in zip(one.stages, other.stages, strict=True)
+                )
+            )
+            for one, other in pairs
+        )
+        stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+        if any(len({nodes[d] for d in s.devices}) > 1 or not costs.sizes.allows(s.tp) for s in stages):
+            return
+        batches = assignment.micro_batches
+        merged = tuple((*one, *other) for one, other in zip(batches[::2], batches[1::2], strict=True))
+        strategy, assignment = replace(strategy, pipelines=pipelines), replace(assignment, micro_batches=merged)
+        yield strategy, assignment
 
 
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:

@@ -93,15 +93,21 @@ def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
 def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
     tp = len(stages[0].devices)
     pp = len(stages)
-    if stages == regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first):
-        return f"<tp{tp},pp{pp}>"
+    regular = regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first)
+    flags = {_flags(stage) for stage in stages}
+    if len(flags) == 1 and [s[:2] for s in stages] == [s[:2] for s in regular]:
+        return f"<tp{tp},pp{pp}>{flags.pop()}"
     return f"<{','.join(map(_format_stage, stages))}>"
 
 
 def _format_stage(stage: StageText) -> str:
+    return f"[{','.join(map(str, stage.devices))}]x{stage.layers}{_flags(stage)}"
+
+
+def _flags(stage: StageText) -> str:
+    """Return the letters of a stage's options."""
     flags = "s" * stage.sequence_parallel + "r" * stage.recompute
-    flags += "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
-    return f"[{','.join(map(str, stage.devices))}]x{stage.layers}{flags}"
+    return flags + "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
 
 
 class _Token(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing, streaming_more
+from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing, streaming_more, wider
 from hydragraph.spec.assignment import Assignment
 from tests.cost.priced import cluster, costs
 
@@ -19,6 +20,17 @@ from tests.cost.priced import cluster, costs
 def with_memory(priced: Costs, size: int) -> Costs:
     devices = tuple(replace(device, memory_bytes=size) for device in priced.cluster.devices)
     return priced.changed(cluster=replace(priced.cluster, devices=devices))
+
+
+def measured(
+    priced: Costs, strategy: hg.Strategy, assignment: Assignment, sequence_parallel: bool
+) -> list[tuple[hg.Strategy, Assignment]]:
+    with suppress(hg.Unsupported):
+        found = list(wider(priced, strategy, assignment, sequence_parallel))
+        for wide, merged in found:
+            fit_only(priced, wide, merged)
+        return found
+    return []
 
 
 def number(words: str) -> int:
@@ -64,6 +76,12 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
         cut = replace(assignment, lengths=tuple(min(n, number(words)) for n in lengths))
         chosen = least if "streaming" in words else again
         assert fit_only(poor, chosen, packed_in(cut, number(words)))
+    elif " fits, " in words:  # of a higher degree
+        name = words.partition(": ")[2].partition(" fits")[0]
+        doubled = [w for sp in (True, False) for w in measured(poor, strategy, assignment, sp)]
+        wide, merged = next(w for w in doubled if hg.Strategy.parse(name, layers=4).devices == w[0].devices)
+        assert len(wide.pipelines) < count
+        assert fit_only(poor, hg.Strategy.parse(name, layers=4), merged)
     elif words:
         assert not fit_only(poor, least, packed_in(assignment, max(lengths)))
         assert "more ranks, at least" in words or "higher tensor-parallel degree" in words
