@@ -135,7 +135,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
     [
         (
             ("--set", 'plan={"choose": true, "profile": "p.json"}', "--set", 'strategies=["auto"]'),
-            "for the data, which is not read here: name some by --strategy",
+            "strategies: auto is planned when training starts, not here: name some by --strategy",
         ),
         (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
         (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -59,11 +60,16 @@ def test_format_then_parse_is_the_identity(drawn: tuple[StrategyText, int]) -> N
 
 
 @given(strategy_texts(), st.data())
-def test_white_space_is_free(drawn: tuple[StrategyText, int], data: st.DataObject) -> None:
+def test_white_space_is_free_except_between_flags_and_a_schedule(
+    drawn: tuple[StrategyText, int], data: st.DataObject
+) -> None:
     strategy, layers = drawn
     tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d+|\S", format_strategy(strategy))
-    spaces = st.sampled_from(["", " ", "\t", "\n  "])
-    spaced = "".join(data.draw(spaces) + token for token in tokens) + data.draw(spaces)
+    spaces = ["", " ", "\t", "\n  "]
+    spaced = tokens[0]
+    for before, token in pairwise([*tokens, ""]):
+        schedule_after_flags = before.isalpha() and token in ("gpipe", "zb-h1", "1f1b")
+        spaced += data.draw(st.sampled_from(spaces[1:] if schedule_after_flags else spaces)) + token
     assert parse_strategy(spaced, layers) == strategy
 
 
