@@ -1,4 +1,4 @@
-"""What every test run has: no time limits per example, the same examples in CI, and quiet libraries."""
+"""What every test run has: no time limits per example, the same examples everywhere, and quiet libraries."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
 
-# Tests share a machine, so a slow example says nothing; CI must not fail on an example that a change did not cause.
-# `pytest --hypothesis-profile=thorough` looks much further.
-settings.register_profile("hydragraph", deadline=None, derandomize="CI" in os.environ, max_examples=40)
+# Examples have no time limit, because tests share a machine. They are the same in each run, so that a test fails only
+# because of a change. `pytest --hypothesis-profile=thorough` draws others, and more of them.
+settings.register_profile("hydragraph", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("hydragraph")
-if "CI" in os.environ:
-    # Hypothesis also draws the numbers that it reads in whatever of our source happens to be imported by then: an edit,
-    # or another distribution of the tests over workers, would draw other examples.
-    mock.patch.object(providers, "is_local_module_file", create=True, return_value=False).start()
+# Hypothesis also draws the constants of the modules of ours that are imported by then: an edit elsewhere, or another
+# distribution of the tests over workers, would draw other examples.
+mock.patch.object(providers, "is_local_module_file", create=True, return_value=False).start()
 
 # typer would build all commands anew in each test of the command line, for a tenth of a second.
 mock.patch.object(testing, "_get_command", functools.cache(main.get_command), create=True).start()
