@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import inspect
 import operator
-import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -30,6 +24,7 @@ from hydragraph.passes import compile_with_inductor
 from hydragraph.passes.compile_with_inductor import GraphPiece
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names
 from hydragraph.passes.graph_passes import VariantSpec, shard_strides
+from hydragraph.private.absent_gpu import guard
 from hydragraph.private.inductor import fake_like, mode_of
 from hydragraph.runtime.exchange import Exchange
 
@@ -238,26 +233,3 @@ def fake_gpu() -> Iterator[_OnGpu]:
         seen = entered.enter_context(_OnGpu())
         entered.enter_context(_Numbers())
         yield seen
-
-
-@functools.cache
-def guard() -> None:
-    """Let PyTorch select a GPU that is not there, which its views and copies do, and its builds for CPUs refuse."""
-    if torch.version.cuda is not None:
-        torch._C._ensureCUDADeviceGuardSet()
-        return
-    root = Path(torch.__file__).parent
-    with TemporaryDirectory() as folder:
-        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
-        source.write_text(_GUARD)
-        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-o", str(library)]
-        compiler = os.environ.get("CXX", "g++")
-        subprocess.run([compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths], check=True)
-        ctypes.CDLL(str(library))
-
-
-_GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-static const c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
-static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
-"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +35,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
     from hydragraph.commands.compile_files import Summary
+    from hydragraph.private.absent_gpu import BuiltKernel
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
@@ -61,6 +62,13 @@ def compile_command(
         str | None,
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu, which Inductor compiles for. Default: the config's.")
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(help="With --device cuda: sm_80, sm_90 or sm_100; this machine needs no GPU. See show --kernels."),
+    ] = None,
     trust: Annotated[
         bool,
         typer.Option(
@@ -77,6 +85,7 @@ def compile_command(
     where a strategy does not fit.
     """
     from hydragraph.commands.compile_files import check_folder
+    from hydragraph.kernels.gpu_arch import arch_of
 
     settings = TrainConfig.load(config, overrides or ())
     check_folder(output)
@@ -86,10 +95,15 @@ def compile_command(
         home=chosen_home(home, settings.home),
         ranks=ranks or settings.ranks,
         backend=backend or settings.backend,
+        device=device or settings.device,
     )
+    if arch is not None and (settings.device != "cuda" or settings.backend == "eager"):
+        raise ValueError(f"--arch {arch} is for Inductor's code for a GPU: pass --device cuda, and not --backend eager")
+    if arch is not None:
+        arch_of(arch)
     settings.home.check(settings.ranks)
     check_counts(micro_batches)
-    summary = compile_quietly(settings, micro_batches, output, trust)
+    summary = compile_quietly(settings, micro_batches, output, trust, arch)
     _print_variants(summary)
     _print_strategies(summary)
     print(f"{output}: program.txt, graphs, strategies, summary.json; hydragraph train --compiled {output} starts there")
@@ -117,12 +131,20 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     return config.data.vocab_size, 0
 
 
-def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust: bool = False) -> Summary:
-    """Compile and write; show progress on a terminal, print no result."""
+def compile_quietly(
+    config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
+) -> Summary:
+    """Compile and write; show progress on a terminal, print no result.
+
+    Args:
+        trust: write Inductor's code.
+        arch: GPU architecture to compile for; None: that of this machine's device.
+    """
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
     from hydragraph.commands.compile_files import summarise, write_folder
+    from hydragraph.commands.compile_kernels import KernelsFile
     from hydragraph.engine.candidate_strategies import home_on
     from hydragraph.frontend.capture import capture
     from hydragraph.frontend.check.check_once import check_here, mode_of
@@ -134,11 +156,15 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
     from hydragraph.frontend.compiled_folder.save import named_variants, save
     from hydragraph.frontend.meta_initialiser import initial_buffers
     from hydragraph.ir.home_layout import HomeLayouts
-    from hydragraph.passes.compile_with_inductor import choose_backend
+    from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
     from hydragraph.train.model import skeleton
 
     quieten()
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = (
+        torch.device("cuda:0")
+        if arch
+        else torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    )
     chosen = choose_backend(config.backend, device)
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:
@@ -153,11 +179,11 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
         usable = [strategy for strategy in parsed if not isinstance(strategy, CompiledStrategy)]
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
-        compiler = Compiler(
-            program, owners, chosen, device, lambda what: bar.update(task, advance=1, description=escape(what))
-        )
+        built: dict[str, BuiltKernel] | None = None if arch is None else {}
+        tell = lambda what: bar.update(task, advance=1, description=escape(what))  # noqa: E731
+        compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))
-        with _threads_of_a_rank(config.ranks):
+        with _threads_of_a_rank(config.ranks), _gpu(arch, built):
             compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
         write_folder(output, program, summary, compiler.variants, compiled, owners.home)
@@ -171,8 +197,20 @@ def compile_quietly(config: TrainConfig, micro_batches: str, output: Path, trust
         bar.update(task, description="writing")
         if trust and chosen == "inductor" and not write_code(output):
             print("hydragraph: Inductor had no code to write", file=sys.stderr)
-        save(output, program, named_variants(compiler.traced, fitting), model_record(model), check, config.ranks)
+        if arch is not None and built is not None:
+            KernelsFile(arch, TUNED, tuple(compiler.graphs)).save(output, built.values())
+        save(output, program, named_variants(compiler.traced, fitting), model_record(model), check, config.ranks, arch)
     return summary
+
+
+def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractContextManager[None]:
+    """Return the context in which Inductor compiles for an architecture, if one is named."""
+    if arch is None or built is None:
+        return nullcontext()
+    from hydragraph.kernels.gpu_arch import arch_of
+    from hydragraph.private.absent_gpu import absent_gpu
+
+    return absent_gpu(arch_of(arch), built)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hydragraph.commands.compile_kernels import GraphRecord, graph_records
 from hydragraph.cost.footprint import MicroBatch, footprint
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.engine.api import RankPrograms, lower
@@ -20,6 +21,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 from hydragraph.passes.place import place
 from hydragraph.passes.variants import Variants, pass_seconds
 from hydragraph.passes.weight_layouts import layouts
+from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -127,9 +129,23 @@ class Compiler:
         backend: "eager", or "inductor", whose cache on disk is filled.
         device: for which Inductor compiles.
         tell: called with what comes next.
+        built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
+
+    Attributes:
+        graphs: records of the compiled graphs' kernels, if these are collected.
     """
 
-    def __init__(self, program: Program, owners: HomeLayouts, backend: str, device: torch.device, tell: Tell) -> None:
+    def __init__(
+        self,
+        program: Program,
+        owners: HomeLayouts,
+        backend: str,
+        device: torch.device,
+        tell: Tell,
+        built: Mapping[str, BuiltKernel] | None = None,
+    ) -> None:
+        self._built = built
+        self.graphs: list[GraphRecord] = []
         self.ranks = owners.ranks
         self._homes = owners.by_name(program.buckets)
         self.backend = backend
@@ -205,8 +221,10 @@ class Compiler:
         for part in need.kind.parts():
             began = time.perf_counter()
             variant = self._traced.get(need.block, part)
-            if self._filling is not None:
-                self._filling.get(need.block, part)
+            compiled = None if self._filling is None else self._filling.get(need.block, part)
+            if self._built is not None and compiled is not None and variant not in indices:
+                name = f"{need.block.name}.{need.kind.text}" + (f".rank{part.index}" if indices else "")
+                self.graphs += graph_records(name, part, variant, compiled, self._built)
             indices.setdefault(variant, []).append(part.index)
             seconds[variant] = seconds.get(variant, 0.0) + time.perf_counter() - began
         for variant, places in indices.items():

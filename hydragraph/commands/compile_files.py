@@ -18,6 +18,8 @@ from hydragraph.commands.compile_ahead import (
     VariantRecord,
 )
 from hydragraph.commands.compile_data import model_data
+from hydragraph.commands.compile_kernels import FOLDER as CUBINS
+from hydragraph.commands.compile_kernels import KERNELS
 from hydragraph.commands.readable_graphs import backward_code, forward_code
 from hydragraph.frontend.compiled_folder.inductor_code import FILE as CODE
 from hydragraph.frontend.compiled_folder.manifest import NAME
@@ -111,8 +113,9 @@ def write_folder(
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (NAME, CODE, SUMMARY):
+    for name in (NAME, CODE, SUMMARY, KERNELS):
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / CUBINS, ignore_errors=True)
     for part in _PARTS:
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()

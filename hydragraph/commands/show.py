@@ -53,6 +53,9 @@ def show_command(
     traffic: Annotated[bool, typer.Option("--traffic", help="The bytes between ranks and nodes, by kind.")] = False,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for --memory and --traffic.")] = 2048,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Of a folder compiled with --arch: registers, spills, bytes, least time.")
+    ] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")
     ] = False,
@@ -74,7 +77,7 @@ def show_command(
     """
     chosen = tuple(strategies or ())
     check_counts(micro_batches)
-    looks = parameter is not None or memory or traffic or schedule or diff is not None
+    looks = parameter is not None or memory or traffic or kernels or schedule or diff is not None
     if output is not None and not schedule:
         raise ValueError("--output is for the picture of --schedule: give both")
     if output is not None:
@@ -88,6 +91,8 @@ def show_command(
         return
     if source is None:
         raise ValueError("show needs the YAML file of a run, a folder of hydragraph compile, or --passes")
+    if kernels and not source.is_dir():
+        raise ValueError("--kernels needs a folder: hydragraph compile CONFIG --device cuda --arch sm_90 --output DIR")
     if source.is_dir() and passes:
         raise ValueError("--passes needs the YAML file of a run: a folder holds what the passes have made")
 
@@ -113,6 +118,10 @@ def show_command(
             from hydragraph.commands.show_traffic import traffic_lines
 
             print(*wrapped(traffic_lines(folder, found, rank, tokens, node)), sep="\n")
+        if kernels:
+            from hydragraph.commands.show_kernels import kernel_lines
+
+            print(*wrapped(kernel_lines(folder)), sep="\n")
         if schedule:
             from hydragraph.commands.show_schedule import schedule_lines, write_schedule
 

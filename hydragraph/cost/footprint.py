@@ -212,17 +212,18 @@ class Sizes:
 
     def within(self, node: fx.Node) -> int:
         """Return the temporary bytes of an operator while it runs: those of a fused head's chunk."""
-        operands = _head_operands(node)
+        operands = head_operands(node)
         if operands is None:
             return 0
         hidden, weight = (value_of(n) for n in operands)
-        tokens, size = (round(self._size(n)) for n in hidden.shape)
+        tokens, size = (round(self.number(n)) for n in hidden.shape)
         return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
 
     def _bytes(self, value: Tensor) -> int:
-        return round(math.prod(map(self._size, value.shape)) * value.dtype.itemsize)
+        return round(math.prod(map(self.number, value.shape)) * value.dtype.itemsize)
 
-    def _size(self, size: int | torch.SymInt) -> float:
+    def number(self, size: int | torch.SymInt) -> float:
+        """Return a size of the trace as a number for the micro-batch."""
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
             return int(size)
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
@@ -283,7 +284,7 @@ class _Lives:
                     foreign.add(key)
         own = [key for key in begin if key not in foreign]
         terms = np.array([made[key] for key in own], np.float64).reshape(-1, 3)
-        heads = tuple(i for i, node in enumerate(nodes) if _head_operands(node) is not None)
+        heads = tuple(i for i, node in enumerate(nodes) if head_operands(node) is not None)
         first, last = (np.array([of[key] for key in own], np.int64) for of in (begin, end))
         return _Lives(len(nodes), first, last, terms[:, 0], terms[:, 1], terms[:, 2], heads)
 
@@ -315,7 +316,7 @@ def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
     return constant, of_tokens, of_bounds
 
 
-def _head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
+def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
     """Return hidden and weight of a fused head, alone or as a call on the collectives; None for other operators."""
     if node.op == "call_method" and node.target == METHODS[torch.ops.hydragraph.tp_head_loss.default]:
         return node.args[1:3]  # type: ignore[return-value]

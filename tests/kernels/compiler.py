@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from pathlib import Path
 
+from hydragraph.kernels.cubin import usage
 from hydragraph.kernels.triton_jit import KernelVariant
 
 
@@ -73,25 +70,7 @@ def compile_one(variant: KernelVariant, capability: int) -> Report:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*pointers, *variant.aligned)},
     )
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
-    usage = _usage(built.asm["cubin"])
+    used = usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     products = len(re.findall(r"\b(?:wgmma|mma)\.\S*sync", ptx))
-    return Report(variant.name, usage["REG"], usage["STACK"], built.metadata.shared, ptx, products)
-
-
-def _usage(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-
-
-@cache
-def _cuobjdump() -> str:
-    import triton
-
-    beside = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return str(beside) if beside.exists() else "cuobjdump"
+    return Report(variant.name, used.registers, used.stack_bytes, built.metadata.shared, ptx, products)

@@ -38,6 +38,7 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")  # whose versions every manifest has
 _LIBRARIES = ("transformers", "peft")
+GPU = "the GPU architecture"  # among the versions of a folder that was compiled for one
 # The parts of hydragraph whose code determines the graphs.
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")
 
@@ -263,20 +264,30 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- what makes graphs ------------------------------------------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that graphs depend on, by name; packages that were not imported had no influence."""
+def versions(arch: str | None = None) -> dict[str, str]:
+    """Return the versions that graphs depend on, by name; packages that were not imported had no influence.
+
+    Args:
+        arch: the GPU architecture that kernels were compiled for; None: the folder has none.
+    """
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
-    return {name: version_of(name) for name in names}
+    kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
+    return {name: version_of(name) for name in names} | kernels
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package that graphs depend on, imported or not; "" if it is not installed."""
+    """Return the version of a package that graphs depend on, imported or not, or the name of this machine's `GPU`.
+
+    It is "" if there is none.
+    """
     if name == "python":
         return platform.python_version().rpartition(".")[0]
     if name == "hydragraph":
         return __version__
     if name == "torch":
         return str(torch.__version__)
+    if name == GPU:
+        return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     try:
         return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
     except metadata.PackageNotFoundError:

@@ -92,6 +92,7 @@ def save(
     model: ModelRecord | None = None,
     check: Check | None = None,
     ranks: int | None = None,
+    arch: str | None = None,
 ) -> None:
     """Write a program and variants into a folder, and finally a manifest of all files in the folder.
 
@@ -100,6 +101,7 @@ def save(
         model: record of the model; None: only callers that know the model may load the folder.
         check: results of the check; None: nothing was compared.
         ranks: number of ranks that the strategies in the folder are for; None: it has no strategies.
+        arch: GPU architecture that the folder's kernels were compiled for, such as sm_90; None: it has none.
 
     Raises:
         ValueError: a graph cannot be represented as data, or calls an operator that is not allowed.
@@ -118,7 +120,7 @@ def save(
         record_schema.check_graphs(_as_read(data["graphs"]), 2, file)
         _write(folder / file, data)
         entries |= dict.fromkeys(named.keys, VariantEntry(file, named.blocks, named.kind))
-    manifest = Manifest(versions(), own_code(), ranks, model, check or Check(), entries, files_of(folder))
+    manifest = Manifest(versions(arch), own_code(), ranks, model, check or Check(), entries, files_of(folder))
     (folder / NAME).write_text(manifest.text(), encoding="utf-8")
 
 

@@ -1,0 +1,212 @@
+"""Kernels of graphs compiled for a GPU architecture, as the file `kernels.json` of a compiled folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydragraph.cost.footprint import MicroBatch, Sizes, head_operands
+from hydragraph.ir.graph_data import value_of
+from hydragraph.kernels.cubin import usage
+from hydragraph.passes.compile_with_inductor import NO_WORK, TUNED, GraphPiece
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.graph_passes import modules_of
+from hydragraph.private.absent_gpu import BuiltKernel, launches
+from hydragraph.private.operator_schemas import makes_tensors
+from hydragraph.spec.record import from_record
+from hydragraph.spec.stage_kind import StagePart
+
+KERNELS = "kernels.json"
+FOLDER = "kernels"  # of the cubins
+
+aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_LOOKUPS = frozenset({aten.embedding.default, aten.embedding_dense_backward.default})
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel of a graph.
+
+    Attributes:
+        name: name of its function.
+        cubin: its file in the folder.
+        launches: number of launches in one run of the graph.
+        configurations: number of configurations that a GPU chooses from; the rest of the record is of the first.
+        registers: per thread.
+        spilled_bytes: per thread.
+        shared_bytes: per block of threads.
+        bytes: device memory that one launch reads and writes.
+    """
+
+    name: str
+    cubin: str
+    launches: int
+    configurations: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """Work of one graph for a micro-batch of `TUNED` tokens in one sequence.
+
+    Attributes:
+        name: variant and direction, such as layer.0.tp1.forward.
+        kernels: kernels that Inductor wrote.
+        library_launches: operators that Inductor did not compile: products, lookups, attention, the fused head
+            and others.
+        flops: floating-point operations of products, attention and the fused head.
+        library_bytes: device memory that products, lookups, attention and the fused head read and write.
+    """
+
+    name: str
+    kernels: tuple[KernelRecord, ...]
+    library_launches: int
+    flops: float
+    library_bytes: int
+
+    @property
+    def launches(self) -> int:
+        """Number of all launches."""
+        return self.library_launches + sum(kernel.launches for kernel in self.kernels)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory read and written in all."""
+        return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
+
+    def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """Return the time that peak and bandwidth allow, with products and memory fully overlapped."""
+        return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+@dataclass(frozen=True)
+class KernelsFile:
+    """Contents of `kernels.json`."""
+
+    arch: str
+    tokens: int
+    graphs: tuple[GraphRecord, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> KernelsFile:
+        """Read a folder's file.
+
+        Raises:
+            ValueError: the folder was not compiled for an architecture, or the file is damaged.
+        """
+        if not (folder / KERNELS).is_file():
+            raise ValueError(
+                f"{folder}: no {KERNELS} in it: hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
+            )
+        return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
+
+    def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
+        """Write the file, and the machine code of the kernels that it names."""
+        (folder / FOLDER).mkdir()
+        codes = {_digest(kernel): kernel.cubin for kernel in built}
+        for record in (kernel for graph in self.graphs for kernel in graph.kernels):
+            (folder / record.cubin).write_bytes(codes[Path(record.cubin).stem.rpartition(".")[2]])
+        (folder / KERNELS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def graph_records(
+    name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
+) -> tuple[GraphRecord, ...]:
+    """Return the records of a variant's two graphs.
+
+    Args:
+        name: name of the variant.
+        part: a part of a stage that runs it.
+        traced, compiled: the variant before and after Inductor.
+        built: source of a kernel -> the kernel.
+    """
+    sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
+    records = []
+    before = modules_of(traced)
+    for direction, module in modules_of(compiled).items():
+        library, kernels = _launched(module, built)
+        nodes = [node for node in before[direction].graph.nodes if _is_library(node)]
+        flops = sum(_flops(node, sizes) for node in nodes)
+        moved = sum(_moved(node, sizes) for node in nodes)
+        records.append(GraphRecord(f"{name}.{direction}", tuple(kernels), library, flops, moved))
+    return tuple(records)
+
+
+def _digest(kernel: BuiltKernel) -> str:
+    return hashlib.sha256(kernel.cubin).hexdigest()[:8]
+
+
+def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple[int, list[KernelRecord]]:
+    """Return the number of a graph's library calls, and its kernels."""
+    library = 0
+    counts: dict[tuple[str, str], int] = {}
+    for node in module.graph.nodes:
+        library += node.op in ("call_function", "call_method") and (_is_library(node) or _is_ordinary(node))
+        piece = getattr(module, str(node.target)) if node.op == "call_module" else None
+        for launch in launches(piece.codes[0][0]) if isinstance(piece, GraphPiece) and piece.codes else ():
+            if launch.source:
+                key = (launch.name, launch.source)
+                counts[key] = counts.get(key, 0) + 1
+            else:
+                library += 1
+    return library, [_record(name, built[source], count) for (name, source), count in counts.items()]
+
+
+def _record(name: str, kernel: BuiltKernel, count: int) -> KernelRecord:
+    used = usage(kernel.cubin)
+    numbers = (used.registers, used.stack_bytes, kernel.shared_bytes, kernel.bytes)
+    return KernelRecord(name, f"{FOLDER}/{name}.{_digest(kernel)}.cubin", count, kernel.configurations, *numbers)
+
+
+def _is_library(node: fx.Node) -> bool:
+    """Return whether a node is a product, a lookup, attention or the fused head."""
+    return (
+        node.target in _PRODUCTS | _LOOKUPS or "varlen_attention" in str(node.target) or head_operands(node) is not None
+    )
+
+
+def _is_ordinary(node: fx.Node) -> bool:
+    """Return whether an operator outside of all pieces computes elements."""
+    return node.target not in NO_WORK and makes_tensors(node.target)
+
+
+def _shape(node: Any, sizes: Sizes) -> list[float]:
+    return [sizes.number(size) for size in value_of(node).shape]
+
+
+def _flops(node: fx.Node, sizes: Sizes) -> float:
+    """Return the operations of a product, of causal attention to one sequence, or of the fused head with gradients."""
+    if node.target in _PRODUCTS:
+        left, right = (_shape(n, sizes) for n in node.args[-2:])
+        return 2 * math.prod(left) * right[-1]
+    if node.target in _LOOKUPS:
+        return 0.0
+    name = str(node.target)
+    if "varlen_attention" in name:
+        tokens, heads, width = _shape(_first(node, dims=3), sizes)[-3:]
+        return 2 * tokens * tokens * heads * width * (2.5 if "backward" in name else 1)
+    operands = head_operands(node)
+    assert operands is not None
+    hidden, weight = (_shape(n, sizes) for n in operands)
+    return 6 * math.prod(hidden) * weight[0]
+
+
+def _first(node: fx.Node, dims: int) -> fx.Node:
+    return next(n for n in node.all_input_nodes if getattr(value_of(n), "ndim", 0) == dims)
+
+
+def _moved(node: fx.Node, sizes: Sizes) -> int:
+    values = {key: size for n in (*node.all_input_nodes, node) for key, size in sizes.storages(n).items()}
+    return sum(values.values())

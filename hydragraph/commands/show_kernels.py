@@ -1,0 +1,50 @@
+"""`hydragraph show DIR --kernels`: what the kernels of each graph need, and the time that a GPU's datasheet allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hydragraph.commands.compile_kernels import GraphRecord, KernelsFile
+from hydragraph.commands.show_folder import ShownFolder, table
+from hydragraph.kernels.gpu_arch import GpuArch, arch_of
+from hydragraph.report.number_text import bytes_text, seconds_text
+
+
+def kernel_lines(folder: ShownFolder) -> Iterator[str]:
+    """Yield a row for each graph, then a row for each kernel.
+
+    Raises:
+        ValueError: the folder was not compiled for a GPU architecture.
+    """
+    file = KernelsFile.load(folder.path)
+    arch = arch_of(file.arch)
+    yield f"graphs for {arch.name}, with micro-batches of {file.tokens:,} tokens in one sequence; nothing was measured:"
+    rates = f"{arch.flops_per_s / 1e12:.4g} TFLOP/s and {arch.memory_bytes_per_s / 1e12:.3g} TB/s"
+    yield f"  least: the time that {rates} allow, from the datasheet of {arch.gpu}"
+    yield from table([_HEAD, *(_graph_row(graph, arch) for graph in file.graphs)])
+    yield "kernels, in the first of the configurations (choices) that a GPU times and chooses from:"
+    yield from table([_KERNEL_HEAD, *_kernel_rows(file)], left=2)
+
+
+_HEAD = ("graph", "launches", "kernels", "registers", "spilled", "shared", "bytes", "GFLOPs", "least")
+_KERNEL_HEAD = ("graph", "kernel", "launches", "choices", "registers", "spilled", "shared", "bytes")
+
+
+def _graph_row(graph: GraphRecord, arch: GpuArch) -> tuple[str, ...]:
+    most = [
+        max((getattr(kernel, name) for kernel in graph.kernels), default=0)
+        for name in ("registers", "spilled_bytes", "shared_bytes")
+    ]
+    least = graph.least_seconds(arch.flops_per_s, arch.memory_bytes_per_s)
+    return (
+        *(graph.name, str(graph.launches), str(len(graph.kernels)), str(most[0])),
+        *(str(most[1]), bytes_text(most[2]), bytes_text(graph.bytes)),
+        *(f"{graph.flops / 1e9:.3g}", seconds_text(least) if least else "-"),
+    )
+
+
+def _kernel_rows(file: KernelsFile) -> Iterator[tuple[str, ...]]:
+    for graph in file.graphs:
+        for each in graph.kernels:
+            numbers = (each.launches, each.configurations, each.registers, each.spilled_bytes)
+            yield graph.name, each.name, *map(str, numbers), bytes_text(each.shared_bytes), bytes_text(each.bytes)

@@ -1,0 +1,42 @@
+"""Registers and stack of a compiled kernel, as `cuobjdump` reads them from its machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What each thread of a kernel uses.
+
+    Attributes:
+        registers: number of 32-bit registers.
+        stack_bytes: bytes of stack; of a kernel without arrays, these are spilled registers.
+    """
+
+    registers: int
+    stack_bytes: int
+
+
+def usage(cubin: bytes) -> Usage:
+    """Return what the one kernel in a cubin uses."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_cuobjdump(), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+    return Usage(numbers["REG"], numbers["STACK"])
+
+
+@cache
+def _cuobjdump() -> str:
+    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    shipped = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(shipped) if shipped.exists() else "cuobjdump"

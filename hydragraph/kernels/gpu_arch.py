@@ -1,0 +1,57 @@
+"""GPU architectures that graphs are compiled for without a GPU, and the published figures of one GPU of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuArch:
+    """Architecture of an NVIDIA GPU.
+
+    Attributes:
+        name: as in `--arch`, such as sm_90.
+        gpu: the GPU whose figures these are, as its driver names it.
+        multiprocessors: number of streaming multiprocessors.
+        shared_bytes: maximum shared memory of one block of threads.
+        memory_bytes: device memory.
+        cache_bytes: level-2 cache.
+        flops_per_s: dense bf16 products on tensor cores.
+        memory_bytes_per_s: bandwidth of the device memory.
+    """
+
+    name: str
+    gpu: str
+    multiprocessors: int
+    shared_bytes: int
+    memory_bytes: int
+    cache_bytes: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability: (9, 0) is sm_90."""
+        return divmod(int(self.name.removeprefix("sm_")), 10)
+
+
+# NVIDIA's datasheets of these GPUs; shared memory: CUDA C programming guide, "Compute Capabilities".
+ARCHS = {
+    arch.name: arch
+    for arch in (
+        GpuArch("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166_912, 80 << 30, 40 << 20, 3.12e14, 2.039e12),
+        GpuArch("sm_90", "NVIDIA H100 80GB HBM3", 132, 232_448, 80 << 30, 50 << 20, 9.89e14, 3.35e12),
+        GpuArch("sm_100", "NVIDIA B200", 148, 232_448, 180 << 30, 126 << 20, 2.25e15, 8e12),
+    )
+}
+
+
+def arch_of(name: str) -> GpuArch:
+    """Return an architecture by name.
+
+    Raises:
+        ValueError: hydragraph has no figures of it.
+    """
+    if name not in ARCHS:
+        raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
+    return ARCHS[name]

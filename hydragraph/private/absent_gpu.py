@@ -1,0 +1,243 @@
+"""Compilation for a GPU that this machine does not have: Inductor is told what the GPU would say, and loads nothing.
+
+Inductor asks PyTorch's CUDA module for the properties of the GPU, Triton asks its driver for the target, and the
+compiled kernels are loaded into the driver. The first two get the published figures of an architecture, and the last
+step is left out, so the code of a graph can be written to Inductor's cache but not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hydragraph.errors import Unsupported
+from hydragraph.kernels.gpu_arch import GpuArch
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
+
+    Attributes:
+        cubin: the GPU's machine code.
+        shared_bytes: shared memory per block of threads.
+        configurations: number of configurations that a GPU would choose from by timing them.
+        bytes: device memory that a launch reads and writes, for the sizes that the graph was tuned for.
+    """
+
+    cubin: bytes
+    shared_bytes: int
+    configurations: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch in the code of a graph.
+
+    Attributes:
+        name: function of the kernel, or the operator of a library.
+        source: text of the kernel in Triton's language; "" for a library's.
+    """
+
+    name: str
+    source: str
+
+
+def launches(code: Any) -> list[Launch]:
+    """Return the launches of a graph that Inductor compiled (`Code`), in order of the text."""
+    tree = ast.parse(code.source_code)
+    calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}  # type: ignore[attr-defined]
+    found = [(node.lineno, name) for name, node in calls if name.endswith(".run") or name.startswith(_LIBRARIES)]
+    names = [name.removesuffix(".run") for _, name in sorted(found)]
+    return [Launch(name, sources.get(name, "")) for name in names]
+
+
+_LIBRARIES = ("extern_kernels.", "torch.ops.")
+
+
+@contextmanager
+def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
+    """Let Inductor compile for an architecture, with a cache of its own.
+
+    Args:
+        arch: the architecture.
+        kernels: source of a kernel -> the kernel; every compiled kernel is added.
+
+    Raises:
+        Unsupported: Triton interprets kernels here, or PyTorch's build for CPUs finds no C++ compiler.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise Unsupported("Triton interprets kernels", where="TRITON_INTERPRET=1", remedy="unset it to compile them")
+    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    from torch._dynamo import device_interface
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.runtime import hints, triton_helpers
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.utils import fresh_cache
+
+    guard()
+    traffic: dict[str, int] = {}  # name of a kernel of the graph at hand -> bytes
+    binaries: list[Any] = []  # configurations of the kernel at hand
+    define: Any = TritonScheduling.define_kernel
+    load: Any = AsyncCompile.triton
+    build: Any = triton.compile
+
+    def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
+        name = define(scheduling, source, nodes, kernel)
+        traffic[name] = int(kernel.estimate_kernel_num_bytes())
+        return name
+
+    def collect(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        binaries.clear()
+        loaded = load(compiler, name, source, device_str)
+        if binaries:
+            first = binaries[0]
+            measured = (len(binaries), traffic.get(name, 0))
+            kernels[source] = BuiltKernel(first.asm["cubin"], first.metadata.shared, *measured)
+        return loaded
+
+    def compile_one(*args: Any, **options: Any) -> Any:
+        binaries.append(build(*args, **options))
+        return binaries[-1]
+
+    cuda = device_interface.CudaInterface
+    answers = _answers(arch)
+    shared = ("is_available", "current_device", "device_count", "get_device_properties", "exchange_device")
+    interface = {name: staticmethod(answers[name]) for name in shared if name in answers}
+    interface |= {name: staticmethod(answers["_" + name]) for name in ("exchange_device", "maybe_exchange_device")}
+    interface["get_raw_stream"] = staticmethod(lambda index: 0)
+    interface["set_device"] = staticmethod(answers["set_device"])
+    replaced: dict[Any, dict[str, Any]] = {
+        torch.cuda: answers,
+        torch._C: {"_cuda_getCurrentRawStream": lambda index: 0},
+        cuda: interface,
+        cuda.Worker: {"get_device_properties": staticmethod(answers["get_device_properties"])},
+        AsyncCompile: {"triton": collect},
+        TritonScheduling: {"define_kernel": measure},
+        CachingAutotuner: {"_make_launchers": lambda tuner: None, "_dynamic_scale_rblock": lambda tuner: None},
+        triton_helpers: {"set_driver_to_gpu": lambda: None},
+        triton: {"compile": compile_one},
+        triton.runtime.driver: {"_active": _Driver(arch)},
+        device_interface: {"get_interface_for_device": _interface(device_interface.get_interface_for_device, cuda)},
+    }
+    create: Any = hints.DeviceProperties.create
+    with ExitStack() as entered:
+        for owner, changed in replaced.items():
+            entered.enter_context(mock.patch.multiple(owner, create=True, **changed))
+        entered.enter_context(config.patch(compile_threads=1))
+        entered.enter_context(fresh_cache())
+        create.cache_clear()
+        entered.callback(create.cache_clear)
+        yield
+
+
+def _answers(arch: GpuArch) -> dict[str, Callable[..., Any]]:
+    """Return functions of `torch.cuda` as they would answer on a machine with one such GPU."""
+    major, minor = arch.capability
+    properties = SimpleNamespace(
+        name=arch.gpu,
+        major=major,
+        minor=minor,
+        multi_processor_count=arch.multiprocessors,
+        regs_per_multiprocessor=65_536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=arch.memory_bytes,
+        L2_cache_size=arch.cache_bytes,
+        shared_memory_per_block=49_152,
+        shared_memory_per_block_optin=arch.shared_bytes,
+        shared_memory_per_multiprocessor=arch.shared_bytes + 1024,
+        gcnArchName="",
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (major, minor),
+        "get_device_name": lambda device=None: arch.gpu,
+        "get_arch_list": lambda: [arch.name],
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "_is_compiled": lambda: True,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "_lazy_init": lambda: None,
+    }
+
+
+def _interface(of: Callable[..., Any], cuda: Any) -> Callable[..., Any]:
+    """Return `get_interface_for_device`, which in a build for CPUs does not know CUDA."""
+
+    def interface(device: str | torch.device) -> Any:
+        return cuda if torch.device(device).type == "cuda" else of(device)
+
+    return interface
+
+
+class _Driver:
+    """Triton's driver of a GPU that is not there: it knows the target, and has no functions to load or launch."""
+
+    def __init__(self, arch: GpuArch) -> None:
+        from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        major, minor = arch.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@functools.cache
+def guard() -> None:
+    """Let PyTorch select a GPU that is not there, which its views and copies do, and its builds for CPUs refuse."""
+    if torch.version.cuda is not None:
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    root = Path(torch.__file__).parent
+    with TemporaryDirectory() as folder:
+        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(_GUARD)
+        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-o", str(library)]
+        compiler = os.environ.get("CXX", "g++")
+        try:
+            subprocess.run([compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            remedy = "install g++, or pip's build of PyTorch for CUDA, which needs no GPU"
+            raise Unsupported(f"{compiler} fails ({error})", where="PyTorch's build for CPUs", remedy=remedy) from None
+        ctypes.CDLL(str(library))
+
+
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static const c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
