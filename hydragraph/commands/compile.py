@@ -160,11 +160,8 @@ def compile_quietly(
     from hydragraph.train.model import skeleton
 
     quieten()
-    device = (
-        torch.device("cuda:0")
-        if arch
-        else torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    )
+    here = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if arch else here)
     chosen = choose_backend(config.backend, device)
     screen = Console(stderr=True)
     with Progress(console=screen, disable=not screen.is_terminal, transient=True) as bar:

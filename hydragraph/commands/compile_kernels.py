@@ -172,9 +172,8 @@ def _record(name: str, kernel: BuiltKernel, count: int) -> KernelRecord:
 
 def _is_library(node: fx.Node) -> bool:
     """Return whether a node is a product, a lookup, attention or the fused head."""
-    return (
-        node.target in _PRODUCTS | _LOOKUPS or "varlen_attention" in str(node.target) or head_operands(node) is not None
-    )
+    attends = "varlen_attention" in str(node.target)
+    return attends or node.target in _PRODUCTS | _LOOKUPS or head_operands(node) is not None
 
 
 def _is_ordinary(node: fx.Node) -> bool:

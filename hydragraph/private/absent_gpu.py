@@ -10,6 +10,9 @@ from __future__ import annotations
 import ast
 import ctypes
 import functools
+import hashlib
+import inspect
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -87,6 +90,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     from torch._dynamo import device_interface
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CacheBase
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.runtime import hints, triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -143,9 +147,33 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
             entered.enter_context(mock.patch.multiple(owner, create=True, **changed))
         entered.enter_context(config.patch(compile_threads=1))
         entered.enter_context(fresh_cache())
+        entered.enter_context(mock.patch.object(CacheBase, "get_system", staticmethod(_system(arch.name))))
         create.cache_clear()
         entered.callback(create.cache_clear)
         yield
+
+
+def share_cache(arch: str) -> None:
+    """Let this process find code in Inductor's cache by the GPU's architecture instead of the GPU's name."""
+    from torch._inductor.codecache import CacheBase
+
+    CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]
+
+
+def _system(arch: str) -> Callable[[], Any]:
+    """Return what tells systems apart in the keys of Inductor's cache: architecture, CUDA and Triton."""
+    from torch._inductor.codecache import CacheBase
+
+    uncached: Any = inspect.unwrap(CacheBase.get_system)
+
+    @functools.cache
+    def system() -> Any:
+        version = uncached().get("version", {})
+        device = {"name": arch}
+        digest = hashlib.sha256(json.dumps([device, version], sort_keys=True).encode()).hexdigest()
+        return {"device": device, "version": version, "hash": digest}
+
+    return system
 
 
 def _answers(arch: GpuArch) -> dict[str, Callable[..., Any]]:

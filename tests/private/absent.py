@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -29,12 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One graph after its compilation: names of its launches, its kernels, what they use, and what was in the cache."""
+    """One graph after its compilation: its launches and kernels, what they use, and whether CUDA is there again."""
 
     launched: list[str]
     kernels: list[BuiltKernel]
     used: list[Usage]
-    found: int
     available: bool
 
 
@@ -55,7 +54,24 @@ def compile_sum(arch: str) -> Compiled:
         piece = GraphPiece(*_graph())
         names = [launch.name for launch in launches(piece.codes[0][0])]
     used = [usage(kernel.cubin) for kernel in kernels.values()]
-    return Compiled(names, list(kernels.values()), used, counters["inductor"]["fxgraph_cache_hit"], _available())
+    return Compiled(names, list(kernels.values()), used, _available())
+
+
+def save_sum(arch: str) -> bytes:
+    """Compile the graph of `compile_sum`; return the content of Inductor's cache."""
+    with absent_gpu(ARCHS[arch], {}):
+        GraphPiece(*_graph())
+    artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    return artifacts[0]
+
+
+def find_sum(arch: str, gpu: str, content: bytes) -> tuple[int, int]:
+    """Look for the graph of `compile_sum` in a cache, on another GPU; return how often it was found and not found."""
+    with absent_gpu(replace(ARCHS[arch], gpu=gpu), {}):
+        torch.compiler.load_cache_artifacts(content)
+        GraphPiece(*_graph())
+    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
 def _available() -> bool:

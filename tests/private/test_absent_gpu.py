@@ -9,8 +9,8 @@ from hydragraph.kernels.gpu_arch import ARCHS
 from hydragraph.passes.compile_with_inductor import TUNED
 from hydragraph.private.absent_gpu import absent_gpu
 from tests.kernels.interpreter import needs_triton
-from tests.private.absent import WIDTH, apart, compile_sum
-from tests.thorough import first
+from tests.private.absent import WIDTH, apart, compile_sum, find_sum, save_sum
+from tests.thorough import first, thorough
 
 ELF = b"\x7fELF"
 
@@ -26,6 +26,14 @@ def test_a_graph_is_compiled_to_machine_code(arch: str) -> None:
     assert compiled.used[0].stack_bytes == 0
     assert kernel.bytes == 2 * TUNED * WIDTH * 2, "it reads and writes a bf16 tensor in place"
     assert not compiled.available, "PyTorch says again that there is no GPU"
+
+
+@thorough
+@needs_triton
+def test_another_gpu_of_the_architecture_finds_the_code_and_one_of_another_does_not() -> None:
+    content = apart(save_sum, "sm_90")
+    assert apart(find_sum, "sm_90", "NVIDIA H200", content) == (1, 0)
+    assert apart(find_sum, "sm_80", "NVIDIA H200", content) == (0, 1)
 
 
 def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

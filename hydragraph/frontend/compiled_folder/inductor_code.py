@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from hydragraph.private.absent_gpu import share_cache
+
 FILE = "inductor.bin"
 _LOG = logging.getLogger(__name__)
 
@@ -25,8 +27,14 @@ def write_code(folder: Path) -> bool:
     return True
 
 
-def load_code(content: bytes, folder: Path) -> None:
-    """Put the code of a trusted folder into Inductor's cache, where compilation finds it."""
+def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
+    """Put the code of a trusted folder into Inductor's cache, where compilation finds it.
+
+    Args:
+        arch: GPU architecture that it was compiled for without a GPU, such as sm_90; None: for a device.
+    """
+    if arch is not None:
+        share_cache(arch)
     if torch.compiler.load_cache_artifacts(content) is None:
         _LOG.warning("PyTorch could not read %s: Inductor compiles anew", folder / FILE)
         return

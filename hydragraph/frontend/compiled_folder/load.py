@@ -14,6 +14,7 @@ import torch
 from hydragraph.frontend.compiled_folder.inductor_code import FILE, load_code
 from hydragraph.frontend.compiled_folder.manifest import (
     ALWAYS,
+    GPU,
     NAME,
     Manifest,
     Refused,
@@ -136,7 +137,7 @@ def load(
     _refuse_more(folder, manifest)
     graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:
-        load_code(contents[FILE], folder)
+        load_code(contents[FILE], folder, manifest.versions.get(GPU))
     elif FILE in contents:
         _LOG.info("%s is code, and is left alone: --trust, or trust=True, loads it", folder / FILE)
     seconds = time.perf_counter() - began
