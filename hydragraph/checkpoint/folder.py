@@ -40,10 +40,10 @@ def set_aside(path: Path, why: str) -> Path:
     return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
 
 
-def prune(directory: PathLike, keep: int) -> None:
+def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
     """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and leftovers of crashed saves.
 
-    Only one rank calls it, while no rank saves or loads there.
+    Only one rank calls it, while no rank saves or loads there. The checkpoint `step-<spared>` stays too.
 
     Raises:
         ValueError: `keep` is not positive.
@@ -52,7 +52,9 @@ def prune(directory: PathLike, keep: int) -> None:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
     directory = Path(directory)
     checkpoints = complete(directory)
-    for _, path in checkpoints[:-keep]:
+    for step, path in checkpoints[:-keep]:
+        if step == spared:
+            continue
         _discard(path)
         _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
     for path in directory.iterdir() if checkpoints else ():

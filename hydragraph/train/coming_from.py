@@ -20,8 +20,8 @@ _SHARDING = "leave it out: weights, gradients and optimizer state are always spr
 _OPTIMIZER = "`optimizer.name`, a class of torch.optim such as AdamW; its settings are fields of `optimizer`"
 _SCHEDULE = "`schedule.decay`: cosine, linear, constant or wsd; see also `schedule.warmup` and `schedule.min_lr_ratio`"
 _SEVERAL = "`strategies`, which gives each pipeline and stage its own degree, as in `2*<tp4,pp2>`"
-_EARLY_STOP = "not supported: a run ends after `steps` or `epochs`"
-_BEST = "not supported: the latest `keep` checkpoints stay"
+_PATIENCE = "`patience`, evaluations in a row without a lower loss"
+_BEST = "`keep_best`: the checkpoint with the lowest evaluation loss stays, and the run's `model` is made of it"
 _SMOOTHING = "not supported as a field: write the loss in Python, `hg.compile(..., loss=...)`"
 _LIMIT = "`data.max_samples`, the first documents of a corpus; of a mixture, a field of each corpus"
 _HUB = "not supported: hubs are not written to; the run folder's `model` is what `from_pretrained` reads"
@@ -47,11 +47,16 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("output_dir", "logging_dir"): "`output`, the run folder",
         ("save_steps",): "`checkpoint_every`",
         ("eval_steps",): "`evaluate_every`",
-        ("save_strategy", "eval_strategy", "evaluation_strategy"): "`checkpoint_every` and `evaluate_every`, in steps",
+        ("save_strategy",): "`checkpoint_every`, in steps, or `checkpoint_per_epoch`",
+        ("eval_strategy", "evaluation_strategy"): "`evaluate_every`, in steps, or `evaluate_per_epoch`",
         ("save_total_limit",): "`keep`",
         ("resume_from_checkpoint",): "`hydragraph train --resume`, or `--resume-from step-N`",
         ("overwrite_output_dir",): "`hydragraph train --overwrite`",
-        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"): _BEST,
+        ("load_best_model_at_end",): _BEST,
+        (
+            "metric_for_best_model",
+            "greater_is_better",
+        ): "leave it out: the best checkpoint is that with the lowest evaluation loss (`keep_best`)",
         ("label_smoothing_factor",): _SMOOTHING,
         ("report_to", "logging_steps", "run_name"): _TRACKER,
         ("fsdp", "fsdp_config", "deepspeed"): _SHARDING,
@@ -84,8 +89,9 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("train_on_inputs", "roles_to_train"): "`data.train_on`: assistant, last or all",
         ("chat_template",): _TEMPLATE,
         ("flash_attention", "sdp_attention", "xformers_attention"): _KERNEL,
-        ("evals_per_epoch", "saves_per_epoch"): "`evaluate_every` and `checkpoint_every`, in steps",
-        ("early_stopping_patience",): _EARLY_STOP,
+        ("evals_per_epoch",): "`evaluate_per_epoch`",
+        ("saves_per_epoch",): "`checkpoint_per_epoch`",
+        ("early_stopping_patience",): _PATIENCE,
         ("wandb_project", "wandb_entity", "mlflow_experiment_name"): _TRACKER,
         ("tensor_parallel_size", "dp_shard_size"): _SEVERAL,
         ("context_parallel_size", "sequence_parallel_degree"): _EXPERT,

@@ -24,7 +24,12 @@ DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
 CHECKS = ("auto", "full", "off")
 # Two fields that say the same in other units: an override of one replaces the other.
-_ALTERNATIVES = (("steps", "epochs"), ("schedule.warmup", "schedule.warmup_ratio"))
+_ALTERNATIVES = (
+    ("steps", "epochs"),
+    ("schedule.warmup", "schedule.warmup_ratio"),
+    ("evaluate_every", "evaluate_per_epoch"),
+    ("checkpoint_every", "checkpoint_per_epoch"),
+)
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
@@ -542,9 +547,17 @@ class TrainConfig:
         seed: seed of a new model's weights, of the order of the data and of dropout.
         evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the last step
             also evaluates. 0: never.
+        evaluate_per_epoch: number of evaluations in each pass over the data, evenly spaced, the last one at its end;
+            instead of `evaluate_every`.
         evaluate_batches: number of mini-batches of `data.tokens_per_step` that an evaluation reads of each corpus.
         checkpoint_every: steps between checkpoints; the last step also writes one. 0: only the last step.
+        checkpoint_per_epoch: number of checkpoints in each pass over the data; instead of `checkpoint_every`.
         keep: number of checkpoints to keep, the newest ones.
+        keep_best: save after each evaluation with the lowest loss so far, keep that checkpoint too, and write the
+            run's `model` from it. The loss is that on the held-out documents, or else on the first corpus of
+            `data.evaluation`.
+        patience: end the run after this number of evaluations in a row without a lower loss; None: train to the end.
+        min_improvement: an evaluation loss counts as lower for `patience` if it is lower by more than this.
         grace_s: seconds that a run has to finish its step and save when it is asked to stop (SIGTERM, Ctrl-C).
         progress_s: if ranks wait for this number of seconds while none makes progress, all fail with a report.
         deterministic: compute the same bits for any ranks, pipelines and homes, even if ranks are lost; slower.
@@ -575,9 +588,14 @@ class TrainConfig:
     trust: bool = False
     seed: int = 0
     evaluate_every: int = 0
+    evaluate_per_epoch: int = 0
     evaluate_batches: int = 4
     checkpoint_every: int = 0
+    checkpoint_per_epoch: int = 0
     keep: int = 2
+    keep_best: bool = False
+    patience: int | None = None
+    min_improvement: float = 0.0
     grace_s: float = 30.0
     progress_s: float = 600.0
     deterministic: bool = False
@@ -600,8 +618,13 @@ class TrainConfig:
                 )
         for name in ("ranks", "evaluate_batches", "keep"):
             _check_whole(name, getattr(self, name), 1)
-        for name in ("seed", "evaluate_every", "checkpoint_every"):
+        for name in ("seed", "evaluate_every", "evaluate_per_epoch", "checkpoint_every", "checkpoint_per_epoch"):
             _check_whole(name, getattr(self, name), 0)
+        for what in ("evaluate", "checkpoint"):
+            every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
+            if every and per_epoch:
+                raise ValueError(f"{what}_every is {every}, {what}_per_epoch is {per_epoch}: give one of them")
+        _check_best(self)
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.max_grad_norm is not None:
@@ -652,8 +675,14 @@ class TrainConfig:
                 "elastic.replan needs strategies: auto, or plan: {choose: true, profile: profile.json} (a file that "
                 "hydragraph profile writes): plans are priced by what was measured"
             )
-        if self.evaluate_every and not self.data.held_out and not self.data.evaluation:
-            raise ValueError("evaluate_every needs held-out documents: set data.heldout above 0, or data.evaluation")
+        if self.evaluates and not self.data.held_out and not self.data.evaluation:
+            name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
+            raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates."""
+        return self.evaluate_every > 0 or self.evaluate_per_epoch > 0
 
     @property
     def automatic(self) -> bool:
@@ -676,6 +705,20 @@ class TrainConfig:
         data = _plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)
+
+
+def _check_best(config: TrainConfig) -> None:
+    """Check the settings about the lowest evaluation loss."""
+    if not isinstance(config.keep_best, bool):
+        raise ValueError(f"keep_best is {config.keep_best!r}: give true or false")
+    if config.patience is not None:
+        _check_whole("patience", config.patience, 1)
+    _check_number("min_improvement", config.min_improvement)
+    for name, given in (("keep_best", config.keep_best), ("patience", config.patience)):
+        if given and not config.evaluates:
+            raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
+    if config.min_improvement and config.patience is None:
+        raise ValueError("min_improvement has no effect without patience: also set patience, or leave it out")
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> list[str]:

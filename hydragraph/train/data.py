@@ -402,6 +402,24 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
     return steps
 
 
+def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
+    """Return the steps after which 1, 2, 3, ... of `parts` equal parts of a pass over the data are trained.
+
+    Args:
+        batches: of the run, from the start; a separate stream, which is consumed.
+        parts: of each pass; 0: return no step.
+        steps: of the run.
+    """
+    complete = set[int]()
+    drawn = 0
+    for step in range(1, steps + 1) if parts else ():
+        before = drawn * parts // batches.tokens
+        drawn += sum(batches.skip())
+        if drawn * parts // batches.tokens > before:
+            complete.add(step)
+    return frozenset(complete)
+
+
 def stdlib_files(root: Path | None = None) -> list[Path]:
     """List the source files of this Python's standard library, without tests and installed packages.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,22 +64,30 @@ def export_checkpoint(
     """
     if not folder.config.is_file():
         raise ValueError(f"{folder.path} is no run: there is no {folder.config.name} in it; name a run's output folder")
-    config = TrainConfig.load(folder.config)
     chosen = folder.chosen(step)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--to {directory} is not empty: name a directory that is, or does not exist")
     if not (folder.tokenizer / "tokenizer.json").is_file():
         raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: it is not whole, so nothing can be exported")
+    write_model(folder, chosen.path, directory, merged, dtype)
+    return chosen
+
+
+def write_model(
+    folder: RunFolder, checkpoint: Path, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write the model of a checkpoint in place of what the directory holds; arguments as for `export_checkpoint`."""
+    config = TrainConfig.load(folder.config)
     encoder = tokenizer.load(folder.tokenizer)
     declared = tokenizer.special_tokens(folder.tokenizer).get("eos_token")
     end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=declared))
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
     shell = check_shell(Shell.of(model), merged)
-    tensors = {**initial_buffers(model), **read_weights(chosen.path)}
+    tensors = {**initial_buffers(model), **read_weights(checkpoint)}
     kept = shell.keys(merged)
     state = {key: tensors[source] for key, source in tensor_names(model).items() if kept is None or key in kept}
-    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     with file_errors(directory, directory):
         shell.write(state, directory, merged, dtype)
         tokenizer.copy(folder.tokenizer, directory)
-    return chosen

@@ -24,6 +24,7 @@ from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.best_evaluation import lowest
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_budget, check_settings, read_strategies, remarks
@@ -34,6 +35,7 @@ from hydragraph.train.data import (
     evaluation_batches,
     mini_batches,
     open_tokens,
+    parts_of_epochs,
     prepare,
     steps_of,
     verify,
@@ -43,11 +45,20 @@ from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
 from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.run_recovery import go_on, write_run_ranks
-from hydragraph.train.run_saving import checkpoint, finish, load, naming_the_checkpoint, settle_checkpoints, write_spans
-from hydragraph.train.step_reporting import evaluates, log_step, open_log, peak_of
+from hydragraph.train.run_saving import (
+    checkpoint,
+    finish,
+    load,
+    naming_the_checkpoint,
+    saves_after,
+    settle_checkpoints,
+    stops_after,
+    write_spans,
+)
+from hydragraph.train.step_reporting import log_step, open_log, peak_of
 from hydragraph.train.straggler_setup import controller_of, policy_of
 from hydragraph.train.stragglers.run_events import Event, append_event
-from hydragraph.train.train_state import Course, Run, RunOutcome, ahead_of, due
+from hydragraph.train.train_state import Course, Run, RunOutcome, ahead_of
 from hydragraph.train.trainable import StepResult, Watcher
 
 # Value of `Executable.stopping` that requests a move of state, set by the leading rank; larger than any signal number.
@@ -145,7 +156,7 @@ def _session(
     anew = partial(mini_batches, config, tokens)
     batches = anew()
     check_budget(given, batches.tokens)
-    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
+    evaluation = evaluation_batches(config, tokens) if config.evaluates else {}
     if leader is not None:
         for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
             leader.note(sentence)
@@ -190,6 +201,8 @@ def _session(
             controller,
             peak_of(config, world),
             callbacks,
+            evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
+            checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
         )
         if (member := here()) is not None:
             run = replace(run, watched=member.generation.members)
@@ -261,11 +274,24 @@ def _join_run(
     anew = partial(mini_batches, config, tokens)
     batches = anew()
     config = replace(config, steps=steps_of(config, batches), epochs=None)
-    evaluation = evaluation_batches(config, tokens) if config.evaluate_every else {}
+    evaluation = evaluation_batches(config, tokens) if config.evaluates else {}
     executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
     executor.watched = config.elastic.on
     turns = () if config.plan.choose else strategies
-    run = Run(config, world, folder, executor, turns, evaluation, None, None, None, None)
+    run = Run(
+        config,
+        world,
+        folder,
+        executor,
+        turns,
+        evaluation,
+        None,
+        None,
+        None,
+        None,
+        evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
+        checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
+    )
     course = Course(watcher, batches, anew, ahead_of(run, batches), -1, -1, {})
     with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
         return _follow(run, course, stopping, owned, model, tokens)
@@ -294,7 +320,7 @@ def _follow(
                 if run.config.checkpoint.asynchronous:
                     settle_checkpoints(run)
                 if not stopped:
-                    finish(run, model, tokens)
+                    finish(run, model, tokens, course.done)
                 if elastic():
                     run.world.gather(None)  # a rank that fails before this meets the others again
             break
@@ -313,6 +339,9 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
     executor.listens = lambda: stopping.signal  # also sees requests that arrive during a step
     first = course.done + 1
     for step in range(first, config.steps + 1):
+        if stops_after(run, course.done):
+            _stop_early(run, course)
+            break
         if executor.spans is not None and step == first + TRACED_STEPS:
             write_spans(run)
         sequences = course.coming.take(config.steps + 1 - step)
@@ -325,9 +354,22 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
             if course.saved < step - 1:
                 checkpoint(run, course)
             return request.reason
-        if due(step, config.checkpoint_every, config.steps):
+        if saves_after(run, step):
             checkpoint(run, course)
     return 0
+
+
+def _stop_early(run: Run, course: Course) -> None:
+    """Save, and report that the evaluation loss no longer falls."""
+    if course.saved < course.done:
+        checkpoint(run, course)
+    if run.watcher is not None and run.log is not None:
+        best = lowest(run.log.history)
+        least = f" by more than {run.config.min_improvement:g}" if run.config.min_improvement else ""
+        run.watcher.note(
+            f"ending after step {course.done} of {run.config.steps}: the evaluation loss has not fallen{least} in "
+            f"{run.config.patience} evaluations (patience); it was lowest after step {best}"
+        )
 
 
 def _trained(run: Run, course: Course, step: int, sequences: list[Drawn], signal: int) -> bool:
@@ -386,7 +428,7 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
 def _meets_after(run: Run, step: int) -> bool:
     """Return whether anything happens between a step and the next; if only one rank knows, the others wait as well."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
-    return moves or due(step, run.config.checkpoint_every, run.config.steps) or evaluates(run, step)
+    return moves or run.saves(step) or run.evaluates(step)
 
 
 def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:

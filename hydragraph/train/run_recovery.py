@@ -16,7 +16,7 @@ from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.ranks_file import ranks_of, write_ranks
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.run_saving import checkpoint, forget_unsaved
+from hydragraph.train.run_saving import checkpoint, forget_unsaved, saves_after
 from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.step_reporting import log_step, open_log, tell
 from hydragraph.train.straggler_file import read_slow
@@ -24,7 +24,7 @@ from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import Event
-from hydragraph.train.train_state import Course, Run, ahead_of, due
+from hydragraph.train.train_state import Course, Run, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the run's folder
 
@@ -157,7 +157,8 @@ def _unsaved(run: Run, course: Course) -> bool:
     there = run.world.gather(-1 if last is None else last.step)[0]
     course.saved = max(there, 0)
     course.kept = there >= 0
-    return there < course.done and course.done > 0 and due(course.done, run.config.checkpoint_every, run.config.steps)
+    due = saves_after(run, course.done)
+    return there < course.done and course.done > 0 and due
 
 
 def write_run_ranks(run: Run) -> None:

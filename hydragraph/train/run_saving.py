@@ -16,8 +16,9 @@ from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.runtime.instruction_trace import write_trace
+from hydragraph.train.best_evaluation import lowest, without_improvement
 from hydragraph.train.data import Tokens
-from hydragraph.train.huggingface_export import export
+from hydragraph.train.huggingface_export import export, write_model
 from hydragraph.train.loss_picture import matplotlib_installed, write_picture
 from hydragraph.train.run_folder import Checkpoint, RunFolder
 from hydragraph.train.stragglers.run_events import Event, append_event, read_events
@@ -108,9 +109,33 @@ def forget_unsaved(run: Run) -> None:
 
 
 def _prune(run: Run) -> None:
-    """Keep the newest checkpoints."""
+    """Keep the newest checkpoints, and the best one if the config says so."""
     if run.log is not None:
-        prune(run.folder.checkpoints, run.config.keep)
+        prune(run.folder.checkpoints, run.config.keep, _best_saved(run) if run.config.keep_best else None)
+
+
+def _best_saved(run: Run) -> int | None:
+    """Return the step with the lowest evaluation loss of those with a checkpoint; called on the leading rank."""
+    assert run.log is not None
+    return lowest(run.log.history, among=[step for step, _ in complete(run.folder.checkpoints)])
+
+
+def saves_after(run: Run, step: int) -> bool:
+    """Return whether a checkpoint is due after a step, also because its evaluation is the best; all ranks call it."""
+    if run.saves(step):
+        return True
+    if not (run.config.keep_best and run.evaluates(step)):
+        return False
+    return bool(run.world.gather(run.log is not None and lowest(run.log.history) == step)[0])
+
+
+def stops_after(run: Run, step: int) -> bool:
+    """Return whether the patience for a lower evaluation loss ends with this step; all ranks call it."""
+    config = run.config
+    if config.patience is None or not run.evaluates(step):
+        return False
+    count = 0 if run.log is None else without_improvement(run.log.history, config.min_improvement)
+    return bool(run.world.gather(count)[0] >= config.patience)
 
 
 def write_spans(run: Run) -> None:
@@ -125,8 +150,16 @@ def write_spans(run: Run) -> None:
         )
 
 
-def finish(run: Run, model: nn.Module, tokens: Tokens) -> None:
-    """Write the final model."""
-    state = run.executor.full_state_dict()
-    if run.log is not None:
-        export(model, state, tokens.directory, run.folder.model)
+def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
+    """Write the final model: that of the best checkpoint if the config says so, or the one after the last step."""
+    best = None
+    if run.config.keep_best:
+        best = run.world.gather(None if run.log is None else _best_saved(run))[0]
+    if best is None or best == done:
+        state = run.executor.full_state_dict()
+        if run.log is not None:
+            export(model, state, tokens.directory, run.folder.model)
+        return
+    if run.watcher is not None:
+        write_model(run.folder, run.folder.place(best), run.folder.model)
+        run.watcher.note(f"{run.folder.model} is the model after step {best}, which has the lowest evaluation loss")

@@ -100,8 +100,10 @@ def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
         *_optimizer(found),
         *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if cuda else []),
         f"device: {'cuda' if cuda else 'cpu'}",
-        "evaluate_every: 50  # steps between evaluations on documents that are held out",
-        "checkpoint_every: 100  # hydragraph train --resume goes on from the last one",
+        "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
+        "checkpoint_every: 100  # hydragraph train --resume continues from the last one; or checkpoint_per_epoch: 1",
+        "# keep_best: true  # also keep the checkpoint with the lowest evaluation loss, and write model from it",
+        "# patience: 3  # stop after three evaluations in a row without a lower loss",
         f"output: {json.dumps(output)}",
     ]
     return "\n".join(lines) + "\n"

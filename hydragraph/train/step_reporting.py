@@ -14,20 +14,14 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.stragglers.run_events import Event, append_event, now
-from hydragraph.train.train_state import Run, due
+from hydragraph.train.train_state import Run
 from hydragraph.train.trainable import StepResult, Watcher
-
-
-def evaluates(run: Run, step: int) -> bool:
-    """Return whether an evaluation is due after a step."""
-    every = run.config.evaluate_every
-    return bool(every) and due(step, every, run.config.steps)
 
 
 def log_step(run: Run, step: int, report: StepResult) -> None:
     """Evaluate after a step if it is due, and log both."""
     config = run.config
-    losses = _evaluate(run, run.strategy_of(step)) if evaluates(run, step) else {}
+    losses = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else {}
     if run.log is None or run.watcher is None:
         return
     metrics = Metrics(

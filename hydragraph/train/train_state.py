@@ -55,10 +55,21 @@ class Run:
     saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
     traced: list[TracedStep] = field(default_factory=list)
     watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
+    evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
+    checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
 
     def strategy_of(self, step: int) -> Strategy | None:
         """Return the strategy of a step, in turn; None: the executor chooses."""
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether an evaluation is due after a step."""
+        config = self.config
+        return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
+
+    def saves(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step, whatever an evaluation says."""
+        return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
 
 @dataclass
@@ -102,6 +113,6 @@ def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
     return Ahead(batches, plan.ahead if plan.choose else 0, run.executor.announce)
 
 
-def due(step: int, every: int, steps: int) -> bool:
+def _due(step: int, every: int, steps: int) -> bool:
     """Return whether an action repeated every `every` steps (0: only at the end) is due."""
     return step == steps or (every > 0 and step % every == 0)

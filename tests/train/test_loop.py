@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hydragraph as hg
+from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.spec.record import from_record
 from hydragraph.train import run_saving, step_reporting
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import evaluation_batches, open_tokens, prepare
+from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens, prepare
 from hydragraph.train.loop import train
 from hydragraph.train.run_folder import Checkpoint
 from hydragraph.train.step_metrics import Metrics, read_metrics
@@ -296,3 +298,92 @@ def test_a_resumed_run_trains_with_the_optimizer_settings_of_its_config(tmp_path
 
     assert settings_after({"weight_decay": 0.5})["weight_decay"] == 0.5
     assert settings_after({"betas": (0.5, 0.6), "eps": 1e-3})["betas"] == (0.5, 0.6)
+
+
+class Losses(PlainExecutor):
+    """An executor whose evaluations return the given losses, by step."""
+
+    def __init__(self, model: Any, optimizer: Any, losses: dict[int, float], done: int = 0) -> None:
+        super().__init__(model, optimizer)
+        self.losses, self.steps = losses, done
+
+    def evaluate(self, sequences: Any, strategy: Any = None) -> Any:
+        return replace(super().evaluate(sequences, strategy), loss=self.losses[self.steps])
+
+
+def compile_losses(losses: dict[int, float], done: int = 0) -> Any:
+    return lambda model, strategy, *, optimizer, **_: Losses(model, optimizer, losses, done)
+
+
+def saved(folder: Path) -> list[str]:
+    names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    return [name.removeprefix("step-").lstrip("0") for name in names]
+
+
+def test_a_run_evaluates_and_saves_a_number_of_times_per_epoch(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=0, epochs=2, evaluate_every=0, evaluate_per_epoch=2, checkpoint_every=0)
+    run = replace(run, checkpoint_per_epoch=1, keep=9)
+    outcome = train(run, "new", compile_plain, Watched())
+    file = open_tokens(run, prepare(run))
+    stream = mini_batches(run, file)
+    drawn = [sum(stream.skip()) for _ in outcome.history]
+    halves = [sum(drawn[: i + 1]) * 2 // stream.tokens for i in range(len(drawn))]
+    evaluated = {i + 1 for i, n in enumerate(halves) if n > (halves[i - 1] if i else 0)}
+    assert {m.step for m in outcome.history if m.eval_loss is not None} == evaluated | {len(drawn)}
+    assert len(evaluated) == 4
+    first_pass = next(i + 1 for i, n in enumerate(halves) if n >= 2)
+    assert [int(name) for name in saved(tmp_path)] == [first_pass, len(drawn)]
+
+
+def test_a_run_without_a_lower_evaluation_loss_ends_and_so_does_a_resumed_one(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=9, evaluate_every=1, checkpoint_every=0, patience=3, min_improvement=0.1)
+    losses = {1: 3.0, 2: 2.0, 3: 1.95, 4: 2.5, 5: 1.9, 6: 1.0, 7: 0.5, 8: 0.4, 9: 0.3}
+    watched = Watched()
+    outcome = train(run, "new", compile_losses(losses), watched)
+    assert outcome.stopped == 0
+    assert [m.step for m in outcome.history] == [1, 2, 3, 4, 5]
+    assert saved(tmp_path) == ["5"]
+    assert outcome.folder.model.is_dir()
+    assert watched.notes[-1] == (
+        "ending after step 5 of 9: the evaluation loss has not fallen by more than 0.1 in 3 evaluations (patience); it "
+        "was lowest after step 5"
+    )
+    ended = train(run, "resume", compile_losses(losses, 5), Watched())
+    assert [m.step for m in ended.history] == [1, 2, 3, 4, 5]
+    longer = train(replace(run, patience=4), "resume", compile_losses(losses, 5), Watched())
+    assert [m.step for m in longer.history] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_patience_counts_on_in_a_resumed_run(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=9, evaluate_every=1, checkpoint_every=1, patience=3)
+    losses = {1: 2.0, 2: 3.0, 3: 3.0, 4: 3.0, 5: 1.0}
+    watched = StoppingAfter(3)
+    train(run, "new", compile_losses(losses), watched, stopping=watched.stopping)
+    resumed = train(run, "resume", compile_losses(losses, 3), Watched())
+    assert [m.step for m in resumed.history] == [1, 2, 3, 4]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> None:
+    run = config(tmp_path, steps=6, evaluate_every=1, checkpoint_every=0, keep=1, keep_best=True)
+    losses = {1: 3.0, 2: 1.5, 3: 2.0, 4: 1.0, 5: 1.2, 6: 2.5}
+    watched = StoppingAfter(3)
+    train(run, "new", compile_losses(losses), watched, stopping=watched.stopping)
+    assert saved(tmp_path) == ["2", "3"]
+    watched = StoppingAfter(5)
+    train(run, "resume", compile_losses(losses, 3), watched, stopping=watched.stopping)
+    assert saved(tmp_path) == ["4", "5"]
+
+
+def test_the_final_model_is_that_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([2.0, 1.0, 1.5])
+    monkeypatch.setattr(step_reporting, "_evaluate", lambda *_: {"heldout": next(losses)})
+    run = config(tmp_path, strategies=["<tp1,pp1>"], steps=3, evaluate_every=1, checkpoint_every=0, keep=1, check="off")
+    watched = Watched()
+    outcome = train(replace(run, keep_best=True), "new", hg.compile, watched)
+    assert saved(tmp_path) == ["2", "3"]
+    weights = {step: read_weights(outcome.folder.place(step)) for step in (2, 3)}
+    model: Any = AutoModelForCausalLM.from_pretrained(outcome.folder.model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[name], weights[2][name])
+    assert not torch.equal(weights[2][name], weights[3][name])
+    assert watched.notes[-1].endswith("is the model after step 2, which has the lowest evaluation loss")

@@ -1,0 +1,42 @@
+"""The evaluation with the lowest loss of a run: which checkpoint to keep in addition, and when to stop early.
+
+Both follow from the metrics of the steps so far, which a resumed run reads from its `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+
+from hydragraph.train.step_metrics import Metrics
+
+
+def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> int | None:
+    """Return the first step with the lowest evaluation loss; None if no step has one.
+
+    Args:
+        history: of the steps so far.
+        among: the only steps that count; None: all of them.
+    """
+    losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]
+    return min(losses)[1] if losses else None
+
+
+def without_improvement(history: Iterable[Metrics], least: float) -> int:
+    """Return the number of evaluations since the last one whose loss was lower than all before it by `least`.
+
+    With `least` 0, an equal loss is not lower.
+    """
+    best, count = math.inf, 0
+    for metrics in history:
+        if metrics.eval_loss is None:
+            continue
+        if metrics.eval_loss < best - least:
+            best, count = metrics.eval_loss, 0
+        else:
+            count += 1
+    return count
+
+
+def _evaluated(metrics: Metrics) -> bool:
+    return metrics.eval_loss is not None and not math.isnan(metrics.eval_loss)
