@@ -47,7 +47,7 @@ from hydragraph.version import __version__
 _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
-    ("train", train.train_command, None),
+    ("train", train.train_command, train.EXAMPLE),
     ("chaos", chaos.chaos_command, None),
     ("check", check.check_command, check.EXAMPLE),
     ("verify", verify.verify_command, None),

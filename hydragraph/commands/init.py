@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hydragraph.commands.config_or_data import first_config
 from hydragraph.commands.options import Debug, LogLevel
 
 EXAMPLE = (
@@ -31,16 +32,13 @@ def init_command(
         raise ValueError(f"--to {to} is there already: {fix}")
     if not to.parent.is_dir():
         raise ValueError(f"--to {to}: there is no directory {to.parent}: make it first")
-    import torch
-
     from hydragraph.train.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks
-    from hydragraph.train.starter_config import look, starter
+    from hydragraph.train.starter_config import look
 
     found = look(paths or [])
-    gpus = torch.cuda.device_count()
-    write_whole(to, starter(found, max(gpus, 1), gpus > 0, f"runs/{to.stem}"))
+    write_whole(to, first_config(found, to))
     config = TrainConfig.load(to)
     if found.data:
         for sentence in data_remarks(config.data.sources):

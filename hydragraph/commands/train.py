@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hydragraph.cluster.processes.stop_requests import Interrupted, Overdue, Relay, Requests, Stopping
+from hydragraph.commands.config_or_data import config_of
 from hydragraph.commands.launch_process import (
     first_seen,
     launched,
@@ -24,7 +25,7 @@ from hydragraph.commands.launch_process import (
     quieten,
     restarted,
 )
-from hydragraph.commands.options import Config, Debug, LogLevel, Set
+from hydragraph.commands.options import Debug, LogLevel, Set
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
@@ -37,8 +38,25 @@ if TYPE_CHECKING:
     from hydragraph.train.train_state import RunOutcome
 
 
+EXAMPLE = (
+    "Example: hydragraph train chats.jsonl models/Qwen2.5-0.5B writes hydragraph.yaml and trains with it, planned for "
+    "your devices; hydragraph train hydragraph.yaml trains with it after you have changed it."
+)
+
+
 def train_command(
-    config: Config,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CONFIG | DATA... [MODEL]",
+            help="The run's YAML file, such as examples/demo.yaml; or files and folders of data and a Hugging Face "
+            "directory, for which a config is written as hydragraph init does.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[Path, typer.Option("--to", help="The file that the config for DATA and MODEL is written to.")] = Path(
+        "hydragraph.yaml"
+    ),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
     resume_from: Annotated[
         str | None,
@@ -76,7 +94,7 @@ def train_command(
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
     if (resume or resume_from) and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
-    settings = TrainConfig.load(config, overrides or ())
+    settings = config_of(paths, to, overrides or ())
     if compiled is not None:
         settings = replace(settings, compiled=str(compiled))
     if trust:

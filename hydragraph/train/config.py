@@ -15,7 +15,7 @@ import yaml
 
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import AUTO, Home
-from hydragraph.spec.record import flow_yaml, from_record, load_record, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.coming_from import HERE
 
@@ -699,6 +699,15 @@ class TrainConfig:
             ValueError: naming the field that is unknown, missing or wrong.
         """
         return _overridden(load_record(cls, path, "the config", HERE), overrides)
+
+    @classmethod
+    def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read YAML text, as `load` does a file.
+
+        Raises:
+            ValueError: naming the field that is unknown, missing or wrong.
+        """
+        return _overridden(from_record(cls, parse_yaml(text), name="the config", hints=HERE), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""

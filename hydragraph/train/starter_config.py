@@ -48,7 +48,7 @@ def look(paths: Sequence[Path]) -> Found:
     """
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path} does not exist: name a file or folder of data, or a Hugging Face directory")
+            raise ValueError(f"{path} does not exist: {_remedy(path)}")
     models = [path for path in paths if (path / "config.json").is_file()]
     if len(models) > 1:
         raise ValueError(f"{models[0]} and {models[1]} are models: name one")
@@ -73,6 +73,13 @@ def look(paths: Sequence[Path]) -> Found:
         _positions(model) if model is not None else 0,
         model is not None and _has_template(model),
     )
+
+
+def _remedy(path: Path) -> str:
+    hub = len(path.parts) == 2 and not path.parent.exists() and not path.suffix[1:].isalpha()  # OWNER/NAME-0.5B
+    if hub:
+        return f"name a directory; a model of the Hugging Face hub: hf download {path} --local-dir {path.name}"
+    return "name a file or folder of data, or a Hugging Face directory"
 
 
 def starter(found: Found, devices: int, cuda: bool, output: str) -> str:

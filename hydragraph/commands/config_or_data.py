@@ -1,0 +1,85 @@
+"""The config of `hydragraph train`: a file, or one that is written for the data and the model that are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from hydragraph.commands.launch_process import launched, leads
+from hydragraph.commands.options import check_written
+from hydragraph.train.atomic_write import write_whole
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.train.starter_config import Found
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the config of a run.
+
+    Args:
+        paths: one config, or data and at most one model.
+        to: the file that a config for data and a model is written to, by the process that leads. It may exist if it
+            holds just that config.
+        overrides: as for `TrainConfig.load`; they are not written.
+
+    Raises:
+        ValueError: a path does not exist, a config is mixed with data, there is no data, or `to` holds something else.
+    """
+    configs = [path for path in paths if _is_config(path)]
+    if not configs:
+        return _written(paths, to, overrides)
+    if len(paths) > 1:
+        raise ValueError(
+            f"{configs[0]} is a config, which names its data and model: train it alone, or name only data and a model"
+        )
+    return TrainConfig.load(configs[0], overrides)
+
+
+def _is_config(path: Path) -> bool:
+    return path.suffix in SUFFIXES or (path.exists() and not path.is_file() and not path.is_dir())  # or a pipe
+
+
+def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:
+    """Return the config for data and a model, after writing it to `to` unless it is there."""
+    from hydragraph.train.starter_config import look
+
+    found = look(paths)
+    if not found.data:
+        raise ValueError(f"{found.model} is a model: also name the data to train it on, files or folders")
+    check_written("--to", to)
+    text = first_config(found, to)
+    config = TrainConfig.parse(text, overrides)
+    existing = to.read_text(encoding="utf-8") if to.is_file() else None
+    if existing not in (None, text):
+        raise ValueError(
+            f"{to} exists and differs from the config for {' '.join(map(str, paths))}: train it with hydragraph train "
+            f"{to}, or name another file with --to"
+        )
+    if leads() and existing is None:
+        write_whole(to, text)
+        new = "" if found.model is not None else "; no model was named: a new one of about 10 M parameters is trained"
+        typer.echo(f"{to}: the config of this run{new}; to change it, edit it, then: hydragraph train {to}", err=True)
+    return config
+
+
+def first_config(found: Found, to: Path) -> str:
+    """Return a config with comments for the devices of this process or its launcher.
+
+    Args:
+        found: the data and the model.
+        to: the file that will hold it, after which the run folder is named.
+    """
+    import torch
+
+    from hydragraph.train.starter_config import starter
+
+    gpus = torch.cuda.device_count()
+    ranks = int(os.environ["WORLD_SIZE"]) if launched() else max(gpus, 1)
+    return starter(found, ranks, gpus > 0, f"runs/{to.stem}")

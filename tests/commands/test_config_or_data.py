@@ -1,0 +1,88 @@
+"""The config of `hydragraph train`: the one that is named, or one that is written for data and a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from hydragraph.commands.config_or_data import config_of
+from hydragraph.train.config import TrainConfig
+from tests.commands.tiny import run, write
+
+SMALL = ("hidden_size=16", "intermediate_size=24", "num_hidden_layers=1", "num_attention_heads=2")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    turns = [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "it is a test of tests"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 60)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    LlamaConfig(max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_data_without_a_config_train_and_the_config_is_kept(data: Path, tmp_path: Path) -> None:
+    to = tmp_path / "first.yaml"
+    sets = [f"--set=model.config.{each}" for each in (*SMALL, "num_key_value_heads=2")]
+    sets += ["--set=data.vocab_size=300", "--set=steps=2", f"--set=output={tmp_path / 'run'}", "--set=device=cpu"]
+    sets += ["--set=strategies=<tp1,pp1>", "--set=ranks=1"]
+    trained = run("train", data, "--to", to, *sets)
+    assert trained.exit_code == 0, trained.output
+    assert f"{to}: the config of this run; no model was named" in trained.stderr
+    assert "in 2 steps; everything is in" in trained.stderr
+    assert TrainConfig.load(to).automatic
+    again = run("train", data, "--to", to, *sets)  # the config is there, and so is the run
+    assert again.exit_code == 2
+    assert "already holds a run: continue it with --resume" in again.stderr
+
+
+def test_the_model_and_the_launchers_ranks_are_in_the_config(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    to = tmp_path / "first.yaml"
+    follower = config_of([data, model], to, ["steps=7"])
+    assert not to.exists()  # written by rank 0
+    monkeypatch.setenv("RANK", "0")
+    assert config_of([model, data], to, ["steps=7"]) == follower
+    assert (follower.ranks, follower.steps, follower.automatic) == (3, 7, True)
+    assert follower.model.path == str(model)
+    assert TrainConfig.load(to, ["steps=7"]) == follower
+
+
+def test_a_config_of_somebody_else_is_not_replaced(data: Path, tmp_path: Path) -> None:
+    to = tmp_path / "first.yaml"
+    to.write_text("mine")
+    with pytest.raises(ValueError, match=rf"{to} exists and differs.*hydragraph train {to}, or name another"):
+        config_of([data], to)
+    assert to.read_text() == "mine"
+    with pytest.raises(ValueError, match=r"the folder .*none does not exist"):
+        config_of([data], tmp_path / "none" / "first.yaml")
+
+
+def test_a_named_config_is_read(data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path)
+    assert config_of([config], tmp_path / "unused.yaml") == TrainConfig.load(config)
+    assert not (tmp_path / "unused.yaml").exists()
+    with pytest.raises(ValueError, match=r"is a config, which names its data and model: train it alone"):
+        config_of([config, data], tmp_path / "unused.yaml")
+
+
+def test_a_model_alone_and_names_of_the_hub_are_refused_with_a_remedy(model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model is a model: also name the data to train it on"):
+        config_of([model], tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match=r"hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"):
+        config_of([data, Path("Qwen/Qwen2.5-0.5B")], tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist: name a file or folder of data"):
+        config_of([Path("nowhere.jsonl")], tmp_path / "a.yaml")
+    with pytest.raises(FileNotFoundError, match=r"run.yaml"):
+        config_of([Path("run.yaml")], tmp_path / "a.yaml")
