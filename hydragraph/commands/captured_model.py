@@ -11,6 +11,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
     from hydragraph.ir.program import Program
     from hydragraph.passes.variants import Variants
 
@@ -41,4 +42,4 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     model = adapted(bare, config.adapter, config.seed)
     program = capture(model, dtype=getattr(torch, config.dtype))
     inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
-    return model, program, Variants(program, fused_head=inductor, added=not inductor)
+    return model, program, Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())

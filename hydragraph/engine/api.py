@@ -31,6 +31,7 @@ from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mod
 from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.model_record import model_record
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Program
@@ -296,7 +297,7 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
-    variants = Variants(program, device=world.device, added=True)
+    variants = Variants(program, device=world.device, added=True, cache=VariantCache())
     if given == "auto":
         return variants
     try:
@@ -357,7 +358,7 @@ def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
 
     While the result is alive, executables of this process, and of ranks forked from it (`launch`), re-use its graphs.
     """
-    variants = Variants(program, added=True)
+    variants = Variants(program, added=True, cache=VariantCache())
     variants.compile(strategies)
     return variants
 

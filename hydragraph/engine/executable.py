@@ -51,6 +51,7 @@ from hydragraph.engine.strategy_history import Past
 from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import Compiled
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
@@ -228,7 +229,13 @@ class Executable:
         self._library = library
         if variants is None:
             variants = Variants(
-                program, backend=backend, device=world.device, fused_head=inductor, added=True, library=library
+                program,
+                backend=backend,
+                device=world.device,
+                fused_head=inductor,
+                added=True,
+                library=library,
+                cache=VariantCache(),
             )
         # Another process of this machine may have compiled these for its own GPU.
         self._variants = variants.on(world.device) if variants.portable else variants

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
 # Fraction of its former speed from which the profile of the only type of device is used: it changes no order of plans
@@ -26,9 +27,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Return the folder of the cache: `$XDG_CACHE_HOME/hydragraph/profiles`, by default under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hydragraph" / "profiles"
+    """Return the folder of the cache."""
+    return user_cache.folder("profiles")
 
 
 def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -> str:

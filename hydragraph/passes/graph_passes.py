@@ -177,18 +177,25 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
             yield PassResult(graph_pass.name, graphs, time.perf_counter() - began)
 
 
-def make_variant(spec: VariantSpec, traced: Variant | None = None) -> tuple[Variant, dict[str, float]]:
+def make_variant(
+    spec: VariantSpec, traced: Variant | None = None, keep: Callable[[VariantSpec, Variant], None] | None = None
+) -> tuple[Variant, dict[str, float]]:
     """Run all passes that apply; return the graphs that a rank runs, and pass -> seconds.
 
     Args:
         traced: as for `run_passes`.
+        keep: called with the spec and its variant before a backend compiles it, unless `traced` is that variant.
     """
     # Only the latest graphs are kept: those of a large block have thousands of nodes.
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
+    last = [name for name in passes_for(spec) if name != COMPILE][-1]
     for result in run_passes(spec, traced):
         graphs = result.graphs
         seconds[result.name] = result.seconds
+        if keep is not None and result.name == last:
+            assert isinstance(graphs, Variant)
+            keep(spec, graphs)
     assert isinstance(graphs, Variant)
     return graphs, seconds
 

@@ -49,6 +49,16 @@ class Library(Protocol):
         """Return an identifier of the content of the file with a spec's variant, or "" if there is none."""
 
 
+class Cache(Protocol):
+    """Store of variants that earlier processes made of equal specs, before any backend compiled them."""
+
+    def variant(self, spec: VariantSpec) -> Variant | None:
+        """Return the variant of a spec, or None if there is none."""
+
+    def keep(self, spec: VariantSpec, variant: Variant) -> None:
+        """Store the variant of a spec, if possible."""
+
+
 class Variants:
     """Cache of the variants of one program that this process has compiled.
 
@@ -61,6 +71,7 @@ class Variants:
         fused_head: fuse the head and the loss into one operator.
         added: let products accumulate gradients where possible; not under Inductor, and only in fp32, like the sums.
         library: searched for variants before they are traced.
+        cache: searched after the library; what is traced is added to it. None: trace whatever the library lacks.
 
     Attributes:
         strategies: those whose variants `compile` has made, in this process or for it.
@@ -76,9 +87,11 @@ class Variants:
         fused_head: bool = False,
         added: bool = False,
         library: Library | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self.program = program
         self._library = library
+        self._cache = cache
         self._lacking = set[StageKind]()  # kinds of stages found missing in the library
         self._partitioner = partitioner
         self._backend = backend
@@ -190,18 +203,19 @@ class Variants:
 
     def _made(self, spec: VariantSpec) -> Variant:
         began = time.perf_counter()
-        found = self._looked_up(spec)
-        if found is None or self._backend != "eager":
+        traced, source = self._looked_up(spec), str(self._library)
+        if traced is None and self._cache is not None:
+            traced, source = self._cache.variant(spec), str(self._cache)
+        if traced is None or self._backend != "eager":
             doing(f"compiling the model's blocks for {_form(spec.part)}")
-        variant = self._compile(spec, found)
-        verb = "compiled" if found is None else "took"
-        source = "" if found is None else f" from {self._library}"
+        variant = self._compile(spec, traced)
+        verb, origin = ("compiled", "") if traced is None else ("took", f" from {source}")
         took = time.perf_counter() - began
-        _LOG.info("%s %s (%s) for %s%s in %.2f s", verb, spec.where, self._backend, _form(spec.part), source, took)
+        _LOG.info("%s %s (%s) for %s%s in %.2f s", verb, spec.where, self._backend, _form(spec.part), origin, took)
         return variant
 
-    def _compile(self, spec: VariantSpec, found: Variant | None) -> Variant:
-        variant, seconds = make_variant(spec, found)
+    def _compile(self, spec: VariantSpec, traced: Variant | None) -> Variant:
+        variant, seconds = make_variant(spec, traced, None if self._cache is None else self._cache.keep)
         _seconds[variant] = seconds
         parts = ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
         if seconds:

@@ -31,6 +31,7 @@ from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.reach import Reach
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
@@ -423,8 +424,13 @@ class _Bench:
         self._part = StagePart(kind, own.index(rank))
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
-        self._traced = Variants(subject.program, fused_head=fused, added=not fused)  # its graphs have sizes
-        self._run = Variants(subject.program, backend=backend, device=self._device, fused_head=fused, added=True)
+        cache = VariantCache()
+        self._traced = Variants(
+            subject.program, fused_head=fused, added=not fused, cache=cache
+        )  # its graphs have sizes
+        self._run = Variants(
+            subject.program, backend=backend, device=self._device, fused_head=fused, added=True, cache=cache
+        )
         self._batches: dict[Lengths, dict[str, Tensor]] = {}
         self._parts = tp if kind.sequence_parallel else 1
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs

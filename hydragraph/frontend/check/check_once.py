@@ -8,6 +8,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.numeric_check import MODES, CheckedModel, check, log, report
 from hydragraph.frontend.check.passed_checks import fingerprint, recall, remember
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
@@ -48,7 +49,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
         log.info("%s (in an earlier run)", line)
         return line
     doing("comparing the captured graphs with the model")
-    variants = Variants(subject.program, added=True)
+    variants = Variants(subject.program, added=True, cache=VariantCache())
     checked = check(subject, mode, variants)
     _latest[:] = [variants]
     report(checked)

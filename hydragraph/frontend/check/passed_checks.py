@@ -9,23 +9,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
 import hydragraph
+from hydragraph.frontend import user_cache
 from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.model_description import Unknown, described, described_function
 from hydragraph.version import __version__
 
 
 def folder() -> Path:
-    """Return the folder of the cache: `$XDG_CACHE_HOME/hydragraph/checks`, by default under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hydragraph" / "checks"
+    """Return the folder of the cache."""
+    return user_cache.folder("checks")
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
@@ -65,18 +63,11 @@ def _own_source() -> str:
 def recall(key: str) -> str | None:
     """Return the line stored for a fingerprint that passed before, or None."""
     try:
-        record = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
-        return str(record["line"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(user_cache.read(folder() / f"{key}.json") or b"")["line"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def remember(key: str, line: str) -> None:
     """Store that something passed; if it cannot be written, the check is repeated next time."""
-    try:
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False, encoding="utf-8") as file:
-            json.dump({"line": line}, file)
-        os.replace(file.name, folder() / f"{key}.json")
-    except OSError:
-        return
+    user_cache.write(folder() / f"{key}.json", json.dumps({"line": line}).encode())

@@ -26,6 +26,7 @@ from hydragraph.frontend.check.probe_lengths import Lengths
 from hydragraph.frontend.check.probe_sequences import draw_sequences, ids_read
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.wide_dtype import default_dtype, runner
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
@@ -80,8 +81,8 @@ class StageCheck:
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
-        self._whole = Variants(program, added=added)  # the variants compared with the model
-        self._cut = Variants(program, fused_head=fused_head, added=added, library=library)
+        self._whole = Variants(program, added=added, cache=VariantCache())  # the variants compared with the model
+        self._cut = Variants(program, fused_head=fused_head, added=added, library=library, cache=VariantCache())
         self._passed: set[Hashable] = set()
 
     def check(self, strategy: Strategy) -> None:
