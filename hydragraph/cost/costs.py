@@ -161,8 +161,9 @@ class Costs:
         cluster: Cluster | None = None,
         health: Health | None = None,
         home: Home | None = None,
+        corrections: Corrections | None = None,
     ) -> Costs:
-        """Return the costs with another profile, cluster, health or home."""
+        """Return the costs with another profile, cluster, health, home or corrections."""
         costs = Costs(
             profile or self.profile,
             cluster or self.cluster,
@@ -171,7 +172,7 @@ class Costs:
             blocks=self._given_blocks,
             stack=self.stack,
             state_bytes=self.state_bytes,
-            corrections=self.corrections,
+            corrections=self.corrections if corrections is None else corrections,
             push_itemsize=self.push_itemsize,
         )
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)

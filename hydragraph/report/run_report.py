@@ -44,14 +44,29 @@ def run_report(
     told = happened(metrics, events)
     facts = _facts(metrics) if told is None else (*_facts(metrics), *cost_facts(metrics, events))
     if traced is None:
-        return Report("run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told)
+        return Report(
+            "run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told, words=_explanations(metrics)
+        )
     costs, trace = traced
     found = compare(costs, trace)
     order = {contender.name: i for i, contender in enumerate(contenders)}
     last = {step.strategy: step for step in trace.steps}  # last step of each strategy, when compilation is complete
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
-    return Report("run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found))
+    return Report(
+        "run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found), _explanations(metrics)
+    )
+
+
+def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
+    """Return the explanation of each plan that `strategies: auto` made, and how its seconds compare with the run's."""
+    lines: list[str] = []
+    for m in metrics:
+        if m.plan:
+            lines += ["", f"planned before step {m.step:,}:", *m.plan]
+        if m.beside:
+            lines += ["", f"after step {m.step:,}: {m.beside}"]
+    return tuple(lines[1:])
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:

@@ -474,8 +474,9 @@ class ElasticConfig:
         min_ranks: with fewer ranks the run saves and ends; null: 1 if another key makes the run survive losses.
         rejoin: start a process to replace a lost one; it joins between two steps.
         monitor: measure every rank, and write to `events.jsonl` which are slow, by how much and since when.
-        replan: plan again in the background when ranks become slow, and switch if the new plan pays off; needs
-            `strategies: auto`, or `plan` with `choose` and a profile, and implies `monitor`.
+        replan: plan again in the background when ranks become slow or steps take other times than expected, and switch
+            if the new plan pays off; needs `strategies: auto`, or `plan` with `choose` and a profile, and implies
+            `monitor`. null: true where `strategies: auto` measures the devices, else false.
         dry_run: report decisions without switching.
         enter, leave: a rank counts as slow from `enter` times the time of its peers, until it is below `leave` times.
     """
@@ -485,7 +486,7 @@ class ElasticConfig:
     min_ranks: int | None = None
     rejoin: bool = True
     monitor: bool = False
-    replan: bool = False
+    replan: bool | None = None
     dry_run: bool = False
     enter: float = 1.3
     leave: float = 1.1
@@ -497,24 +498,17 @@ class ElasticConfig:
         if self.min_ranks is not None:
             _check_whole("min_ranks", self.min_ranks, 1)
         for name in ("rejoin", "monitor", "replan", "dry_run"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool) and not (name == "replan" and self.replan is None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
         for name in ("enter", "leave"):
             _check_number(name, getattr(self, name), 1.0)
         if not 1 < self.leave < self.enter:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
-        if self.dry_run and not self.replan:
-            raise ValueError("dry_run has no effect without replan: also set replan, or leave dry_run out")
 
     @property
     def survives(self) -> bool:
         """Whether the run continues when ranks are lost."""
         return self.copies > 1 or self.spares > 0 or self.min_ranks is not None
-
-    @property
-    def on(self) -> bool:
-        """Whether ranks are watched."""
-        return self.monitor or self.replan
 
 
 @dataclass(frozen=True)
@@ -675,6 +669,8 @@ class TrainConfig:
                 "elastic.replan needs strategies: auto, or plan: {choose: true, profile: profile.json} (a file that "
                 "hydragraph profile writes): plans are priced by what was measured"
             )
+        if self.elastic.dry_run and not self.replans:
+            raise ValueError("elastic: dry_run has no effect without replan: also set replan, or leave dry_run out")
         if self.evaluates and not self.data.held_out and not self.data.evaluation:
             name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
             raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
@@ -688,6 +684,17 @@ class TrainConfig:
     def automatic(self) -> bool:
         """Whether strategies are proposed for the data."""
         return "auto" in self.strategies
+
+    @property
+    def replans(self) -> bool:
+        """Whether the run plans again when ranks become slow, or when steps take other times than expected."""
+        measures = self.automatic and self.plan.profile is None
+        return measures if self.elastic.replan is None else self.elastic.replan
+
+    @property
+    def watches(self) -> bool:
+        """Whether the run measures how fast every rank is."""
+        return self.elastic.monitor or self.replans
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -185,8 +185,9 @@ def _session(
             leader.note(going_on)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
-        executor.watched = config.elastic.on
-        controller = controller_of(config, world, executor) if config.elastic.on and leader is not None else None
+        executor.watched = config.watches
+        watches = config.elastic.monitor or (config.replans and world.ranks > 1)  # one rank has no other plan
+        controller = controller_of(config, world, executor) if watches and leader is not None else None
         turns = () if config.plan.choose else strategies
         callbacks = Callbacks.load(config.callbacks if leader is not None else ())
         run = Run(
@@ -276,7 +277,7 @@ def _join_run(
     config = replace(config, steps=steps_of(config, batches), epochs=None)
     evaluation = evaluation_batches(config, tokens) if config.evaluates else {}
     executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
-    executor.watched = config.elastic.on
+    executor.watched = config.watches
     turns = () if config.plan.choose else strategies
     run = Run(
         config,

@@ -76,7 +76,7 @@ def _known_rates(run: Run, course: Course) -> dict[int, float]:
     if run.controller is not None:
         health = run.controller.health
         return {run.watched[rank]: health.rate(rank) for rank in health}
-    if not run.config.elastic.on:
+    if not run.config.watches:
         return {}
     slow = read_slow(run.folder, course.began)
     late = Lateness(learned={member: each.learned for member, each in slow.items() if each.learned is not None})
@@ -86,7 +86,7 @@ def _known_rates(run: Run, course: Course) -> dict[int, float]:
 
 def _soon(config: TrainConfig) -> bool:
     """Return whether ranks continue with a good plan at once, because the best is searched for during training."""
-    return config.elastic.on and config.elastic.replan and not config.elastic.dry_run
+    return config.replans and not config.elastic.dry_run
 
 
 def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
@@ -113,7 +113,7 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
         log = owned.enter_context(open_log(run.folder, survived.step, course.watcher))
         course.watcher.started(survived.step, run.config.steps)
     run = replace(run, log=log, watcher=course.watcher)
-    if run.config.elastic.on:
+    if run.config.watches:
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}

@@ -63,6 +63,7 @@ class Metrics:
         mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
             and the peak of all GPUs; None if that peak is not known.
         time: when it was logged, in UTC; "" in runs of earlier versions.
+        beside: on the step after which expected and measured seconds of steps are compared, the result in words.
         plan: on the first step after a start with `strategies: auto`, the explanation of the plan, line by line.
     """
 
@@ -89,6 +90,7 @@ class Metrics:
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     time: str = ""
     plan: tuple[str, ...] = ()
+    beside: str = ""
 
     @property
     def eval_perplexity(self) -> float | None:

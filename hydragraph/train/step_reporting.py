@@ -24,6 +24,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     losses = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else {}
     if run.log is None or run.watcher is None:
         return
+    beside = run.expectation.stepped(report)
     metrics = Metrics(
         step=step,
         loss=report.loss,
@@ -48,16 +49,22 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
         mfu=_mfu(run, report),
         time=now(),
         plan=() if run.log.written else run.executor.planning.explanation,
+        beside="" if beside is None else str(beside),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
     run.callbacks.call("on_step", metrics)
     if losses:
         run.callbacks.call("on_evaluate", metrics)
+    if beside is not None:
+        again = beside.matters and run.controller is not None and run.controller.correct()
+        run.watcher.note(f"step {step}: {beside}{'; planning again with measured seconds' if again else ''}")
     if run.controller is not None:
         before = run.controller.slow if run.watched else {}
         for event in run.controller.stepped(report):
             tell(run, event)
+            if event.event == "switch" and event.done:
+                run.expectation.restart()
         slow = run.controller.slow if run.watched else {}
         if slow != before:
             write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})

@@ -53,7 +53,7 @@ def controller_of(
     else:
         monitor = before.monitor.among(costs, numbers or {})
     planner = None if before is None else before.released()
-    if not config.elastic.replan:
+    if not config.replans:
         return Controller(monitor)
     switched = hurried and bool(monitor.health.rates)
     if before is None:

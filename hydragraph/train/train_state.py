@@ -19,6 +19,7 @@ from hydragraph.train.mini_batch_lookahead import Ahead
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog
 from hydragraph.train.stragglers.controller import Controller
+from hydragraph.train.stragglers.expected_seconds import Expectation
 from hydragraph.train.trainable import StepResult, Trainable, Watcher
 
 
@@ -54,6 +55,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
     traced: list[TracedStep] = field(default_factory=list)
+    expectation: Expectation = field(default_factory=Expectation)  # of the steps of this session, on rank 0
     watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
     evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`

@@ -47,6 +47,18 @@ def test_a_run_without_a_trace() -> None:
     assert "tokens/s" in page
 
 
+def test_a_run_that_planned_itself_explains_its_plan() -> None:
+    first, *middle, last = metrics()
+    lines = ("devices: 4 x cpu", "plan: 2*<tp1,pp2>")
+    beside = "expected 1 s per step, measured 1.1 s (10% more; median of 4 steps)"
+    found = run_report("runs/demo", [replace(first, plan=lines), *middle, replace(last, beside=beside)], None)
+    assert found.words == ("planned before step 1:", *lines, "", f"after step 6: {beside}")
+    page = html(found)
+    assert "In words" in page
+    assert beside in page
+    assert run_report("runs/demo", metrics(), None).words == ()
+
+
 def test_a_traced_run_beside_its_simulation() -> None:
     priced = costs(4, cluster(4))
     trace = traced(priced, FAST, Assignment.even([4, 3], [900, 700]), steps=3)

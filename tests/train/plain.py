@@ -33,6 +33,7 @@ class PlainReport:
     padding: int = 0
     planning_s: float = 0.001
     planning_hidden_s: float = 0.0
+    preparing_s: float = 0.0
     expected_s: float = 0.0
     exposed: Exposed = field(default_factory=Exposed)
     step: int = 0

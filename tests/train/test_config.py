@@ -189,5 +189,5 @@ def test_what_a_run_does_about_slow_ranks_is_checked(tmp_path: Path, changes: di
 
 def test_replanning_watches_too(tmp_path: Path) -> None:
     plan = {"choose": True, "profile": "profile.json"}
-    assert TrainConfig.load(write(tmp_path, {"elastic.replan": True, "plan": plan})).elastic.on
-    assert not TrainConfig.load(write(tmp_path, {})).elastic.on
+    assert TrainConfig.load(write(tmp_path, {"elastic.replan": True, "plan": plan})).watches
+    assert not TrainConfig.load(write(tmp_path, {})).watches

@@ -22,8 +22,9 @@ from hydragraph.train.data import evaluation_batches, mini_batches, open_tokens,
 from hydragraph.train.loop import train
 from hydragraph.train.run_folder import Checkpoint
 from hydragraph.train.step_metrics import Metrics, read_metrics
+from hydragraph.train.stragglers import expected_seconds
 from tests.thorough import first
-from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
+from tests.train.plain import PlainExecutor, PlainReport, Watched, compile_plain, settings
 
 
 def config(folder: Path, **changes: object) -> TrainConfig:
@@ -51,6 +52,28 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
         "step-00000004",
         "step-00000006",
     ]
+
+
+class Expecting(PlainExecutor):
+    """Takes a quarter more than it expects."""
+
+    def step(self, *args: Any) -> PlainReport:
+        return replace(super().step(*args), expected_s=0.4)
+
+
+def compile_expecting(model: Any, strategy: Any, *, optimizer: Any, **_: object) -> Expecting:
+    return Expecting(model, optimizer)
+
+
+def test_expected_seconds_are_told_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_seconds, "STEPS", 5)
+    monkeypatch.setattr(expected_seconds, "LEAST", 3)
+    watched = Watched()
+    history = train(config(tmp_path), "new", compile_expecting, watched).history
+    sentence = "expected 0.4 s per step, measured 0.5 s (25% more; median of 3 steps)"
+    assert watched.notes == [f"step 5: {sentence}"]  # without a controller, nothing is planned again
+    assert [m.beside for m in history] == ["", "", "", "", sentence, ""]
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == list(history)
 
 
 def test_strategies_take_turns(tmp_path: Path) -> None:

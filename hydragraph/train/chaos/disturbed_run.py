@@ -155,7 +155,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
     kinds = tuple(kind for kind in KINDS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
         raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
-    if "switch" in kinds and (not config.elastic.replan or config.elastic.dry_run):
+    if "switch" in kinds and (not config.replans or config.elastic.dry_run):
         raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:

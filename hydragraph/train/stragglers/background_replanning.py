@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
+from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
@@ -53,6 +54,7 @@ class Question:
         deadline_s: search time limit; the best plan so far is then taken; None: equal questions have equal
             answers.
         at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
+        corrections: measured errors of the costs.
     """
 
     profile: Profile
@@ -66,6 +68,7 @@ class Question:
     policy: Policy
     deadline_s: float | None = DEADLINE_S
     at_once: bool = False
+    corrections: Corrections = field(default_factory=Corrections)
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ def costs_of(question: Question, before: Costs | None = None) -> Costs:
     Args:
         before: costs of an earlier question: results that depend on neither health nor home are reused.
     """
-    if before is not None and (before.profile, before.cluster) == (question.profile, question.cluster):
+    inputs = question.profile, question.cluster, question.corrections
+    if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
-    return Costs(question.profile, question.cluster, question.health, home=question.home)
+    profile, cluster, corrections = inputs
+    return Costs(profile, cluster, question.health, home=question.home, corrections=corrections)
 
 
 def replan(question: Question, costs: Costs | None = None) -> Replanned:
@@ -147,7 +152,8 @@ def _at_length(question: Question, costs: Costs) -> Replanned:
     from hydragraph.spec.training_workload import Workload
 
     try:
-        several = len(question.cluster.types) > 1
+        # Without slow ranks, the costs themselves have changed, so all methods are tried.
+        several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,
             Workload(lengths=question.lengths),

@@ -1,6 +1,8 @@
 """The straggler controller: how a run handles slow ranks. It runs on one rank, between steps.
 
     a rate changes     -> request a good plan at once from another process -> training continues
+    steps take other times than expected (`expected_seconds`)
+                       -> correct the costs by the measured seconds of blocks, and request the best plan
     an answer arrives  -> switch if the gain until the end of the run exceeds the cost of the switch: the new strategies
                           are prepared during training, then all ranks switch to them
                        -> request the best plan, which takes longer, and decide again
@@ -163,6 +165,7 @@ class Controller:
         self._asked_for = Health()
         self._asked_at = 0
         self._at_once = False  # the last question asked for a quick answer, so a better one may follow
+        self._corrected = False  # costs have changed, and no plan was requested since
         self._switched_at: int | None = None
         self._coming: _Coming | None = None  # the switch that ranks prepare, or made with the current step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
@@ -204,6 +207,15 @@ class Controller:
         return {
             rank: replace(known.get(rank, Slow()), learned=learned.get(rank)) for rank in sorted({*known, *learned})
         }
+
+    def correct(self) -> bool:
+        """Plan again with the measured seconds of blocks; return whether there is a planner."""
+        if self._replanning is None:
+            return False
+        costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
+        self._replanning = replace(self._replanning, costs=costs)
+        self._corrected = True
+        return True
 
     def _follow(self, following: Following, report: Stepped) -> tuple[Event, ...]:
         """Decide where state lives, given the strategies that may run and the largest recent mini-batch."""
@@ -277,7 +289,7 @@ class Controller:
         given.planner.forget()
 
     def _ask(self, step: int) -> None:
-        """Request another plan if rates have changed, or if the last one was found in a hurry."""
+        """Request another plan if rates or costs have changed, or if the last one was found in a hurry."""
         given = self._replanning
         assert given is not None, "asked of those that plan"
         health = self.health
@@ -285,8 +297,8 @@ class Controller:
             return
         if health != self._asked_for and self._may_switch(given, step, health):
             self._at_once = given.switch is not None  # a dry run waits for the best
-        elif health == self._asked_for and self._at_once:
-            self._at_once = False
+        elif health == self._asked_for and (self._at_once or self._corrected):
+            self._at_once = self._corrected = False
         else:
             return
         self._asked_for = health
@@ -311,6 +323,7 @@ class Controller:
             given.request,
             given.policy,
             at_once=at_once,
+            corrections=given.costs.corrections,
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> Event:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
+from hydragraph.cost.corrections import COMPUTING, Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op
@@ -74,6 +75,7 @@ class Monitor:
         self._core = Estimator(sensitivity, CROWDED, {rank: each.core for rank, each in known if each.core > 1})
         self._strategy: Strategy | None = None
         self._probed: dict[int, float] = {}  # the first probe of each rank
+        self._corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
         """Return a monitor of other ranks, which keeps what this one knows about those that stay.
@@ -98,6 +100,11 @@ class Monitor:
     def health(self) -> Health:
         """The rates of ranks known now."""
         return Health({rank: each.rate for rank, each in self.slow.items()})
+
+    @property
+    def corrections(self) -> Corrections:
+        """The measured seconds of blocks over those that the costs predict, by rank."""
+        return self._corrections
 
     @property
     def scatter(self) -> tuple[float, float]:
@@ -131,6 +138,9 @@ class Monitor:
             own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
+            whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
+            if whole > 0:  # blocks are timed forward and backward together
+                self._corrections = self._corrections.with_step({(part, rank): whole for part in COMPUTING})
         # Idle ranks count by their probes; otherwise what is known about their cores would never change.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: each for rank, each in work.items() if each}, self._idle(ranks))

@@ -11,15 +11,18 @@ from dataclasses import replace
 import pytest
 
 import hydragraph as hg
+from hydragraph.cost.corrections import COMPUTING, Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
+from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.train.stragglers import background_replanning
 from hydragraph.train.stragglers.background_replanning import Question, Replanned, Replanner, costs_of, replan
+from hydragraph.train.stragglers.monitor import predict
 from tests.models import llama
 
 LAYERS = 4
@@ -51,6 +54,17 @@ def test_a_plan_for_a_straggler_takes_less_than_going_on() -> None:
     ideal = well.after_s * 4 / (3 + 1 / 5.42)
     assert ideal * 0.85 <= found.after_s <= ideal * 1.6
     assert RUNNING in found.strategies
+
+
+def test_measured_seconds_correct_the_costs_of_a_question() -> None:
+    twice = {(kind, rank): (2.0,) * 8 for kind in COMPUTING for rank in range(4)}
+    corrected = replace(question(Health()), corrections=Corrections(("",) * 4, twice))
+    before = costs_of(question(Health()))
+    after = costs_of(corrected, before)
+    shared = Assignment.even([1, 1], 100)
+    one, two = (sum(sum(kinds.values()) for kinds in predict(c, RUNNING, shared).values()) for c in (before, after))
+    assert two == pytest.approx(2 * one)
+    assert costs_of(corrected, after).corrections == corrected.corrections
 
 
 def test_a_strategy_that_names_a_lost_rank_cannot_go_on() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import hydragraph as hg
+from hydragraph.cost.accounts import Kind
+from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.policy import Policy
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes
@@ -46,6 +48,7 @@ class Given:
     def __init__(self) -> None:
         self.health = Health()
         self.changes: tuple[Change, ...] = ()
+        self.corrections = Corrections()
 
     def observe(self, *_: object) -> tuple[Change, ...]:
         changes, self.changes = self.changes, ()
@@ -150,6 +153,22 @@ def test_a_straggler_leads_to_a_switch_with_its_reason() -> None:
     assert decision.after_s == pytest.approx(decision.before_s / 2), "steps as measured, by the ratio that plans say"
     assert str(OTHER) in decision.why
     assert "no state moves" in decision.why
+
+
+def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_measured_seconds() -> None:
+    planner = Answering(4.0, 2.0)
+    switched: list[Replanned] = []
+    controller, monitor = controlled(planner, switched)
+    run(controller, monitor, {}, 5)
+    assert not planner.asked
+    monitor.corrections = Corrections(("", "", "", ""), {(Kind.FORWARD, 0): (2.0,) * 8, (Kind.BACKWARD, 0): (2.0,) * 8})
+    assert controller.correct()
+    events = run(controller, monitor, {}, 6)
+    assert [(each.health, each.at_once, each.corrections) for each in planner.asked] == [
+        (Health(), False, monitor.corrections)
+    ]
+    assert [event.event for event in events] == ["switch"]
+    assert not Controller(monitor).correct(), "ranks are only watched"  # type: ignore[arg-type]
 
 
 def test_a_dry_run_decides_and_does_nothing() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hydragraph as hg
+from hydragraph.cost.accounts import Kind
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.errors import Unsupported
@@ -68,6 +69,17 @@ def test_a_long_sequence_is_no_straggler_and_a_stopped_device_is_one() -> None:
     assert monitor.health.rates == {1: pytest.approx(2.57, rel=1e-6)}
     assert observed(monitor, range(23, 27), {}) == [1]
     assert monitor.health.rates == {}
+
+
+def test_blocks_that_take_other_times_than_predicted_correct_the_costs() -> None:
+    monitor = Monitor(costs())
+    observed(monitor, range(20), {1: 2.0})
+    corrections = monitor.corrections
+    assert corrections.types == ("",) * 4
+    factor = corrections.factor(Kind.FORWARD)
+    assert factor == corrections.factor(Kind.BACKWARD)
+    assert 3.0 <= factor <= 3.0 + len(set(PROGRAM.kinds))  # as `times` has it, without the slow rank
+    assert set(corrections.health) == {1}
 
 
 def test_a_crowded_core_is_found_too_and_rates_multiply() -> None:

@@ -1,0 +1,91 @@
+"""Expected seconds of steps beside measured ones: whether the costs that a plan was made with hold in the run.
+
+The first step of each strategy is left out, as it compiles graphs and allocates memory. Medians are compared, so a few
+disturbed steps have no effect.
+
+Example: a plan expects 0.50 s per step, and 18 of the first 20 steps take 0.61 s: "expected 0.5 s per step, measured
+0.61 s (22% more; median of 18 steps)". This differs by more than `MATTERS`, so the controller plans again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+STEPS = 20  # of a session, or since another plan runs, after which they are compared
+LEAST = 5  # steps that can be compared, at least; more steps are awaited
+MATTERS = 1.2  # plans are made again if measured and expected seconds differ by this factor
+
+
+class Timed(Protocol):
+    """The part of a step's report that is compared (`executable.StepReport`)."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall time."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that ran."""
+
+    @property
+    def preparing_s(self) -> float:
+        """Seconds of it spent compiling graphs."""
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Median seconds of some steps.
+
+    Attributes:
+        expected_s, measured_s: per step.
+        steps: number of compared steps.
+    """
+
+    expected_s: float
+    measured_s: float
+    steps: int
+
+    @property
+    def matters(self) -> bool:
+        """Whether the difference justifies another plan."""
+        ratio = self.measured_s / self.expected_s
+        return not 1 / MATTERS <= ratio <= MATTERS
+
+    def __str__(self) -> str:
+        more = self.measured_s / self.expected_s - 1
+        difference = f"{abs(more):.0%} {'more' if more > 0 else 'less'}; median of {self.steps} steps"
+        return f"expected {self.expected_s:.3g} s per step, measured {self.measured_s:.3g} s ({difference})"
+
+
+class Expectation:
+    """Compares the steps of a session once; after `restart`, once more."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again, because another plan runs."""
+        self._count = 0
+        self._seen: set[str] = set()
+        self._steps: list[tuple[float, float]] = []
+        self._done = False
+
+    def stepped(self, report: Timed) -> Beside | None:
+        """Record a step; return the comparison after enough of them."""
+        if self._done:
+            return None
+        self._count += 1
+        if report.strategy in self._seen and report.expected_s > 0:
+            self._steps.append((report.expected_s, report.seconds - report.preparing_s))
+        self._seen.add(report.strategy)
+        if self._count < STEPS or len(self._steps) < LEAST:
+            return None
+        self._done = True
+        expected, measured = zip(*self._steps, strict=True)
+        return Beside(median(expected), median(measured), len(self._steps))
