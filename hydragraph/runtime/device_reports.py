@@ -2,8 +2,9 @@
 
 Types are told apart by measurement, not by name: a GPU that is throttled to half its clock is a type of its own.
 
-Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second. The fastest leads a type, which all within
-`ALIKE` of it join; the third forms another one, named after its speed: "a100", "a100", "a100-51", "a100".
+Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second. From the fastest down, a rank joins a type
+if it reaches `ALIKE` of the median of the ranks in it; the third forms another type, named after its speed: "a100",
+"a100", "a100-51", "a100". The median, because one rank that has its core to itself for a moment is not a type.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -23,11 +25,11 @@ from hydragraph.runtime.profile_measurement import device_memories, type_name
 from hydragraph.runtime.speed_probe import MOST_S, SIZES, Probe
 from hydragraph.version import __version__
 
-# Devices of one type reach at least this fraction of the speed, and of the memory, of the fastest of them.
+# Devices of one type reach at least this fraction of the median speed of the faster ones of them, and of their memory.
 ALIKE = 0.8
-# Most times that devices are probed again while some of one name seem slower than others: other processes may have
-# slowed them for a moment.
-AGAIN = 3
+# Most probes of a device, of which the fastest counts. A second one runs only if some devices of one name seem slower
+# than others: other processes may have slowed them for a moment.
+PROBES = 6
 # Bytes copied to measure the bandwidth of memory.
 COPIED = 1 << 25
 # Packages whose versions must be equal on all hosts.
@@ -92,8 +94,8 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     )
     reports = tuple(groups.gather_objects(own))
     check_versions(reports)
-    for _ in range(AGAIN):
-        if len(set(types_of(reports))) == len({report.name for report in reports}):
+    for _ in range(PROBES - 1):
+        if not _differ_in_speed(reports):
             break
         per_s = max(own.products_per_s, measured())
         own = replace(own, products_per_s=per_s, flops_per_s=2 * size**3 * per_s)
@@ -119,33 +121,40 @@ def check_versions(reports: Sequence[DeviceReport]) -> None:
 
 def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
     """Return the name of each rank's type of device."""
-    leaders: list[tuple[str, DeviceReport]] = []
+    types: dict[str, list[DeviceReport]] = {}
     names = [""] * len(reports)
     for rank in sorted(range(len(reports)), key=lambda rank: (-reports[rank].products_per_s, rank)):
         own = reports[rank]
-        name = next((name for name, leader in leaders if alike(leader, own)), None)
+        name = next((name for name, members in types.items() if _belongs(own, members)), None)
         if name is None:
-            name = _new_name(own, leaders)
-            leaders.append((name, own))
+            name = _new_name(own, types)
+        types.setdefault(name, []).append(own)
         names[rank] = name
     return tuple(names)
 
 
-def alike(one: DeviceReport, other: DeviceReport) -> bool:
-    """Return whether two devices are of one type: the same name, and nearly the same speed and memory."""
-    if one.name != other.name:
+def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
+    """Return whether some devices are of types of their own because they are slower."""
+    equally_fast = [replace(report, products_per_s=1.0) for report in reports]
+    return len(set(types_of(reports))) > len(set(types_of(equally_fast)))
+
+
+def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
+    """Return whether a device, which is not faster than any member of a type, is of that type as well."""
+    leader = members[0]
+    memories = sorted((own.memory_bytes, leader.memory_bytes))
+    if own.name != leader.name or memories[0] < ALIKE * memories[1]:
         return False
-    pairs = ((one.products_per_s, other.products_per_s), (one.memory_bytes, other.memory_bytes))
-    return all(min(pair) >= ALIKE * max(pair) for pair in pairs)
+    return own.products_per_s >= ALIKE * median(member.products_per_s for member in members)
 
 
-def _new_name(own: DeviceReport, leaders: Sequence[tuple[str, DeviceReport]]) -> str:
+def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) -> str:
     """Return a name for a type: the device's, with its speed relative to the fastest of that name if there is one."""
-    fastest = next((leader for _, leader in leaders if leader.name == own.name), None)
+    fastest = next((members[0] for members in types.values() if members[0].name == own.name), None)
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if any(name == other for other, _ in leaders):  # as fast, with other memory
+    if name in types:  # as fast, with other memory
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 
