@@ -15,7 +15,7 @@ from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.train.starter_config import Found
+    from hydragraph.train.starter_config import Devices, Found
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -76,10 +76,22 @@ def first_config(found: Found, to: Path) -> str:
         found: the data and the model.
         to: the file that will hold it, after which the run folder is named.
     """
-    import torch
-
     from hydragraph.train.starter_config import starter
 
+    devices = devices_here()
+    return starter(found, devices, f"runs/{to.stem}")
+
+
+def devices_here() -> Devices:
+    """Return the devices that a first config is for: the launcher's ranks, this machine's GPUs, or its CPU."""
+    import torch
+
+    from hydragraph.train.starter_config import Devices
+
     gpus = torch.cuda.device_count()
-    ranks = int(os.environ["WORLD_SIZE"]) if launched() else max(gpus, 1)
-    return starter(found, ranks, gpus > 0, f"runs/{to.stem}")
+    if launched():
+        ranks = int(os.environ["WORLD_SIZE"])
+        return Devices(ranks, gpus > 0, f"{ranks} rank{'s' * (ranks != 1)} of the launcher")
+    if gpus:
+        return Devices(gpus, True, f"{gpus} GPU{'s' * (gpus != 1)} of this machine")
+    return Devices(1, False, "1 process, which uses all cores; this machine has no GPU")

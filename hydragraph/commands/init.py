@@ -1,4 +1,4 @@
-"""`hydragraph init`: write a first config for what somebody has, and ask nothing."""
+"""`hydragraph init`: write a first config for the data, the model and the devices that are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hydragraph.commands.config_or_data import first_config
+from hydragraph.commands.config_or_data import devices_here, first_config
 from hydragraph.commands.options import Debug, LogLevel
 
 EXAMPLE = (
@@ -26,12 +26,12 @@ def init_command(
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
-    """Write a config with comments, by looking at the data and the model that are named; it asks nothing."""
+    """Write a config with comments for the named data and model and this machine's devices; ask nothing."""
     if to.exists() and (to.is_dir() or not overwrite):
         fix = "name a file with --to" if to.is_dir() else "use --overwrite, or another --to"
-        raise ValueError(f"--to {to} is there already: {fix}")
+        raise ValueError(f"--to {to} already exists: {fix}")
     if not to.parent.is_dir():
-        raise ValueError(f"--to {to}: there is no directory {to.parent}: make it first")
+        raise ValueError(f"--to {to}: the directory {to.parent} does not exist: create it first")
     from hydragraph.train.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks
@@ -43,6 +43,7 @@ def init_command(
     if found.data:
         for sentence in data_remarks(config.data.sources):
             print(sentence)
-    print(f"{to}: read it, then: hydragraph check {to}, hydragraph train {to}")
     if not found.data and found.model is not None:
-        print(f"put your data into data.paths of {to} first")
+        print(f"{to}: name your data in data.paths first")
+    print(f"{to} is for {devices_here().text}: train measures them and plans (strategies: auto)")
+    print(f"read it; hydragraph check {to} predicts memory and seconds per step, hydragraph train {to} trains")

@@ -37,6 +37,21 @@ class Found:
     templated: bool
 
 
+@dataclass(frozen=True)
+class Devices:
+    """The devices to train on.
+
+    Attributes:
+        ranks: number of processes, one for each device.
+        cuda: whether they are GPUs.
+        text: in words.
+    """
+
+    ranks: int
+    cuda: bool
+    text: str
+
+
 def look(paths: Sequence[Path]) -> Found:
     """Inspect the given paths.
 
@@ -82,13 +97,12 @@ def _remedy(path: Path) -> str:
     return "name a file or folder of data, or a Hugging Face directory"
 
 
-def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
+def starter(found: Found, devices: Devices, output: str) -> str:
     """Return a config with comments.
 
     Args:
         found: result of `look`.
-        devices: number of training devices.
-        cuda: whether they are GPUs.
+        devices: to train on.
         output: the run folder.
     """
     chat = found.format not in ("text", "tokens")
@@ -105,8 +119,8 @@ def starter(found: Found, devices: int, cuda: bool, output: str) -> str:
         *_strategies(devices),
         *_length(found, chat),
         *_optimizer(found),
-        *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if cuda else []),
-        f"device: {'cuda' if cuda else 'cpu'}",
+        *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if devices.cuda else []),
+        f"device: {'cuda' if devices.cuda else 'cpu'}",
         "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
         "checkpoint_every: 100  # hydragraph train --resume continues from the last one; or checkpoint_per_epoch: 1",
         "# keep_best: true  # also keep the checkpoint with the lowest evaluation loss, and write model from it",
@@ -202,10 +216,10 @@ def _paths_comment(found: Found) -> str:
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
 
 
-def _strategies(devices: int) -> list[str]:
+def _strategies(devices: Devices) -> list[str]:
     return [
-        "strategies: auto  # measured and planned for these devices and data; or yours, such as 2*<tp1,pp1>",
-        f"ranks: {devices}",
+        "strategies: auto  # measured and planned when training starts; or yours, such as 2*<tp1,pp1>",
+        f"ranks: {devices.ranks}  # {devices.text}",
     ]
 
 

@@ -15,6 +15,7 @@ def test_what_it_writes_trains(tmp_path: Path) -> None:
     data.write_text((json.dumps({"messages": turns}) + "\n") * 60)
     done = run("init", data, "--to", tmp_path / "first.yaml")
     assert done.exit_code == 0, done.output
+    assert "first.yaml is for 1 process, which uses all cores; this machine has no GPU: train measures" in done.stdout
     assert "hydragraph check" in done.stdout
     config = TrainConfig.load(tmp_path / "first.yaml")
     assert (config.data.format, config.data.train_on, config.epochs) == ("auto", "assistant", 3)
@@ -32,8 +33,8 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "there.yaml").write_text("mine")
     refused = run("init", "--to", tmp_path / "there.yaml")
     assert (refused.exit_code, (tmp_path / "there.yaml").read_text()) == (2, "mine")
-    assert "is there already: use --overwrite" in refused.stderr
+    assert "already exists: use --overwrite" in refused.stderr
     assert run("init", "--to", tmp_path / "there.yaml", "--overwrite").exit_code == 0
     assert "name a file with --to" in run("init", "--to", tmp_path, "--overwrite").stderr
-    assert "make it first" in run("init", "--to", tmp_path / "none" / "a.yaml").stderr
+    assert "create it first" in run("init", "--to", tmp_path / "none" / "a.yaml").stderr
     assert "does not exist" in run("init", tmp_path / "none.txt", "--to", tmp_path / "b.yaml").stderr

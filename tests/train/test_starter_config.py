@@ -16,7 +16,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_settings
 from hydragraph.train.config_schema import SCHEMA, json_schema
 from hydragraph.train.data import check_data
-from hydragraph.train.starter_config import look, starter
+from hydragraph.train.starter_config import Devices, look, starter
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 RECORDS = {
@@ -40,7 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(paths: list[Path], devices: int = 1) -> TrainConfig:
-    text = starter(look(paths), devices, False, "runs/first")
+    text = starter(look(paths), Devices(devices, False, f"{devices} processes"), "runs/first")
+    assert f"ranks: {devices}  # {devices} processes" in text
     assert text.splitlines()[0] == f"# yaml-language-server: $schema={SCHEMA}"
     assert all(len(line) <= 160 for line in text.splitlines()[1:])
     file = paths[0].parent / "written.yaml" if paths else Path("/tmp/written.yaml")
