@@ -121,6 +121,7 @@ ODD: dict[str, str | bytes] = {
     "strange/config.json": '{"model_type": "zork"}',
     "list.json": "[1]",
     "list.yaml": "- a\n- b\n",
+    "empty.yaml": "",
     "bad.yaml": "a: [1\nb: :\n",
     "dup.yaml": "steps: 1\nsteps: 2\n",
     "tabs.yaml": "a:\n\tb: 1\n",
