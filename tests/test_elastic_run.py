@@ -1,4 +1,4 @@
-"""`hydragraph train` goes on when its ranks are killed, and `hydragraph chaos` shows it."""
+"""`hydragraph train` continues when its ranks are killed, and `hydragraph chaos` shows it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hydragraph.checkpoint.folder import complete
 from hydragraph.commands.chaos import chaos_command
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.best_evaluation import lowest
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.data import mini_batches, open_tokens, parts_of_epochs, prepare, steps_of
 from hydragraph.train.ranks_file import RankPlace
 from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.stragglers.run_events import read_events
@@ -77,10 +82,11 @@ def devices(folder: Path) -> dict[str, str]:
     return {"profile": str(profile), "cluster": str(cluster)}
 
 
-def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: Path) -> None:
-    """And with a plan for the two unlike devices that are left, which the rank that leads now makes at once."""
+def test_a_run_whose_leader_is_killed_continues_in_the_other_processes(tmp_path: Path) -> None:
+    """The rank that then leads makes a plan for the two unlike devices at once, and knows all evaluations so far."""
     auto = {"strategies": ["auto"], "plan": {"choose": True, **devices(tmp_path)}}
-    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "replan": True}, **auto))
+    early = {"evaluate_every": 2, "keep_best": True, "patience": 7, "min_improvement": 100.0}  # only the first counts
+    process = started(written(tmp_path, elastic={"copies": 2, "rejoin": False, "replan": True}, **early, **auto))
     run = tmp_path / "run"
     wait_for_step(run, 4)
     before = ranks(run)
@@ -88,7 +94,10 @@ def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: P
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     assert ranks(run) == before[1:]
-    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+    history = read_metrics(run / "metrics.jsonl")
+    assert [metrics.step for metrics in history] == list(range(1, 17)), "2, and 7 evaluations later"
+    assert "ending after step 16 of 30" in " ".join(said.split())
+    assert (run / "checkpoints" / f"step-{lowest(history):08d}" / "complete.json").is_file()
     events = [event for event in read_events(run / "events.jsonl") if event.event in ("fault", "resumed")]
     assert [event.event for event in events] == ["fault", "resumed"]
     assert events[0].ranks == (0,)
@@ -99,6 +108,32 @@ def test_a_run_whose_leader_is_killed_goes_on_in_the_other_processes(tmp_path: P
     assert "no state was lost" in events[1].why
     assert events[1].moved_bytes > 0, "what the lost rank owned has two owners again"
     assert (run / "model" / "config.json").is_file()
+
+
+@thorough
+def test_a_process_that_joins_evaluates_and_saves_at_the_same_steps(tmp_path: Path) -> None:
+    parts = {"evaluate_every": 0, "evaluate_per_epoch": 2, "checkpoint_every": 0, "checkpoint_per_epoch": 1}
+    path = written(tmp_path, steps=0, epochs=12, keep=99, **parts)
+    process = started(path)
+    run = tmp_path / "run"
+    wait_for_step(run, 4)
+    lost = ranks(run)[0]
+    os.kill(lost, signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert "join" in [event.event for event in read_events(run / "events.jsonl")], said
+    assert len(ranks(run)) == 3
+    assert lost not in ranks(run)
+    config = TrainConfig.load(path)
+    batches = partial(mini_batches, config, open_tokens(config, prepare(config)))
+    steps = steps_of(config, batches())
+    history = read_metrics(run / "metrics.jsonl")
+    assert [metrics.step for metrics in history] == list(range(1, steps + 1))
+    evaluated = {metrics.step for metrics in history if metrics.eval_loss is not None}
+    assert evaluated == parts_of_epochs(batches(), 2, steps) | {steps}
+    assert len(evaluated) >= 24
+    saved = {step for step, _ in complete(run / "checkpoints")}
+    assert saved >= parts_of_epochs(batches(), 1, steps) | {steps}
 
 
 @thorough
