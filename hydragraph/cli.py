@@ -40,7 +40,7 @@ from hydragraph.commands import (
 from hydragraph.commands.bench.command import bench_app
 from hydragraph.commands.launch_process import launched
 from hydragraph.commands.options import check_written
-from hydragraph.errors import EndedElsewhere, RankFailure
+from hydragraph.errors import EndedElsewhere, RankFailure, Unreachable
 from hydragraph.version import __version__
 
 # A mistake of the user's, which can be corrected, and a run that did not end well.
@@ -137,7 +137,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
-    except (FloatingPointError, RankFailure, EndedElsewhere, TimeoutError) as error:
+    except (FloatingPointError, RankFailure, EndedElsewhere, TimeoutError, Unreachable) as error:
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except Exception as error:

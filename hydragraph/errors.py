@@ -73,5 +73,9 @@ class TooFewRanks(RuntimeError):  # noqa: N818
         return TooFewRanks, (self.why,)
 
 
+class Unreachable(RuntimeError):  # noqa: N818
+    """Ranks of two hosts cannot connect to each other; the error names the addresses that were tried."""
+
+
 class EndedElsewhere(RuntimeError):  # noqa: N818
     """Another machine has ended the run; its own words say why."""

@@ -51,10 +51,10 @@ def _name(source: str) -> str | None:
         packed = socket.inet_pton(socket.AF_INET6, source.partition("%")[0]).hex()
         lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())
         return next((fields[-1] for fields in lines if fields[0] == packed), None)
-    return next((name for _, name in socket.if_nameindex() if _address(name) == source), None)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == source), None)
 
 
-def _address(name: str) -> str | None:
+def address_of(name: str) -> str | None:
     """Return the first IPv4 address of an interface."""
     import fcntl
 

@@ -39,6 +39,7 @@ from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
 from hydragraph.cluster.rendezvous.member import meet
 from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.unreachable import no_store
 from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
@@ -184,7 +185,10 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     if rank == 0 and not shared:
         store = hosted(address, port)
     else:
-        store = client(address, port)
+        try:
+            store = client(address, port)
+        except RuntimeError as error:  # PyTorch's DistError
+            raise ConnectionError(no_store(error, address, port, rank)) from error
     joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]

@@ -86,7 +86,7 @@ def plan_automatically(
 
     Raises:
         Unsupported: on all ranks: no plan fits the devices.
-        ValueError: hosts have different versions.
+        ValueError: hosts have different versions or models.
     """
     if not planning.lengths:
         count, tokens = ASSUMED
@@ -100,6 +100,7 @@ def plan_automatically(
         if world.rank == 0:
             doing("looking at devices and links")
         found = discover(groups, probe)
+        _check_models(subject, found, groups)
         more = False
         while True:
             costs, source = _costs(subject, found, groups, planning, more)
@@ -114,6 +115,22 @@ def plan_automatically(
             more = True
     finally:
         groups.close()
+
+
+def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
+    """Check that all ranks have the same model: otherwise they would wait for each other's measurements forever.
+
+    Raises:
+        ValueError: naming two ranks and their hosts.
+    """
+    programs: list[str] = groups.gather_objects(f"{subject.program.fingerprint}, {subject.program.dtype}")
+    for rank, other in enumerate(programs):
+        if other != programs[0]:
+            hosts = found.reports[rank].host, found.reports[0].host
+            raise ValueError(
+                f"rank {rank} on {hosts[0]} has another model than rank 0 on {hosts[1]} (programs {other} and "
+                f"{programs[0]}): give every host the same config, model files and versions"
+            )
 
 
 @dataclass(frozen=True)

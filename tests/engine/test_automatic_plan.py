@@ -144,6 +144,16 @@ def test_without_lengths_the_assumed_ones_are_told(ranks: list[tuple[Trained, ..
     assert ranks[0][3].lines[-1] == "no lengths were given: planned for 8 sequences of 64 tokens"
 
 
+def test_different_models_are_refused_before_they_are_measured() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 on .* has another model than rank 0 on .*: give every host the same"):
+        hg.launch(of_other_depth, 2, timeout=timedelta(minutes=5))
+
+
+def of_other_depth() -> None:
+    with mock.patch(REPORTS, return_value=1000.0), mock.patch.object(automatic_plan, "measure", None):
+        hg.compile(llama(layers=1 + int(os.environ["RANK"])), "auto", device="cpu", check="off", lengths=LENGTHS)
+
+
 def test_a_device_too_small_for_any_layer_is_refused_with_a_remedy(tmp_path: Path) -> None:
     def small(groups: Any, probe: Any = None) -> Discovered:
         found = discover(groups, lambda: 1000.0)

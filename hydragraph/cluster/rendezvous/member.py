@@ -20,6 +20,7 @@ from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
 from hydragraph.cluster.interface import interface_for
 from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
 from hydragraph.cluster.rendezvous.store_registers import Peer, Place, prefix
+from hydragraph.cluster.unreachable import explained, write_addresses
 from hydragraph.errors import RankFailure
 from hydragraph.private.process_groups import drop_all
 
@@ -211,7 +212,15 @@ def meet(
         progress_s: limit in seconds for a rank without progress while others wait.
     """
     _choose_interface()
-    make = lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)  # noqa: E731
+
+    def make() -> None:
+        if _on_several_machines():
+            write_addresses(store, rank)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        except RuntimeError as error:
+            raise explained(error, store, rank, ranks) from error
+
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
     # Only ranks of an elastic launch also abandon the default group; otherwise it remains the user's.
@@ -222,11 +231,14 @@ def meet(
 
 def _choose_interface() -> None:
     """Make gloo use an interface that other machines can reach, unless the user has named one."""
-    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if _on_several_machines() and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_for(os.environ.get("MASTER_ADDR", "localhost"))
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _on_several_machines() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
 class _Here:
