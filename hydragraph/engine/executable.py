@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +60,7 @@ from hydragraph.frontend.packed_inputs import Loss, own_fields
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
-from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.kernels.philox import key_of
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend, refuse_halves
@@ -70,6 +70,7 @@ from hydragraph.planner.request import PlanRequest
 from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.elementwise import OptimizerFactory, check_hooks
+from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import HomeState, settings_of
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.speed_probe import MOST_S, Probe
@@ -78,8 +79,10 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.home_text import owners_text
+from hydragraph.spec.limits import Limit
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.workload import Field
 from hydragraph.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -135,6 +138,16 @@ class StepReport:
     def exposed(self) -> Exposed:
         """Seconds that ranks waited for communication, on average."""
         return mean_exposed(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ran:
+    """One iteration: its mini-batch, how it was assigned, its outcome, and the seconds spent preparing programs."""
+
+    batch: MiniBatch
+    work: AssignedBatch
+    outcome: IterationOutcome
+    preparing_s: float
 
 
 def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Callable[Concatenate[Executable, P], T]]:
@@ -274,8 +287,8 @@ class Executable:
         self.strategies: tuple[Strategy, ...] = ()
         self.past = Past()
         self._recent: tuple[Strategy, ...] = ()
-        self._running: tuple[Strategy, tuple[int, ...], Mode] | None = None
-        self._ran: dict[int, tuple[Strategy, tuple[int, ...], Mode]] = {}  # by the iteration's number, the last two
+        self._running: tuple[Strategy, tuple[int, ...], Purpose] | None = None
+        self._ran: dict[int, tuple[Strategy, tuple[int, ...], Purpose]] = {}  # by the iteration's number, the last two
         if joining and given != "auto":
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_strategies([strategy_for(each, program) for each in several])
@@ -431,6 +444,23 @@ class Executable:
     def evaluate(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
         """Return the loss of a mini-batch without changing anything."""
         return self._iterate(sequences, strategy, "evaluate")
+
+    @_call("score")
+    def score(self, sequences: Batches, strategy: Strategy | str | None = None) -> Tensor:
+        """Return the log-probability of each sequence's targets given what precedes them, without changing anything.
+
+        Args:
+            sequences: as for `step`, but without the fields that only the loss reads. Positions whose label is -100,
+                such as a prompt's, do not count.
+            strategy: as for `step`.
+
+        Returns:
+            fp32 [L] on the CPU, in the order of the sequences, on every rank; 0 for a sequence without a target.
+
+        Raises:
+            Unsupported: the loss has no log-probability per token.
+        """
+        return self._run(sequences, strategy, "score").outcome.scores.float()
 
     @_call("gradients")
     def gradients(self, sequences: Batches, strategy: Strategy | str | None = None) -> dict[str, Tensor]:
@@ -829,7 +859,7 @@ class Executable:
         """Create the chooser for the current strategies and session, or keep the existing one."""
         self._running = None
         self._recent = ()
-        self._agreed: set[tuple[Strategy, Mode]] = set()  # what every rank has prepared
+        self._agreed: set[tuple[Strategy, Purpose]] = set()  # what every rank has prepared
         session = self._session
         if not as_before:
             before, planning = self._choosing, self._planning
@@ -856,32 +886,15 @@ class Executable:
             return profile.changed(profile=self._sums.alike(profile.profile))
         return self._sums.alike(profile)
 
-    def _iterate(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> StepReport:
-        """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
-        self._holding.begin()
-        log.at_step(self._steps + (mode == "train"))
+    def _iterate(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> StepReport:
+        """Run one iteration on every rank and report on it.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is not finite.
+        """
         began = time.perf_counter()
-        self._communications += 1
-        trains = mode == "train"
-        coming: Promise | None = None
-        if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
-            coming, self._next = self._next, None
-        with self._watch.step(self._communications, self._describe):
-            batch, strategy = self._meet(sequences, given, mode)
-            work = self._work(batch, strategy, mode)
-            assigned = time.perf_counter()
-            self._prepare(work, mode)
-            preparing_s = time.perf_counter() - assigned
-            self._session.executor.probe = self._probe if self._probes(mode) else None
-            self._session.executor.beside = self._holding.handover if trains else None
-            spans = self.spans if trains else None
-            says = functools.partial(self._says, coming)
-            outcome = self._session.execute(work, mode, batch.tokens, self._update, self._steps + 1, spans, says)
-            self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
-        if trains:
-            self._lasted = time.perf_counter() - began
-            if coming is not None and coming.heard(outcome.said) and outcome.finite:
-                self._promised = coming
+        ran = self._run(sequences, given, purpose)
+        batch, work, outcome = ran.batch, ran.work, ran.outcome
         if not outcome.finite:
             raise FloatingPointError(
                 f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
@@ -900,15 +913,46 @@ class Executable:
             padding=work.padding,
             planning_s=work.planning.exposed_s,
             planning_hidden_s=work.planning.hidden_s,
-            preparing_s=preparing_s,
+            preparing_s=ran.preparing_s,
             expected_s=work.planning.expected_s,
             ranks=outcome.ranks,
             assignment=work.assignment,
         )
 
-    def _probes(self, mode: Mode) -> bool:
+    def _run(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> _Ran:
+        """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
+        self._holding.begin()
+        log.at_step(self._steps + (purpose == "train"))
+        began = time.perf_counter()
+        self._communications += 1
+        trains = purpose == "train"
+        coming: Promise | None = None
+        if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
+            coming, self._next = self._next, None
+        with self._watch.step(self._communications, self._describe):
+            batch, strategy = self._meet(sequences, given, purpose)
+            work = self._work(batch, strategy, purpose)
+            assigned = time.perf_counter()
+            self._prepare(work, purpose)
+            preparing_s = time.perf_counter() - assigned
+            self._session.executor.probe = self._probe if self._probes(purpose) else None
+            self._session.executor.beside = self._holding.handover if trains else None
+            spans = self.spans if trains else None
+            says = functools.partial(self._says, coming)
+            count = len(batch.sequences)
+            outcome = self._session.execute(
+                work, purpose, batch.tokens, count, self._update, self._steps + 1, spans, says
+            )
+            self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
+        if trains:
+            self._lasted = time.perf_counter() - began
+            if coming is not None and coming.heard(outcome.said) and outcome.finite:
+                self._promised = coming
+        return _Ran(batch, work, outcome, preparing_s)
+
+    def _probes(self, purpose: Purpose) -> bool:
         """Return whether this rank probes its device: in the first step for a baseline, then regularly when idle."""
-        if not self.watched or mode != "train":
+        if not self.watched or purpose != "train":
             return False
         assert self._running is not None
         first = self._lasted is None
@@ -916,7 +960,9 @@ class Executable:
         self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
         return first or (idle and self._steps % PROBED_EVERY == 0)
 
-    def _meet(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> tuple[MiniBatch, Strategy | None]:
+    def _meet(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose
+    ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks are about to run the same.
 
         Raises an agreed error on all ranks if the call is invalid, a background save failed, or ranks differ; also
@@ -929,8 +975,8 @@ class Executable:
             self._promised = None
             call, ranks = promised.agreed
         else:
-            call = self._checked(sequences, given, mode)
-            ranks = self._session.compare(call.mark, self._asked() if mode == "train" else 0)
+            call = self._checked(sequences, given, purpose)
+            ranks = self._session.compare(call.mark, self._asked() if purpose == "train" else 0)
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -940,7 +986,7 @@ class Executable:
             raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
         if not ranks.same:
             try:
-                self._session.agree("optimizer's settings, such as the learning rate", self._update_settings(mode))
+                self._session.agree("optimizer's settings, such as the learning rate", self._update_settings(purpose))
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
                 self._session.agree("mini-batch, strategy or call", own)
             except ValueError as error:
@@ -954,7 +1000,7 @@ class Executable:
         assert call.batch is not None
         return call.batch, call.strategy
 
-    def _checked(self, sequences: Batches, given: Strategy | str | None, mode: Mode) -> Call:
+    def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> Call:
         """Check what this rank is about to run; an error becomes part of what ranks compare."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
@@ -963,21 +1009,28 @@ class Executable:
             if given is not None:
                 strategy = strategy_for(given, self.program)
                 self.check(strategy, self.world.ranks)
-            batch = MiniBatch.of(sequences, self.program.causal, self._fields, self._limits)
+            fields, limits = (self._fields, self._limits) if purpose != "score" else self._read_by_scores
+            batch = MiniBatch.of(sequences, self.program.causal, fields, limits)
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
-            if mode == "train" and self.optimizer is not None:
+            if purpose == "train" and self.optimizer is not None:
                 check_hooks(self.optimizer)
             self._compiled_state.check()
         except Exception as error:  # of the user's own iterable, too
             refused = error
         # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
-        text = repr(refused) if refused is not None else repr((str(strategy), mode, self._update_settings(mode)))
+        text = repr(refused) if refused is not None else repr((str(strategy), purpose, self._update_settings(purpose)))
         return Call(batch, strategy, refused, digest(text, batch))
 
-    def _update_settings(self, mode: Mode) -> str:
+    @functools.cached_property
+    def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[Limit, ...]]:
+        """The fields that scoring reads, and the limits on their values; without those that only the loss reads."""
+        program = self._variants.scoring.program
+        return own_fields(program), limits_of(program)
+
+    def _update_settings(self, purpose: Purpose) -> str:
         """Return the hyperparameters of this rank's optimizer if the iteration updates, else ""."""
-        return settings_of(self.optimizer) if mode == "train" else ""
+        return settings_of(self.optimizer) if purpose == "train" else ""
 
     def _says(self, coming: Promise | None) -> tuple[int, ...]:
         """Return this rank's data about the next step, sent at the commit of the current one."""
@@ -994,7 +1047,7 @@ class Executable:
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
 
-    def _work(self, batch: MiniBatch, strategy: Strategy | None, mode: Mode) -> AssignedBatch:
+    def _work(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
         """Assign a mini-batch that all ranks have agreed on, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
         self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
@@ -1008,25 +1061,25 @@ class Executable:
             self._several,
             choice.planned,
             self.program.unplaced,
-            self._draws(len(batch.sequences), mode) if self.program.drops else None,
+            self._draws(len(batch.sequences), purpose) if self.program.drops else None,
         )
 
-    def _draws(self, count: int, mode: Mode) -> Draws:
+    def _draws(self, count: int, purpose: Purpose) -> Draws:
         """Return the numbers of a mini-batch's sequences, which select the next update's masks."""
-        numbers = [-1] * count if mode == "evaluate" else range(count)
+        numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
         return Draws(key_of(self.seed, self._steps + 1), numbers)
 
-    def _prepare(self, work: AssignedBatch, mode: Mode) -> None:
+    def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
         """Build this rank's program. If a rank cannot, all raise an agreed error; at this point no message has been
         sent.
         """
-        self._running = (work.strategy, work.assignment.counts, mode)
+        self._running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = self._running
-        if mode == "train":
+        if purpose == "train":
             others = (strategy for strategy in self._recent if strategy != work.strategy)
             self._recent = (work.strategy, *others)[:RECENT]
-        first_time = (work.strategy, mode) not in self._agreed
+        first_time = (work.strategy, purpose) not in self._agreed
         if not first_time:
             self._session.preparer.get(*self._running)
             return
@@ -1034,15 +1087,16 @@ class Executable:
         try:
             self._session.preparer.get(*self._running)
             if self._check is not None:
-                self._check.check(work.strategy)
+                check = self._check if purpose != "score" else self._check.of(self._variants.scoring.program)
+                check.check(work.strategy)
         except Exception as error:  # any error of tracing or compilation
             own = error if isinstance(error, ValueError) else _failed(error, str(work.strategy))
         in_words = own if isinstance(own, Unsupported) or own is None else _failed(own, str(work.strategy))
         first = first_of(self.groups, in_words)
         if first is not None:
             raise agreed(own or first)
-        self._agreed.add((work.strategy, mode))
-        _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, mode)
+        self._agreed.add((work.strategy, purpose))
+        _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, purpose)
 
     def _state(self, keys: frozenset[str]) -> dict[str, Tensor]:
         """Return some keys of the model's state dict as full CPU tensors on rank 0, {} elsewhere."""

@@ -28,7 +28,7 @@ from hydragraph.frontend.mini_batch import AssignedBatch
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.program import Program
-from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.program_outline import Purpose
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.elementwise import OptimizerFactory
@@ -38,6 +38,7 @@ from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
 from hydragraph.runtime.instruction_trace import Span, Timing
 from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.runtime.rounded_weights import rounded
+from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.spec.home import Home
 
@@ -164,8 +165,9 @@ class Session:
     def execute(
         self,
         work: AssignedBatch,
-        mode: Mode,
+        purpose: Purpose,
         tokens: int,
+        count: int,
         update: Callable[[float], None],
         step: int,
         spans: list[Span] | None,
@@ -175,21 +177,23 @@ class Session:
 
         Args:
             work: the mini-batch, assigned and packed.
-            mode: what is run; only "train" updates.
+            purpose: what is run; only "train" updates.
             tokens: target tokens of the mini-batch.
+            count: sequences of the mini-batch.
             update: called with the gradient norm to update the weights.
             step: step number, for the times of instructions.
             spans: receives these times; None: they are not recorded.
             says: called once this rank has computed; returns its message to all others (`saying`).
         """
-        prepared = self.preparer.get(work.strategy, work.assignment.counts, mode)
-        batches = {
-            m: batch
-            for role in prepared.program.roles
-            for m, batch in zip(role.micro_batches, work.batches[role.pipeline], strict=True)
-        }
+        prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
+        batches: dict[int, Mapping[str, Tensor]] = {}
+        places: dict[int, Sequence[int]] = {}
+        for role in prepared.program.roles:
+            batches.update(zip(role.micro_batches, work.batches[role.pipeline], strict=True))
+            places.update(zip(role.micro_batches, work.assignment.micro_batches[role.pipeline], strict=True))
+        scored = Scored(count, places) if purpose == "score" else None
         timing = Timing(step, spans, self.executor.streams.clock())
-        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing, says)
+        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
         """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.

@@ -13,6 +13,15 @@ from hydragraph.ir.value import bucket_of
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
+# What a caller asks for: a mode, or log-probabilities of sequences, computed by an evaluation with another head.
+Purpose = Literal["train", "evaluate", "gradients", "score"]
+
+
+def mode_of(purpose: Purpose) -> Mode:
+    """Return the mode of the programs that serve a purpose."""
+    return "evaluate" if purpose == "score" else purpose
+
+
 # Names become parts of value names and of the printed form, whose punctuation they must not contain.
 _NAME = re.compile(r"[\w.\-/:]+")
 

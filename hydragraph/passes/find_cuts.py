@@ -226,10 +226,9 @@ class _Walk:
     def _loss(self, node: fx.Node) -> None:
         logits, _, weight = (*operands(node), None)[:3]
         cut = self.cuts.of(logits)
-        # Vocabulary-parallel: plain classes (scale 1), no class weights, and a sum or mean reduction.
-        reduction = operands(node)[3] if len(operands(node)) > 3 else 1
+        # Vocabulary-parallel: plain classes (scale 1), and no class weights.
         smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # needs the mean of all columns
-        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or reduction == 0 or smoothing:
+        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or smoothing:
             self._need_whole(node)
         else:
             self.cuts.rows[node] = cut

@@ -24,6 +24,7 @@ from hydragraph.passes.differentiate import Variant, start_of
 from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
 from hydragraph.passes.place import place
 from hydragraph.passes.recently_used import LRU
+from hydragraph.passes.scoring_head import scoring_program
 from hydragraph.passes.shard import gradient_kinds
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
@@ -103,6 +104,7 @@ class Variants:
         self._how = (partitioner, backend, made_for, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
         self.strategies: set[Strategy] = set()
+        self._scoring: Variants | None = None
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -155,6 +157,25 @@ class Variants:
         assert self.portable, "a backend's own code belongs to its device"
         other = copy.copy(self)
         other._device = device
+        other._scoring = None
+        return other
+
+    @property
+    def scoring(self) -> Variants:
+        """The variants of the program that returns log-probabilities; all but the last block's are shared with these.
+
+        Raises:
+            Unsupported: the loss has none.
+        """
+        if self._scoring is None:
+            self._scoring = self.of(scoring_program(self.program))
+        return self._scoring
+
+    def of(self, program: Program) -> Variants:
+        """Return the variants of another program of the same model; equal blocks are compiled once for both."""
+        other = copy.copy(self)
+        other.program = program
+        other._scoring = None
         return other
 
     def adopt(self, others: Variants) -> None:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
 # PyTorch's codes for the reduction of a loss.
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
@@ -74,12 +74,14 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
-    # Tokens with an ignored label also have a loss, as a graph has no branches; the sum replaces it by 0.
+    # Tokens with an ignored label also have a loss, as a graph has no branches; it is replaced by 0.
     counts = call(aten.ne.Scalar, (labels, ignored))
-    total = call(aten.sum.default, (call(aten.where.ScalarOther, (counts, loss, 0.0)),))
+    losses = call(aten.where.ScalarOther, (counts, loss, 0.0))
+    if reduction == NONE:
+        return losses
+    total = call(aten.sum.default, (losses,))
     if reduction == SUM:
         return total
-    assert reduction == MEAN, "per-token losses are refused by the cut analysis"
     return call(aten.div.Tensor, (total, call(aten.sum.default, (counts,))))
 
 

@@ -35,6 +35,7 @@ from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.pending_work import Finish, Pending
 from hydragraph.runtime.prepared_programs import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded_weights import Rounded
+from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.speed_probe import Probed
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, streams_of
@@ -55,6 +56,7 @@ class IterationOutcome:
         finite: whether both are finite; otherwise no update was made.
         ranks: by rank, how it spent the iteration.
         said: by rank, its message about the next step.
+        scores: log-probability of each sequence [L], fp64 on the CPU; empty unless the program scores.
     """
 
     loss: float
@@ -62,6 +64,7 @@ class IterationOutcome:
     finite: bool
     ranks: tuple[RankTimes, ...]
     said: tuple[tuple[int, ...], ...]
+    scores: Tensor
 
 
 class Beside(Protocol):
@@ -84,6 +87,7 @@ class _Iteration:
     collectives: Any
     timing: Timing
     aux_buffers: Mapping[str, Tensor]
+    scored: Scored | None
     values: dict[Value, Any] = field(default_factory=dict)
     arriving: dict[Value, Pending] = field(default_factory=dict)  # also outgoing messages
     serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
@@ -168,6 +172,7 @@ class Executor:
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
         says: Callable[[], tuple[int, ...]] = lambda: (0,) * SAYS,
+        scored: Scored | None = None,
     ) -> IterationOutcome:
         """Run one iteration.
 
@@ -180,13 +185,14 @@ class Executor:
             timing: measures this iteration: waits and, if it keeps spans, every instruction and message.
             says: called while gradients are in flight; returns this rank's message to all others at the commit, `SAYS`
                 whole numbers below 2**53.
+            scored: where the sequences of micro-batches stand in the mini-batch, if the program scores.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
         collectives = self._groups.tensor_parallel(prepared.stages)
         self._groups.connect(prepared.program)
         mine = next(iter(collectives.values()), None)
-        iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers)
+        iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers, scored)
         outcome: IterationOutcome | None = None
         self._after_last_step()
         self._log.begin()
@@ -560,18 +566,20 @@ class Executor:
         with self._watch.waiting():
             self.streams.finish()  # after this, times are known
             # [the parts of the loss, those of the norm's square, then for every rank its message and its times, in its
-            # own place]
+            # own place, then the sequences' log-probabilities]
         world = self._groups.world
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
-        losses = [loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS]
-        losses = losses if it.prepared.part.index == 0 else []
+        results = {value.micro_batch: loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS}
+        results = results if it.prepared.part.index == 0 else {}
+        scores = self._scores(it, results)
+        losses = list(results.values()) if it.scored is None else [-scores.sum()]
         add = self._exact_totals if self._exact else self._plain_totals
         parts, scale = add(it, losses)
         at = parts.numel()
-        totals = torch.zeros(at + len(row) * world.ranks, dtype=torch.float64, device=self._device)
-        totals[:at] = parts.flatten()
-        totals[at:].view(-1, len(row))[world.rank] = torch.tensor(row, dtype=torch.float64)
+        rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
+        rows[world.rank] = torch.tensor(row, dtype=torch.float64)
+        totals = torch.cat([parts.flatten(), rows.flatten(), scores])
         # A rank may update once it passes the commit, so all ranks must be able to, even if one is lost meanwhile.
         if self.beside is not None:
             self.beside.end()
@@ -579,12 +587,19 @@ class Executor:
         totals = self._groups.reduce_to_host(Role.COMMIT, totals)
         loss, square = totals[:at].view(2, -1).sum(1).tolist()
         square /= scale**2
-        times = totals[at:].tolist()
-        rows = [times[first : first + len(row)] for first in range(0, len(times), len(row))]
-        by_rank = tuple(tuple(map(int, each[:SAYS])) for each in rows)
-        spent = (each[SAYS:] for each in rows)
+        end = at + rows.numel()
+        by_rank = totals[at:end].view(rows.shape).tolist()
+        said_by = tuple(tuple(map(int, each[:SAYS])) for each in by_rank)
+        spent = (each[SAYS:] for each in by_rank)
         ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
-        return IterationOutcome(loss / it.tokens, square**0.5, bool(torch.isfinite(totals).all()), ranks, by_rank)
+        finite = bool(torch.isfinite(totals).all())
+        return IterationOutcome(loss / it.tokens, square**0.5, finite, ranks, said_by, totals[end:])
+
+    def _scores(self, it: _Iteration, results: Mapping[int, Tensor]) -> Tensor:
+        """Return this rank's part of the log-probability of each sequence, [L] fp64; [0] unless the program scores."""
+        if it.scored is None:
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
+        return it.scored.sums({m: (rows, it.batches[m]["cu_seqlens"]) for m, rows in results.items()}, self._device)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
         """Return [2, 1]: this rank's part of the loss and of the squared norm; and the scale 1."""

@@ -13,7 +13,7 @@ from hydragraph.ir.layout import Layout, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
-from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
@@ -43,8 +43,8 @@ class BoundBlock:
         buffers: local buffer name -> value.
         aux: template input -> index of its output of the aux graph.
         starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the number of the block.
-        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage and goes to one:
-            between stages it travels whole.
+        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and whether its
+            result goes to one or out of the model: it travels whole.
         recompute: its backward runs its forward again, and is therefore a peak of memory.
         halves: its input and its weight gradient, if the schedule splits backwards.
     """
@@ -120,28 +120,30 @@ class Preparer:
         self._rank = rank
         self._ranks = ranks
         self._device = device
-        self._known = LRU[tuple[Strategy, tuple[int, ...], Mode], Prepared](capacity)
+        self._known = LRU[tuple[Strategy, tuple[int, ...], Purpose], Prepared](capacity)
         # Shared by iterations of one strategy; the capacity covers all kept iterations.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
-    def get(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+    def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
         """Return this rank's program under a strategy, for these counts of micro-batches per pipeline."""
-        return self._known.get((strategy, counts, mode), lambda: self._prepare(strategy, counts, mode))
+        return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
-    def describe(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode, rank: int) -> RankProgram:
+    def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
         """Return another rank's program, for reports on its progress."""
-        return rank_program(self._program.outline, strategy, counts, rank, mode, ranks=self._ranks)
+        return rank_program(self._program.outline, strategy, counts, rank, mode_of(purpose), ranks=self._ranks)
 
-    def _prepare(self, strategy: Strategy, counts: tuple[int, ...], mode: Mode) -> Prepared:
+    def _prepare(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
+        mode = mode_of(purpose)
+        variants = self._variants.scoring if purpose == "score" else self._variants
         strategy.check(self._program.layers, self._ranks, self._program.heads)
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)
         part = here.part_of(self._rank) if here else StagePart()
         halved = mode != "evaluate" and strategy.schedule not in WHOLE_BACKWARD
-        stage = self._program.blocks[slice(*here.blocks)] if here else ()
-        blocks = {b.name: self._bind(b, part, here, halved) for b in stage} if here else {}
+        stage = variants.program.blocks[slice(*here.blocks)] if here else ()
+        blocks = {b.name: self._bind(variants, b, part, here, halved) for b in stage} if here else {}
         links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
         pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
         last = {bucket_of(name): name for name in pushes}
@@ -162,11 +164,13 @@ class Preparer:
             tuple(stage.ranks for stage in placement.stages),
         )
 
-    def _bind(self, block: Block, part: StagePart, stage: PlacedStage, halved: bool) -> BoundBlock:
-        template = self._program.templates[block.template]
-        parameters = local_parameters(self._program, block, template)
-        variant = self._variants.get(block, part)
-        first, last = (self._program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
+    def _bind(self, variants: Variants, block: Block, part: StagePart, stage: PlacedStage, halved: bool) -> BoundBlock:
+        program = variants.program
+        template = program.templates[block.template]
+        parameters = local_parameters(program, block, template)
+        variant = variants.get(block, part)
+        first, last = (program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
+        scores = program is not self._program and block is program.blocks[-1]  # returns a row of tokens, not a number
         others = [i for i in template.inputs if i.startswith("other.")]
         role = stage.roles[
             0
@@ -176,10 +180,9 @@ class Preparer:
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
-            vocabulary_starts(variant, parameters, part)
-            | {DROPOUT_BLOCK: torch.tensor(self._program.number_of(block))},
+            vocabulary_starts(variant, parameters, part) | {DROPOUT_BLOCK: torch.tensor(program.number_of(block))},
             enters=part.sequence_parallel and block.name == first and bool(role.previous),
-            leaves=part.sequence_parallel and block.name == last and bool(role.following),
+            leaves=part.sequence_parallel and block.name == last and (bool(role.following) or scores),
             recompute=part.recompute,
             halves=self._halves_of(variant) if halved else {},
         )

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from hydragraph.passes import collective_operators  # noqa: F401  registers hydragraph::tp_*
-from hydragraph.passes.vocabulary import MEAN, SUM, embedding_part, loss_of_parts
+from hydragraph.passes.vocabulary import MEAN, NONE, SUM, embedding_part, loss_of_parts
 
 tp_ops = torch.ops.hydragraph
 
@@ -43,7 +43,7 @@ def test_each_rank_reads_its_rows_and_the_sum_is_the_whole() -> None:
     assert torch.equal(sum(parts), table[[1, 4]])
 
 
-@pytest.mark.parametrize("reduction", [MEAN, SUM])
+@pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 2, 5), (0, 1, 4, 5)])
 def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction: int) -> None:
     generator = torch.Generator().manual_seed(len(cuts))
@@ -74,7 +74,7 @@ def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction
     for rank in range(len(ranges)):
         run(rank, note)
     total = torch.stack(sums).sum(0)
-    expected = F.cross_entropy(logits, labels, reduction="mean" if reduction == MEAN else "sum")
+    expected = F.cross_entropy(logits, labels, reduction={NONE: "none", MEAN: "mean", SUM: "sum"}[reduction])
     for rank in range(len(ranges)):
         loss = run(rank, lambda target, _: largest if target is tp_ops.tp_max.default else total)
         assert torch.allclose(loss, expected, rtol=1e-12)

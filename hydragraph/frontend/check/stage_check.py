@@ -7,6 +7,7 @@ The ranks of a stage run side by side in this process.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -84,6 +85,13 @@ class StageCheck:
         self._whole = Variants(program, added=added, cache=VariantCache())  # the variants compared with the model
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library, cache=VariantCache())
         self._passed: set[Hashable] = set()
+
+    def of(self, program: Program) -> StageCheck:
+        """Return a check of another program of the same model, which repeats no comparison that has passed."""
+        other = copy.copy(self)
+        other._program = program
+        other._whole, other._cut = self._whole.of(program), self._cut.of(program)
+        return other
 
     def check(self, strategy: Strategy) -> None:
         """Compare each block's graphs under each stage kind of a strategy; log one line about it.

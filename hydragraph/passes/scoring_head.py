@@ -1,0 +1,116 @@
+"""Pass `scoring_head`: make the last block return the log-probability of each target instead of their summed loss.
+
+    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "sum") --> loss []
+    becomes
+    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T]
+
+Positions without a target have 0. The rest of the model is unchanged, so strategies, weights and compiled blocks are
+those of training. `hydragraph.runtime.sequence_sums` adds up the log-probabilities of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from hydragraph.errors import Unsupported
+from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.program import Block, Program, Template, graph_digest
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.graph_node import operands, shape
+from hydragraph.passes.operator_rules import MOVES, VIEWS
+from hydragraph.passes.vocabulary import NONE
+from hydragraph.spec.workload import IGNORED
+
+aten = torch.ops.aten
+
+V = TypeVar("V")
+
+# Operators between the batch's labels and those of the loss: they keep every label, in order.
+_KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default}
+
+
+def scoring_program(program: Program) -> Program:
+    """Return a program whose last block returns the log-probabilities [1, T] of its targets.
+
+    Raises:
+        Unsupported: the loss has no cross-entropy of the batch's labels, or several of different logits.
+    """
+    block = program.blocks[-1]
+    head, scoring = _with_scores(block, program.templates[block.template], program.model)
+    others = {name: template for name, template in program.templates.items() if name != block.template}
+    return replace(program, blocks=(*program.blocks[:-1], head), templates={**others, scoring.name: scoring})
+
+
+def _with_scores(block: Block, template: Template, model: str) -> tuple[Block, Template]:
+    """Return the last block and its template with log-probabilities as the output."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(template.graph.graph, copied)
+    loss = copied[_cross_entropy(template.graph.graph, model)]
+    logits, labels = operands(loss)[:2]
+    costs = graph.call_function(aten.cross_entropy_loss.default, (logits, labels, None, NONE, IGNORED))
+    scores = graph.call_function(aten.neg.default, (costs,))
+    output = graph.call_function(aten.unsqueeze.default, (scores, 0))
+    value = value_of(labels).to(value_of(loss).dtype)
+    for node, result in ((costs, value), (scores, value), (output, value.unsqueeze(0))):
+        node.meta["val"] = result
+    graph.output((output,))
+    remove_dead_code(graph)
+    # What only the loss has read, such as fields of the batch, is no input of the new template.
+    placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    names = (*template.parameters, *template.buffers, *template.inputs)
+    unread = {name for name, node in zip(names, placeholders, strict=True) if not copied[node].users}
+    for node in placeholders:
+        if not copied[node].users:
+            graph.erase_node(copied[node])
+    graph.lint()
+    module = fx.GraphModule(template.graph, graph)
+    parameters, buffers, inputs = (
+        tuple(name for name in group if name not in unread)
+        for group in (template.parameters, template.buffers, template.inputs)
+    )
+    others = [name for name in template.inputs if name.startswith("other.")]
+    read = replace(
+        block,
+        template=graph_digest(module),
+        parameters=_read(block.parameters, template.parameters, unread),
+        buffers=_read(block.buffers, template.buffers, unread),
+        aux=_read(block.aux, others, unread),
+    )
+    return read, Template(read.template, module, parameters, buffers, inputs)
+
+
+def _read(values: tuple[V, ...], names: Sequence[str], unread: Container[str]) -> tuple[V, ...]:
+    """Return the values of the names that are read."""
+    return tuple(value for value, name in zip(values, names, strict=True) if name not in unread)
+
+
+def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
+    """Return the node of a loss that compares logits [T, V] with the labels of the batch."""
+    by_logits = {
+        operands(node)[0]: node
+        for node in graph.nodes
+        if node.target is aten.cross_entropy_loss.default and _are_labels(operands(node)[1])
+    }
+    if len(by_logits) == 1:
+        return next(iter(by_logits.values()))
+    several = "log-probabilities of several logits" if by_logits else "no log-probability per token"
+    raise Unsupported(
+        f"its loss has {several}",
+        where=model,
+        remedy="compile with a loss that uses hydragraph.token_logprobs(outputs, batch), or cross_entropy of logits "
+        "[T, V] and the labels of the batch, once; the default loss does",
+    )
+
+
+def _are_labels(node: fx.Node) -> bool:
+    """Return whether a node is the batch's labels, as a vector [T]."""
+    vector = len(shape(node)) == 1
+    while node.op == "call_function" and node.target in _KEEPS:
+        node = operands(node)[0]
+    return vector and node.op == "placeholder" and node.name == "labels"

@@ -1,0 +1,37 @@
+"""Sums over the tokens of each sequence of a mini-batch, from rows of values per token of packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Places of the sequences of a rank's micro-batches in the mini-batch.
+
+    Attributes:
+        count: L, the number of sequences of the mini-batch.
+        places: for each micro-batch, the indices of its sequences in the order in which they are packed.
+    """
+
+    count: int
+    places: Mapping[int, Sequence[int]]
+
+    def sums(self, rows: Mapping[int, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+        """Return the sum of each sequence's values in fp64, [L]; 0 for sequences of other ranks.
+
+        Args:
+            rows: for each micro-batch, values of its tokens [1, T] and the bounds of its sequences [N + 1]. What is
+                behind the sequences named in `places` is padding.
+        """
+        total = torch.zeros(self.count, dtype=torch.float64, device=device)
+        for micro_batch, (values, bounds) in rows.items():
+            places = torch.tensor(self.places[micro_batch], device=device)
+            lengths = bounds.diff()[: len(places)].long()
+            of_token = torch.repeat_interleave(places, lengths)
+            total.index_add_(0, of_token, values[0, : len(of_token)].double())
+        return total

@@ -1,0 +1,74 @@
+"""A head that returns log-probabilities instead of their summed loss, in whole graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hydragraph as hg
+from hydragraph.ir.program import Program
+from hydragraph.passes.scoring_head import scoring_program
+from hydragraph.passes.variants import Variants
+from hydragraph.spec.stage_kind import StagePart
+from tests.models import captured, llama
+
+
+def outputs(program: Program, hidden: Tensor, labels: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Run the last block."""
+    block = program.blocks[-1]
+    names = dict(zip(program.templates[block.template].parameters, block.parameters, strict=True))
+    inputs = {"hidden": hidden, "labels": labels} | {local: weights[name].detach() for local, name in names.items()}
+    variant = Variants(program).get(block, StagePart())
+    out: Tensor = variant.forward(*(inputs[name] for name in variant.inputs))[0]
+    return out
+
+
+def test_log_probabilities_add_up_to_the_loss() -> None:
+    program, model = captured("llama")
+    scoring = scoring_program(program)
+    hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[3, 5, -100, 7, 100, 0, -100, 2, 2]])
+    weights = dict(model.named_parameters())
+    scores = outputs(scoring, hidden, labels, weights)
+    assert scores.shape == labels.shape
+    assert scores[labels == -100].tolist() == [0, 0]
+    assert (scores[labels != -100] < 0).all()
+    torch.testing.assert_close(-scores.sum(), outputs(program, hidden, labels, weights))
+    assert scoring.blocks[:-1] == program.blocks[:-1]
+
+
+def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = outputs.logits[0].float()
+    costs = F.cross_entropy(logits, batch["labels"][0], ignore_index=-100, reduction="none", label_smoothing=0.1)
+    return (costs * batch["weights"][0]).sum()
+
+
+def test_fields_that_only_the_loss_reads_are_no_inputs() -> None:
+    model = llama(layers=1)
+    program = hg.capture(model, loss=weighted, example={"weights": torch.ones(1, 8)})
+    scoring = scoring_program(program)
+    (before, after) = (each.templates[each.blocks[-1].template].inputs for each in (program, scoring))
+    assert set(before) - set(after) == {"weights"}
+
+
+def squares(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    counts = (batch["labels"] != -100)[..., None]
+    return (outputs.logits.float().pow(2) * counts).sum()
+
+
+def of_two_temperatures(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = outputs.logits[0].float(), batch["labels"][0]
+    return F.cross_entropy(logits, labels, reduction="sum") + F.cross_entropy(logits / 2, labels, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"), [(squares, "no log-probability per token"), (of_two_temperatures, "several")]
+)
+def test_a_loss_without_a_single_log_probability_is_refused(loss: Callable[..., Tensor], what: str) -> None:
+    with pytest.raises(hg.Unsupported, match=f"its loss has .*{what}"):
+        scoring_program(hg.capture(llama(layers=1), loss=loss))
