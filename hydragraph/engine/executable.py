@@ -54,7 +54,7 @@ from hydragraph.frontend.compiled_folder.load import Compiled
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
-from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest, packed
+from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest, packed
 from hydragraph.frontend.packed_batch import Draws
 from hydragraph.frontend.packed_inputs import Loss, own_fields
 from hydragraph.frontend.peft_adapters import is_peft
@@ -100,7 +100,7 @@ class StepReport:
 
     Attributes:
         step: counted from 1.
-        loss: mean over the target tokens of the global mini-batch.
+        loss: sum of losses of the global mini-batch, divided by `divide_by`; by default the mean over target tokens.
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
         strategy: text of the strategy in use.
@@ -314,7 +314,9 @@ class Executable:
     # The interface of a training script.
 
     @_call("step")
-    def step(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
+    def step(
+        self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
+    ) -> StepReport:
         """Train on one global mini-batch, which must be identical on every rank.
 
         Args:
@@ -324,6 +326,8 @@ class Executable:
                 attention_mask marks padding on the right, as tokenizers produce it.
             strategy: strategy or its text for this step; default: the one given to `compile`, or the best of those.
                 Another one re-uses compiled graphs and moves no optimizer state.
+            divide_by: what the sum of losses is divided by: the "targets" or the "sequences" of the whole mini-batch,
+                or a number, such as the tokens of several mini-batches or 1 for a sum.
 
         Raises:
             Unsupported: no optimizer was given, or the strategy cannot cut the model.
@@ -334,7 +338,7 @@ class Executable:
         """
         if self.optimizer is None:
             raise Unsupported("it was compiled without an optimizer", where="step", remedy="pass optimizer= to compile")
-        return self._iterate(sequences, strategy, "train")
+        return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
         """Announce the mini-batch of a later step so that it is planned while earlier steps run; any rank may call it.
@@ -344,7 +348,9 @@ class Executable:
         if self._chooser.plans:
             self._chooser.announce(MiniBatch.of(sequences, self.program.causal, self._fields, self._limits).lengths)
 
-    def promise(self, sequences: Batches, strategy: Strategy | str | None = None) -> None:
+    def promise(
+        self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
+    ) -> None:
         """Promise the step that follows the next one; all ranks must make the same promise.
 
         Ranks agree on the promised step while the gradients of the step before it are in flight, so it begins without a
@@ -356,9 +362,9 @@ class Executable:
         Args:
             sequences: the same object that `step` will receive; it must be iterable twice, and its tensors must not
                 change.
-            strategy: strategy of that step.
+            strategy, divide_by: arguments of that step.
         """
-        self._next = Promise(sequences, strategy) if self.world.ranks > 1 else None
+        self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
 
     def choose_from(
         self,
@@ -441,9 +447,11 @@ class Executable:
         )
 
     @_call("evaluate")
-    def evaluate(self, sequences: Batches, strategy: Strategy | str | None = None) -> StepReport:
-        """Return the loss of a mini-batch without changing anything."""
-        return self._iterate(sequences, strategy, "evaluate")
+    def evaluate(
+        self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
+    ) -> StepReport:
+        """Return the loss of a mini-batch without changing anything; arguments as for `step`."""
+        return self._iterate(sequences, strategy, "evaluate", divide_by)
 
     @_call("score")
     def score(self, sequences: Batches, strategy: Strategy | str | None = None) -> Tensor:
@@ -463,12 +471,14 @@ class Executable:
         return self._run(sequences, strategy, "score").outcome.scores.float()
 
     @_call("gradients")
-    def gradients(self, sequences: Batches, strategy: Strategy | str | None = None) -> dict[str, Tensor]:
+    def gradients(
+        self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
+    ) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); weights do not change.
 
-        A parameter that is frozen, or that the loss does not reach, has none.
+        A parameter that is frozen, or that the loss does not reach, has none. Arguments as for `step`.
         """
-        self._iterate(sequences, strategy, "gradients")
+        self._iterate(sequences, strategy, "gradients", divide_by)
         return self._session.gather(self.home.gradients)
 
     @_call("full_state_dict")
@@ -886,14 +896,16 @@ class Executable:
             return profile.changed(profile=self._sums.alike(profile.profile))
         return self._sums.alike(profile)
 
-    def _iterate(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> StepReport:
+    def _iterate(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
+    ) -> StepReport:
         """Run one iteration on every rank and report on it.
 
         Raises:
             FloatingPointError: the loss or a gradient is not finite.
         """
         began = time.perf_counter()
-        ran = self._run(sequences, given, purpose)
+        ran = self._run(sequences, given, purpose, divide_by)
         batch, work, outcome = ran.batch, ran.work, ran.outcome
         if not outcome.finite:
             raise FloatingPointError(
@@ -919,7 +931,9 @@ class Executable:
             assignment=work.assignment,
         )
 
-    def _run(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> _Ran:
+    def _run(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
+    ) -> _Ran:
         """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
         self._holding.begin()
         log.at_step(self._steps + (purpose == "train"))
@@ -930,7 +944,7 @@ class Executable:
         if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
-            batch, strategy = self._meet(sequences, given, purpose)
+            batch, strategy = self._meet(sequences, given, purpose, divide_by)
             work = self._work(batch, strategy, purpose)
             assigned = time.perf_counter()
             self._prepare(work, purpose)
@@ -939,10 +953,8 @@ class Executable:
             self._session.executor.beside = self._holding.handover if trains else None
             spans = self.spans if trains else None
             says = functools.partial(self._says, coming)
-            count = len(batch.sequences)
-            outcome = self._session.execute(
-                work, purpose, batch.tokens, count, self._update, self._steps + 1, spans, says
-            )
+            divisor, count = batch.divisor(divide_by), len(batch.sequences)
+            outcome = self._session.execute(work, purpose, divisor, count, self._update, self._steps + 1, spans, says)
             self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
         if trains:
             self._lasted = time.perf_counter() - began
@@ -961,7 +973,7 @@ class Executable:
         return first or (idle and self._steps % PROBED_EVERY == 0)
 
     def _meet(
-        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks are about to run the same.
 
@@ -970,12 +982,12 @@ class Executable:
         """
         promised = self._promised
         if promised is not None:
-            if not promised.is_of(sequences, given):
+            if not promised.is_of(sequences, given, divide_by):
                 raise ValueError("step: all ranks have promised another mini-batch or strategy; call it with that one")
             self._promised = None
             call, ranks = promised.agreed
         else:
-            call = self._checked(sequences, given, purpose)
+            call = self._checked(sequences, given, purpose, divide_by)
             ranks = self._session.compare(call.mark, self._asked() if purpose == "train" else 0)
         if ranks.unsaved:
             try:
@@ -1000,7 +1012,7 @@ class Executable:
         assert call.batch is not None
         return call.batch, call.strategy
 
-    def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose) -> Call:
+    def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy) -> Call:
         """Check what this rank is about to run; an error becomes part of what ranks compare."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
@@ -1011,6 +1023,7 @@ class Executable:
                 self.check(strategy, self.world.ranks)
             fields, limits = (self._fields, self._limits) if purpose != "score" else self._read_by_scores
             batch = MiniBatch.of(sequences, self.program.causal, fields, limits)
+            batch.divisor(divide_by)
             if self._sums is not None:
                 self._sums.check_count(len(batch.sequences))
             if purpose == "train" and self.optimizer is not None:
@@ -1019,7 +1032,11 @@ class Executable:
         except Exception as error:  # of the user's own iterable, too
             refused = error
         # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
-        text = repr(refused) if refused is not None else repr((str(strategy), purpose, self._update_settings(purpose)))
+        text = (
+            repr(refused)
+            if refused is not None
+            else repr((str(strategy), purpose, divide_by, self._update_settings(purpose)))
+        )
         return Call(batch, strategy, refused, digest(text, batch))
 
     @functools.cached_property
@@ -1036,7 +1053,7 @@ class Executable:
         """Return this rank's data about the next step, sent at the commit of the current one."""
         if coming is None:
             return self._session.saying(-1, 0)
-        coming.call = self._checked(coming.sequences, coming.strategy, "train")
+        coming.call = self._checked(coming.sequences, coming.strategy, "train", coming.divide_by)
         return self._session.saying(coming.call.mark, self._asked())
 
     def _asked(self) -> int:

@@ -166,7 +166,7 @@ class Session:
         self,
         work: AssignedBatch,
         purpose: Purpose,
-        tokens: int,
+        divisor: float,
         count: int,
         update: Callable[[float], None],
         step: int,
@@ -178,7 +178,7 @@ class Session:
         Args:
             work: the mini-batch, assigned and packed.
             purpose: what is run; only "train" updates.
-            tokens: target tokens of the mini-batch.
+            divisor: the summed loss of the mini-batch is divided by it.
             count: sequences of the mini-batch.
             update: called with the gradient norm to update the weights.
             step: step number, for the times of instructions.
@@ -193,7 +193,7 @@ class Session:
             places.update(zip(role.micro_batches, work.assignment.micro_batches[role.pipeline], strict=True))
         scored = Scored(count, places) if purpose == "score" else None
         timing = Timing(step, spans, self.executor.streams.clock())
-        return self.executor.run(prepared, batches, tokens, update, self.buffers, timing, says, scored)
+        return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
         """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.

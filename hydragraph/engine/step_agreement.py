@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydragraph.engine.session import RanksCompared
-from hydragraph.frontend.mini_batch import MiniBatch
+from hydragraph.frontend.mini_batch import DivideBy, MiniBatch
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 
@@ -42,13 +42,14 @@ class Promise:
     """A promised step that follows the current one.
 
     Attributes:
-        sequences, strategy: arguments of the coming call.
+        sequences, strategy, divide_by: arguments of the coming call.
         call: the checked arguments, once gradients of the step before are in flight.
         ranks: what ranks learned about one another at its commit.
     """
 
     sequences: Batches
     strategy: Strategy | str | None
+    divide_by: DivideBy = "targets"
     call: Call | None = None
     ranks: RanksCompared | None = None
 
@@ -64,6 +65,6 @@ class Promise:
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks
 
-    def is_of(self, sequences: Batches, strategy: Strategy | str | None) -> bool:
+    def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
         """Return whether a step that is called with these arguments keeps the promise."""
-        return sequences is self.sequences and strategy == self.strategy
+        return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.padded import Batches, sequences_in
 from hydragraph.spec.strategy import Pipeline, Strategy
+
+DivideBy = Literal["targets", "sequences"] | float
+"""What a step divides the sum of losses by: counts of the global mini-batch, or a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,21 @@ class MiniBatch:
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
         return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
+
+    def divisor(self, divide_by: DivideBy) -> float:
+        """Return the number that the sum of losses is divided by.
+
+        Raises:
+            ValueError: it is not "targets", "sequences" or a positive, finite number.
+        """
+        if divide_by == "targets":
+            return self.tokens
+        if divide_by == "sequences":
+            return len(self.sequences)
+        number = isinstance(divide_by, int | float) and not isinstance(divide_by, bool)
+        if number and 0 < divide_by < math.inf:
+            return divide_by
+        raise ValueError(f'divide_by is {divide_by!r}: pass "targets", "sequences" or a positive number')
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _read(values: tuple[V, ...], names: Sequence[str], unread: Container[str]) -
 
 def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
     """Return the node of a loss that compares logits [T, V] with the labels of the batch."""
-    by_logits = {
+    by_logits: dict[fx.Node, fx.Node] = {
         operands(node)[0]: node
         for node in graph.nodes
         if node.target is aten.cross_entropy_loss.default and _are_labels(operands(node)[1])

@@ -51,7 +51,7 @@ class IterationOutcome:
     """Result of an iteration, equal on every rank.
 
     Attributes:
-        loss: the token mean over the global mini-batch.
+        loss: the sum over the global mini-batch, divided by the divisor.
         grad_norm: of all gradients together (frozen parameters have none); 0 for an evaluation.
         finite: whether both are finite; otherwise no update was made.
         ranks: by rank, how it spent the iteration.
@@ -83,7 +83,7 @@ class _Iteration:
 
     prepared: Prepared
     batches: Mapping[int, Mapping[str, Tensor]]
-    tokens: int
+    divisor: float
     collectives: Any
     timing: Timing
     aux_buffers: Mapping[str, Tensor]
@@ -167,7 +167,7 @@ class Executor:
         self,
         prepared: Prepared,
         batches: Mapping[int, Mapping[str, Tensor]],
-        tokens: int,
+        divisor: float,
         update: Callable[[float], None],
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
@@ -179,7 +179,7 @@ class Executor:
         Args:
             prepared: this rank's program.
             batches: the packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
-            tokens: target tokens of the global mini-batch; the loss is divided by them.
+            divisor: the summed loss of the global mini-batch is divided by it.
             update: called with the gradient norm if the program updates and the norm is finite.
             aux_buffers: the values of the aux graph's buffers.
             timing: measures this iteration: waits and, if it keeps spans, every instruction and message.
@@ -192,7 +192,7 @@ class Executor:
         collectives = self._groups.tensor_parallel(prepared.stages)
         self._groups.connect(prepared.program)
         mine = next(iter(collectives.values()), None)
-        iteration = _Iteration(prepared, batches, tokens, mine, timing, aux_buffers, scored)
+        iteration = _Iteration(prepared, batches, divisor, mine, timing, aux_buffers, scored)
         outcome: IterationOutcome | None = None
         self._after_last_step()
         self._log.begin()
@@ -356,7 +356,7 @@ class Executor:
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
         if tangent is None:  # the last block: d loss / d (summed loss)
-            tangent = torch.full((), 1.0 / it.tokens, dtype=loss_dtype(self._program), device=self._device)
+            tangent = torch.full((), 1.0 / it.divisor, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
         if self._exact:
@@ -593,7 +593,7 @@ class Executor:
         spent = (each[SAYS:] for each in by_rank)
         ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
         finite = bool(torch.isfinite(totals).all())
-        return IterationOutcome(loss / it.tokens, square**0.5, finite, ranks, said_by, totals[end:])
+        return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:])
 
     def _scores(self, it: _Iteration, results: Mapping[int, Tensor]) -> Tensor:
         """Return this rank's part of the log-probability of each sequence, [L] fp64; [0] unless the program scores."""

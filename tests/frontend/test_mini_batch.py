@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.frontend.mini_batch import MiniBatch
 from tests import reference
 from tests.models import gpt2, sequences
 from tests.ready import Ready
@@ -86,3 +89,37 @@ def test_a_refused_strategy_breaks_nothing(prepared: Ready) -> None:
         assert message.startswith("strategy <tp2,pp1>")
         assert "it cannot be compiled (AssertionError: no graph of this); choose another strategy" in message
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def divided(prepared: Ready) -> tuple[list[tuple[float, dict[str, Tensor]]], str, str]:
+    """Return loss and gradients of each divisor, and what is said about a wrong one and about ranks that disagree."""
+    exe = prepared.executable("<[0]x2> + <[1]x2>", lambda named: torch.optim.SGD(named, lr=0.0))
+    batch = sequences([9, 1, 5, 12])
+    results = []
+    for divide_by in ("targets", "sequences", 7, 0.5):
+        loss = exe.step(batch, divide_by=divide_by).loss  # type: ignore[arg-type]
+        assert loss == exe.evaluate(batch, divide_by=divide_by).loss  # type: ignore[arg-type]
+        results.append((loss, exe.gradients(batch, divide_by=divide_by)))  # type: ignore[arg-type]
+    messages = []
+    for wrong in ("tokens", ("targets", "sequences")[exe.rank]):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            exe.step(batch, divide_by=wrong)  # type: ignore[arg-type]
+        messages.append(str(caught.value))
+    return results, *messages  # type: ignore[return-value]
+
+
+def test_the_sum_of_losses_is_divided_by_counts_of_the_whole_mini_batch(prepared: Ready) -> None:
+    results, wrong, differing = hg.launch(divided, 2, prepared)[0]
+    (loss, gradients), *others = results
+    for (other, scaled), divisor in zip(others, (4, 7, 0.5), strict=True):  # 23 targets in 4 sequences
+        assert other == pytest.approx(loss * 23 / divisor, rel=1e-6)
+        assert reference.worst(scaled, {n: g * 23 / divisor for n, g in gradients.items()})[1] <= 1
+    assert wrong == 'divide_by is \'tokens\': pass "targets", "sequences" or a positive number'
+    assert "mini-batch, strategy or call" in differing
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), True, None, "tokens"])
+def test_a_divisor_is_a_count_or_a_positive_number(wrong: Any) -> None:
+    batch = MiniBatch.of(sequences([4]), True, {})
+    with pytest.raises(ValueError, match="divide_by is"):
+        batch.divisor(wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured, llama
 
 
-def outputs(program: Program, hidden: Tensor, labels: Tensor, weights: dict[str, Tensor]) -> Tensor:
+def outputs(program: Program, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Run the last block."""
     block = program.blocks[-1]
     names = dict(zip(program.templates[block.template].parameters, block.parameters, strict=True))
