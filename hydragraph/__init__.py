@@ -72,6 +72,7 @@ __all__, __getattr__, __dir__ = attributes(
         "precompile": "hydragraph.engine.api",
         "simulate": "hydragraph.engine.api",
         "survive": "hydragraph.engine.recovery",
+        "token_logprobs": "hydragraph.frontend.packed_inputs",
         "varlen_attention": "hydragraph.kernels.varlen_attention",
     },
 )

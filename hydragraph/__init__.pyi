@@ -20,6 +20,7 @@ from hydragraph.errors import RankFailure as RankFailure
 from hydragraph.errors import Stopped as Stopped
 from hydragraph.errors import TooFewRanks as TooFewRanks
 from hydragraph.errors import Unsupported as Unsupported
+from hydragraph.frontend.packed_inputs import token_logprobs as token_logprobs
 from hydragraph.ir.program import Program as Program
 from hydragraph.kernels.adamw import AdamW as AdamW
 from hydragraph.kernels.attention_backends import attention_backend as attention_backend

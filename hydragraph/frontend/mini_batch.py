@@ -161,5 +161,7 @@ def digest(text: str, batch: MiniBatch | None) -> int:
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            hashed.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+            # A row of one element may have any stride, even 0, which `view` to another dtype rejects.
+            flat = value.contiguous().as_strided((value.numel(),), (1,))
+            hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

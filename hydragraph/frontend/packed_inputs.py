@@ -106,6 +106,25 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the log-probability of each position's label, [T] in fp32; 0 where the label is -100.
+
+    For losses that weigh tokens, such as clipped ratios: a `loss` of them is exact under every strategy. Fields of the
+    batch are [1, T], so `batch["advantages"][0]` stands beside the result. Mask what does not vanish without a target,
+    such as a ratio exp(0 - 0), with `batch["labels"][0] != -100`.
+
+    Args:
+        outputs: what the model returns; its logits are read as by the default loss.
+        batch: the packed batch.
+
+    Raises:
+        Unsupported: the outputs have no logits.
+    """
+    logits = _logits(outputs).float()
+    labels = batch["labels"].flatten()
+    return -F.cross_entropy(logits.flatten(0, -2), labels, ignore_index=IGNORED, reduction="none")
+
+
 def _logits(outputs: Any) -> Tensor:
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(found, Tensor) and not found.dim():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def sequence_of(
 
     Args:
         given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
-            shift_labels, and user-defined fields, [L, ...].
+            shift_labels, and user-defined fields, [L, ...], or a number for all tokens of a field without sizes.
         index: its index in the mini-batch, for errors.
         causal: labels are shifted by one here; otherwise they must be given and are not shifted; shift_labels never
             are.
@@ -75,6 +76,8 @@ def sequence_of(
     if isinstance(ids_given, Tensor) and not ids_given.dim():
         raise ValueError(f"sequence {index}: input_ids is one number, {ids_given}; pass {_wanted('input_ids', own)}")
     size = ids_given.shape[:1] if isinstance(ids_given, Tensor) else ()
+    for name in own:
+        brought[name] = _per_token(brought[name], own[name], sum(size))
     for name, value in brought.items():
         kind = own.get(name, Field(torch.int64))
         if not isinstance(value, Tensor) or not _is_of(value.dtype, kind.dtype) or value.shape != (*size, *kind.sizes):
@@ -90,6 +93,14 @@ def sequence_of(
     elif moves:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
     return Sequence(ids, labels, {name: brought[name] for name in own}, int(moves))
+
+
+def _per_token(value: Any, kind: Field, length: int) -> Any:
+    """Return a number as a row of tokens, if the field has one number per token; any other value unchanged."""
+    if isinstance(value, int | float) and (isinstance(value, int) or kind.dtype.is_floating_point):
+        value = torch.tensor(value, dtype=kind.dtype)
+    is_number = isinstance(value, Tensor) and not value.dim() and not kind.sizes
+    return value.expand(length) if is_number else value
 
 
 def _form(value: object) -> str:
@@ -114,7 +125,8 @@ def _wanted(name: str, own: Mapping[str, Field]) -> str:
     """Describe the required form of a field."""
     if name not in own:
         return "1-D int64 tensors of equal length; a mini-batch is a list of sequences"
-    return f"{own[name].dtype} [tokens{''.join(f', {n}' for n in own[name].sizes)}] tensors of equal length"
+    number = "" if own[name].sizes else ", or one number for all tokens"
+    return f"{own[name].dtype} [tokens{''.join(f', {n}' for n in own[name].sizes)}] tensors of equal length{number}"
 
 
 def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.frontend.mini_batch import MiniBatch
+from hydragraph.frontend.mini_batch import MiniBatch, digest
+from hydragraph.spec.workload import Field
 from tests import reference
 from tests.models import gpt2, sequences
 from tests.ready import Ready
@@ -123,3 +124,13 @@ def test_a_divisor_is_a_count_or_a_positive_number(wrong: Any) -> None:
     batch = MiniBatch.of(sequences([4]), True, {})
     with pytest.raises(ValueError, match="divide_by is"):
         batch.divisor(wrong)
+
+
+def test_a_field_of_one_token_has_a_digest_whatever_its_stride() -> None:
+    fields = {"weight": Field(torch.bfloat16)}
+    plain, expanded = (torch.ones(1, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16).expand(1))
+    digests = []
+    for weight in (plain, expanded, 2 * plain):
+        given = [{"input_ids": torch.tensor([1]), "weight": weight}, {"input_ids": torch.arange(3), "weight": 0}]
+        digests.append(digest("", MiniBatch.of(given, True, fields)))
+    assert digests[0] == digests[1] != digests[2]

@@ -81,3 +81,19 @@ def test_tensors_of_other_forms_are_refused(given: dict[str, Tensor], message: s
 def test_masked_models_need_labels() -> None:
     with pytest.raises(ValueError, match="sequence 0 has no labels; masked models need them"):
         sequence_of(IDS, 0, False)
+
+
+@pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2.0)])
+def test_a_number_is_every_tokens(number: float | Tensor) -> None:
+    given = {"input_ids": IDS, "weight": number, "teacher": TEACHER}
+    weight = sequence_of(given, 0, True, FIELDS).extra["weight"]  # type: ignore[arg-type]
+    assert weight.tolist() == [2, 2, 2]
+    assert weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "number"), [("teacher", 2.0), ("count", 0.5)])
+def test_a_number_that_is_no_value_of_the_field_is_refused(name: str, number: float) -> None:
+    fields = {"teacher": Field(torch.float64, (2,)), "count": Field(torch.int64)}
+    given = {"input_ids": IDS, "teacher": TEACHER, "count": 1} | {name: number}
+    with pytest.raises(ValueError, match=f"sequence 0: {name} is"):
+        sequence_of(given, 0, True, fields)  # type: ignore[arg-type]
