@@ -57,6 +57,13 @@ class FakeCollectives:
         loss = hidden.new_empty((), dtype=torch.float32)
         return loss, torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
 
+    def head_token_losses(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        assert {hidden.device, weight.device, labels.device} == {GPU}
+        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        return losses, torch.empty_like(losses)
+
 
 def misplaced(module: fx.GraphModule) -> list[str]:
     """Return the nodes of a graph, and of the pieces it calls, that name another device than the GPU."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydragraph.cluster.message_in_flight import Message, Staging
-from hydragraph.kernels.linear_cross_entropy import combine, loss_and_gradients
+from hydragraph.kernels.linear_cross_entropy import Exchange, combine, loss_and_gradients
+from hydragraph.kernels.linear_token_losses import losses_of
 
 Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
@@ -42,10 +43,21 @@ def head_loss(
     same on all ranks, whatever the size of `weight`, so that their chunks match.
     """
 
-    def exchange(statistics: Tensor) -> Tensor:
-        return combine(collectives.all_gather(statistics[None], 0))
-
+    exchange = _exchange_of(collectives)
     return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange)
+
+
+def head_token_losses(
+    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss, and the logarithm of the sum of exp(logit), for a head whose local rows begin at
+    `start`.
+    """
+    return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
+
+
+def _exchange_of(collectives: Gathers) -> Exchange:
+    return lambda statistics: combine(collectives.all_gather(statistics[None], 0))
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,7 @@ class Collectives:
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
+    head_token_losses = head_token_losses
 
     def _exchanges(self, x: Tensor) -> bool:
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
@@ -208,6 +221,7 @@ class StagedCollectives:
         """As `Collectives.split`; no communication."""
         return self._host.split(x, dim)
 
+    head_token_losses = head_token_losses
     head_loss = head_loss  # only the exchanged statistics pass through host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:

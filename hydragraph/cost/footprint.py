@@ -318,9 +318,12 @@ def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
     """Return hidden and weight of a fused head, alone or as a call on the collectives; None for other operators."""
-    if node.op == "call_method" and node.target == METHODS[torch.ops.hydragraph.tp_head_loss.default]:
+    ops = torch.ops.hydragraph
+    called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
+    if node.op == "call_method" and node.target in called:
         return node.args[1:3]  # type: ignore[return-value]
-    return node.args[:2] if node.target is torch.ops.hydragraph.head_loss.default else None  # type: ignore[return-value]
+    fused = (ops.head_loss.default, ops.head_token_losses.default, ops.head_token_gradients.default)
+    return node.args[:2] if node.target in fused else None  # type: ignore[return-value]
 
 
 def _symbols(size: int | torch.SymInt) -> set[str]:

@@ -257,22 +257,23 @@ def _forward(
         part = hidden[a : a + chunk]
         label = labels[a : a + chunk].contiguous()
         logits = part @ weight.T
-        statistics = _statistics(logits, label, first)
+        statistics = statistics_of(logits, label, first)
         if exchange is not None:
             statistics = exchange(statistics)
         lse = statistics[0] + statistics[1].log()
         loss += torch.where(label == ignored, 0.0, lse - statistics[2]).sum()
         if not any(needs):
             continue
-        _to_gradient(logits, label, lse, first, ignored)
+        to_gradient(logits, label, lse, first, ignored)
         if d_hidden is not None:
             torch.mm(logits, weight, out=d_hidden[a : a + chunk])
         if d_weight is not None:
-            _add_product(d_weight, logits, part)
+            add_product(d_weight, logits, part)
     return loss, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
-def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+def statistics_of(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """Return a rank's statistics of one chunk: [3, C] as for `Exchange`, from logits [C, V]."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         return reference_statistics(logits, labels, first)
     statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -298,7 +299,8 @@ def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     return here, torch.where(here, local, 0)
 
 
-def _to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> None:
+def to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int) -> None:
+    """Turn the logits of one chunk into softmax(logits) - one_hot(label) in place, 0 for ignored tokens."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         logits.copy_(reference_gradient(logits, labels, lse, first, ignored))
         return
@@ -314,7 +316,7 @@ def reference_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, 
     return p.masked_fill_(labels[:, None] == ignored, 0.0)
 
 
-def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
+def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     """Add logits.T @ hidden to the head's gradient, which is fp32 (fp64): 16-bit sums would lose later chunks."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
+from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
 
 def _never(name: str) -> NoReturn:
@@ -85,6 +86,14 @@ def head_loss(
     _never("tp_head_loss")
 
 
+@torch.library.custom_op("hydragraph::tp_head_token_losses", mutates_args=())
+def head_token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """R, rows of the head from `start` -> each token's loss and lse (R); arguments as for `tp_head_loss`."""
+    _never("tp_head_token_losses")
+
+
 # Received values are contiguous, regardless of the strides sent.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -130,6 +139,10 @@ join.register_autograd(_backward("tp_split"), setup_context=_keep)
 head_loss.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
+head_token_losses.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_losses(hidden))
+# Its backward exchanges nothing, and the gradient of hidden is this rank's part (P).
+head_token_losses.register_autograd(token_gradients, setup_context=keep_operands)
+
 # Method of the runtime's object that each operator becomes once both directions are traced.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
@@ -139,5 +152,6 @@ METHODS = {
     torch.ops.hydragraph.tp_scatter.default: "reduce_scatter",
     torch.ops.hydragraph.tp_split.default: "split",
     torch.ops.hydragraph.tp_head_loss.default: "head_loss",
+    torch.ops.hydragraph.tp_head_token_losses.default: "head_token_losses",
 }
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -5,6 +5,8 @@
     becomes
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
+A loss that weighs tokens has cross_entropy(labels, "none") --> [T], which becomes head_token_losses(weight, labels).
+
 For 32K tokens and a vocabulary of 128K, logits in fp32 alone would take 16 GiB. The operator computes them in chunks.
 
 It applies if a rank has the whole vocabulary. If the vocabulary is sharded, `shard` writes the operator itself, because
@@ -20,12 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
-import hydragraph.kernels.linear_cross_entropy  # noqa: F401  registers the operator
+import hydragraph.kernels.linear_cross_entropy
+import hydragraph.kernels.linear_token_losses  # noqa: F401  registers operators
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.vocabulary import MEAN, SUM
+from hydragraph.passes.vocabulary import MEAN, NONE, SUM
 
 aten = torch.ops.aten
-head_loss = torch.ops.hydragraph.head_loss.default
+_FUSED = {SUM: torch.ops.hydragraph.head_loss.default, NONE: torch.ops.hydragraph.head_token_losses.default}
 
 # Between the product and the loss: operators that keep the values, reshaped or in fp32.
 _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.to.dtype})
@@ -33,12 +36,16 @@ _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.d
 
 @dataclass(frozen=True)
 class Head:
-    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
+    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss.
+
+    Its reduction is a sum, or none.
+    """
 
     hidden: fx.Node
     weight: fx.Node
     labels: fx.Node
     ignored: int
+    reduction: int
     loss: fx.Node
 
 
@@ -55,7 +62,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
         return module
     with graph.inserting_before(head.loss):
         flat = graph.call_function(aten.flatten.using_ints, (head.hidden, 0, -2))
-        fused = graph.call_function(head_loss, (flat, head.weight, head.labels, head.ignored))
+        fused = graph.call_function(_FUSED[head.reduction], (flat, head.weight, head.labels, head.ignored))
         loss = graph.call_function(operator.getitem, (fused, 0))
     loss.meta = dict(head.loss.meta)
     head.loss.replace_all_uses_with(loss)
@@ -65,14 +72,14 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return the head that ends in this node, if it is a summed cross-entropy of a product without a bias."""
+    """Return the head that ends in this node: the cross-entropy of a product without a bias, summed or by token."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     # Cases that the operator does not support remain two operators: class weights, a mean, label smoothing, a bias.
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
-    if weight is not None or reduction != SUM or smoothing:
+    if weight is not None or reduction not in _FUSED or smoothing:
         return None
     # Back from the loss to the product; an intermediate value with another reader must be computed anyway.
     product = _node(logits)
@@ -83,7 +90,8 @@ def find_head(loss: fx.Node) -> Head | None:
     hidden = _node(product.args[0])
     matrix = _node(product.args[1])
     assert isinstance(ignored, int)
-    return Head(hidden, matrix, _node(labels), ignored, loss) if _in_fp32(loss, hidden) else None
+    assert isinstance(reduction, int)
+    return Head(hidden, matrix, _node(labels), ignored, reduction, loss) if _in_fp32(loss, hidden) else None
 
 
 def _node(value: object) -> fx.Node:

@@ -45,7 +45,7 @@ from hydragraph.passes.graph_node import DRAWN, dropout, known_product, operands
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
-from hydragraph.passes.vocabulary import embedding_part, loss_of_parts
+from hydragraph.passes.vocabulary import SUM, embedding_part, loss_of_parts
 from hydragraph.spec.stage_kind import StagePart
 
 aten = torch.ops.aten
@@ -337,7 +337,8 @@ class _Rewrite:
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
         arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
-        return self.call(operator.getitem, self.call(tp_ops.tp_head_loss.default, *arguments), 0)
+        fused = tp_ops.tp_head_loss if head.reduction == SUM else tp_ops.tp_head_token_losses
+        return self.call(operator.getitem, self.call(fused.default, *arguments), 0)
 
     def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
         """Write dropout that draws this rank's part of the mask."""

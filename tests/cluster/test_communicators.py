@@ -153,6 +153,7 @@ def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
         HEAD, collectives.head_loss(hidden, rows, labels(collectives.size), start, -100, ROWS), strict=True
     ):
         out[what] = found
+    out["token losses"], _ = collectives.head_token_losses(hidden, rows, labels(collectives.size), start, -100, ROWS)
     out["strided"] = collectives.all_reduce(value(rank, 6, 4).t())
     return out
 
@@ -190,6 +191,8 @@ def check_head(ranks: tuple[int, ...], results: list[Results]) -> None:
     loss.backward()
     for result in results:
         torch.testing.assert_close(result["loss"], loss.detach())
+        torch.testing.assert_close(result["token losses"].sum(), loss.detach())
+        assert torch.equal(result["token losses"], results[0]["token losses"])
     torch.testing.assert_close(sum(result["gradient of hidden"] for result in results), hidden.grad)
     torch.testing.assert_close(torch.cat([result["gradient of rows"] for result in results]), head.grad)
 

@@ -98,12 +98,12 @@ def test_the_kernels_of_a_cut_vocabulary() -> None:
 def test_the_kernels_stand_infinite_logits() -> None:
     logits = torch.tensor([[float("-inf")] * 3, [0.0, float("-inf"), 1.0]])
     labels = torch.tensor([-100, 2])
-    found = module._statistics(logits, labels, 0)
+    found = module.statistics_of(logits, labels, 0)
     assert found[:, 0].tolist() == [float("-inf"), 0.0, 0.0]
     torch.testing.assert_close(found, module.reference_statistics(logits, labels, 0))
     lse = found[0] + found[1].log()
     expected = module.reference_gradient(logits, labels, lse, 0, -100)
-    module._to_gradient(logits, labels, lse, 0, -100)
+    module.to_gradient(logits, labels, lse, 0, -100)
     torch.testing.assert_close(logits, expected)
     assert logits[0].tolist() == [0.0, 0.0, 0.0]
 
@@ -142,8 +142,13 @@ def against_cut(sizes: list[int], dtype: torch.dtype) -> None:
 
 def test_no_chunk_of_logits_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    honest = module._statistics
-    monkeypatch.setattr(module, "_statistics", lambda logits, *rest: seen.append(len(logits)) or honest(logits, *rest))  # type: ignore[func-returns-value]
+    honest = module.statistics_of
+
+    def noted(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+        seen.append(len(logits))
+        return honest(logits, labels, first)
+
+    monkeypatch.setattr(module, "statistics_of", noted)
     x, weight, labels = inputs(20, 4, 30, torch.float32)
     linear_cross_entropy(x, weight, labels, chunk=6)
     assert seen == [6, 6, 6, 2]
@@ -160,9 +165,9 @@ def test_only_asked_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> N
     x, weight, labels = inputs(6, 4, 5, torch.float64)
     frozen = weight.detach()
     expected = torch.autograd.grad(reference(x, frozen, labels), x)[0]
-    monkeypatch.setattr(module, "_add_product", lambda *_: pytest.fail("the head is frozen"))
+    monkeypatch.setattr(module, "add_product", lambda *_: pytest.fail("the head is frozen"))
     torch.testing.assert_close(torch.autograd.grad(linear_cross_entropy(x, frozen, labels), x)[0], expected)
-    monkeypatch.setattr(module, "_to_gradient", lambda *_: pytest.fail("no gradient is needed"))
+    monkeypatch.setattr(module, "to_gradient", lambda *_: pytest.fail("no gradient is needed"))
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(x, weight, labels), reference(x, weight, labels))
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hydragraph.cluster.collectives import head_loss
+from hydragraph.cluster.collectives import head_loss, head_token_losses
 from hydragraph.cluster.communicators import Role
 from hydragraph.cluster.launch import World
 from hydragraph.ir.instruction import Stream
@@ -298,7 +298,7 @@ class RecordingCollectives:
     def split(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
-    reduce_scatter, head_loss = split, head_loss
+    reduce_scatter, head_loss, head_token_losses = split, head_loss, head_token_losses
 
 
 class Unwatched:

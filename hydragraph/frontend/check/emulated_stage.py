@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydragraph.cluster.collectives import head_loss
+from hydragraph.cluster.collectives import head_loss, head_token_losses
 
 _END = "the end"
 
@@ -86,6 +86,7 @@ class EmulatedCollectives:
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
+    head_token_losses = head_token_losses
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

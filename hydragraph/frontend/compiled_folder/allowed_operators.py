@@ -67,9 +67,9 @@ what is made anew
 # hydragraph's own operators, and the transformers operator for the grouped product of experts (`private.experts`).
 _OTHERS = """
     hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::dropout
-    hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::varlen_attention
-    hydragraph::varlen_attention_backward transformers::grouped_mm_fallback
-    transformers::grouped_mm_fallback_backward
+    hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::head_token_gradients
+    hydragraph::head_token_losses hydragraph::varlen_attention hydragraph::varlen_attention_backward
+    transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward
 """
 
 _HEADINGS = frozenset(line for line in _ATEN.splitlines() if line and not line.startswith(" "))
@@ -83,7 +83,7 @@ ALLOWED = frozenset(
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
-    "head_loss": 7,
+    **dict.fromkeys(("head_loss", "head_token_losses"), 7),
 }
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 

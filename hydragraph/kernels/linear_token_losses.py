@@ -1,0 +1,132 @@
+"""Fused product and loss of the head for losses that weigh tokens: one cross-entropy per token, by chunks of tokens.
+
+`linear_cross_entropy` makes its gradients together with the loss, because every token has the same factor. Here the
+factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So the forward
+keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
+
+    forward     logits of a chunk -> losses, lse                                         one matrix product
+    backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients      three matrix products
+
+If the vocabulary is sharded, only the forward exchanges statistics: lse is that of the whole vocabulary, and with it
+each rank computes the gradient of its own rows. Shapes and arguments as in `linear_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.kernels import linear_cross_entropy as head
+from hydragraph.kernels.linear_cross_entropy import Exchange
+
+
+@torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
+def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of each token, 0 for ignored ones, and its lse: for ranks with the whole vocabulary."""
+    return losses_of(hidden, weight, labels, ignored, weight.shape[0])
+
+
+def losses_of(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignored: int,
+    rows: int,
+    first: int = 0,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss [T] and lse [T] of each token, in fp32 (fp64 for fp64).
+
+    Args:
+        rows: approximate number of the head's rows per rank, equal on all ranks, which exchange the same chunks.
+    """
+    size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
+    losses, lses = like_losses(hidden)
+    for a in range(0, hidden.shape[0], size):
+        label = labels[a : a + size].contiguous()
+        statistics = head.statistics_of(hidden[a : a + size] @ weight.T, label, first)
+        if exchange is not None:
+            statistics = exchange(statistics)
+        lse = statistics[0] + statistics[1].log()
+        lses[a : a + size] = lse
+        losses[a : a + size] = torch.where(label == ignored, 0.0, lse - statistics[2])
+    return losses, lses
+
+
+@torch.library.custom_op("hydragraph::head_token_gradients", mutates_args=())
+def head_token_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    factors: Tensor,
+    start: Tensor | None,
+    ignored: int,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden (this rank's part) and weight of the sum of losses times factors.
+
+    Args:
+        lse: of each token, over the whole vocabulary.
+        factors: gradient of each token's loss.
+        start: index of this rank's first row of the head, 0-d; None: 0.
+        of_hidden, of_weight: which of the two are needed; the other one is empty.
+    """
+    size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    first = 0 if start is None else int(start)
+    d_hidden, _ = _like_gradients(hidden, weight, of_hidden, of_weight)
+    d_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=lse.dtype)
+    for a in range(0, hidden.shape[0], size):
+        part = hidden[a : a + size]
+        label = labels[a : a + size].contiguous()
+        logits = part @ weight.T
+        head.to_gradient(logits, label, lse[a : a + size], first, ignored)
+        factor = torch.where(label == ignored, 0.0, factors[a : a + size])
+        logits.mul_(factor.to(logits.dtype)[:, None])
+        if of_hidden:
+            torch.mm(logits, weight, out=d_hidden[a : a + size])
+        if of_weight:
+            head.add_product(d_weight, logits, part)
+    return d_hidden, d_weight.to(weight.dtype)
+
+
+def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty tensors with the shapes of the losses and their lse."""
+    losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return losses, torch.empty_like(losses)
+
+
+def _like_gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape if of_hidden else 0), weight.new_empty(weight.shape if of_weight else 0)
+
+
+def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the backward computes logits from; for an operator of hidden, weight, labels, maybe start, ignored."""
+    hidden, weight, labels, *rest = inputs
+    start = rest[0] if isinstance(rest[0], Tensor) else None
+    ctx.ignored = rest[start is not None]
+    ctx.save_for_backward(hidden, weight, labels, output[1], *([] if start is None else [start]))
+
+
+def token_gradients(ctx: Any, factors: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden and weight, and None for further inputs."""
+    hidden, weight, labels, lse, *start = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:2]
+    # The gradient of a slice or an expanded sum may have any strides.
+    gradients = torch.ops.hydragraph.head_token_gradients(
+        hidden, weight, labels, lse, factors.contiguous(), start[0] if start else None, ctx.ignored, *needed
+    )
+    own = [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+    return (*own, *(None for _ in ctx.needs_input_grad[2:]))
+
+
+head_token_losses.register_fake(lambda hidden, weight, labels, ignored: like_losses(hidden))
+head_token_losses.register_autograd(token_gradients, setup_context=keep_operands)
+head_token_gradients.register_fake(
+    lambda hidden, weight, labels, lse, factors, start, ignored, of_hidden, of_weight: _like_gradients(
+        hidden, weight, of_hidden, of_weight
+    )
+)
