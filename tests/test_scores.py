@@ -42,38 +42,44 @@ def ready(model: str) -> Ready:
     return Ready.of(MODELS[model](), STRATEGIES)
 
 
-def scores(prepared: Ready) -> tuple[list[Tensor], list[float]]:
-    """Return the scores under each strategy, and the losses of an evaluation and a step before and after them."""
+def scores(prepared: Ready) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[float]]:
+    """Return the scores, alone and with entropies, under each strategy, and two losses.
+
+    The losses are those of an evaluation before the scores and of a step after them.
+    """
     exe = prepared.executable(STRATEGIES[0], lambda named: torch.optim.SGD(named, lr=0.0))
     before = exe.evaluate(batch()).loss
-    found = [exe.score(batch(), strategy=strategy) for strategy in STRATEGIES]
+    found = [(exe.score(batch(), strategy=s), *exe.score(batch(), entropy=True, strategy=s)) for s in STRATEGIES]
     after = exe.step(batch()).loss
     exe.close()
     return found, [before, after]
 
 
-def expected(model: nn.Module) -> Tensor:
-    """Return each sequence's log-probability by the model alone."""
+def expected(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return each sequence's log-probability and entropy by the model alone."""
     result = []
     for given in batch():
         ids, labels = (given["input_ids"], given["labels"]) if isinstance(given, dict) else (given, given)
         with torch.no_grad():
             log_p = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
         counts = labels[1:] != -100
-        result.append(log_p[:-1].gather(1, ids[1:, None])[counts].sum())
-    return torch.stack(result).float()
+        entropies = -(log_p.exp() * log_p).sum(-1)
+        result.append((log_p[:-1].gather(1, ids[1:, None])[counts].sum(), entropies[:-1][counts].sum()))
+    log_probabilities, entropies = (torch.stack(each).float() for each in zip(*result, strict=True))
+    return log_probabilities, entropies
 
 
 @pytest.mark.parametrize("model", first(["llama"], MODELS))
 def test_scores_are_those_of_the_model(model: str) -> None:
     runs = hg.launch(scores, 4, prepare=partial(ready, model))
-    exact = expected(MODELS[model]())
+    exact, entropies = expected(MODELS[model]())
     for found, losses in runs:
         assert losses[0] == pytest.approx(losses[1])
         for strategy, each in zip(STRATEGIES, found, strict=True):
-            torch.testing.assert_close(each, exact, rtol=1e-5, atol=1e-6, msg=f"{strategy}: {each} {exact}")
-            assert each[3] == 0
-            assert torch.equal(each, runs[0][0][STRATEGIES.index(strategy)])
+            for values, wanted in zip(each, (exact, exact, entropies), strict=True):
+                torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6, msg=f"{strategy}: {values} {wanted}")
+                assert values[3] == 0
+            assert all(map(torch.equal, each, runs[0][0][STRATEGIES.index(strategy)]))
 
 
 def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -87,7 +93,7 @@ def test_scores_need_no_field_of_the_loss_and_equal_bits_if_deterministic() -> N
     exe = hg.compile(model, "<tp1,pp1>", loss=weighted, example=example, deterministic=True, check="auto")
     together = exe.score(batch())
     assert torch.equal(together, torch.cat([exe.score([one]) if len(one) > 1 else torch.zeros(1) for one in batch()]))
-    torch.testing.assert_close(together, expected(model), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together, expected(model)[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(hg.Unsupported, match=r"unknown fields \['weights'\]"):
         exe.score([{"input_ids": torch.arange(4), "weights": torch.ones(4)}])
     exe.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -453,22 +453,38 @@ class Executable:
         """Return the loss of a mini-batch without changing anything; arguments as for `step`."""
         return self._iterate(sequences, strategy, "evaluate", divide_by)
 
+    @overload
+    def score(
+        self, sequences: Batches, entropy: Literal[False] = False, strategy: Strategy | str | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def score(
+        self, sequences: Batches, entropy: Literal[True], strategy: Strategy | str | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
     @_call("score")
-    def score(self, sequences: Batches, strategy: Strategy | str | None = None) -> Tensor:
+    def score(
+        self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probability of each sequence's targets given what precedes them, without changing anything.
 
         Args:
             sequences: as for `step`, but without the fields that only the loss reads. Positions whose label is -100,
                 such as a prompt's, do not count.
+            entropy: also return the summed entropies, in nats, of the distributions that targets are drawn from. This
+                materialises the logits of a micro-batch.
             strategy: as for `step`.
 
         Returns:
-            fp32 [L] on the CPU, in the order of the sequences, on every rank; 0 for a sequence without a target.
+            fp32 [L] on the CPU, in the order of the sequences, on every rank; 0 for a sequence without a target. With
+            entropy, the pair of both.
 
         Raises:
             Unsupported: the loss has no log-probability per token.
         """
-        return self._run(sequences, strategy, "score").outcome.scores.float()
+        scores = self._run(sequences, strategy, "score_entropy" if entropy else "score").outcome.scores.float()
+        return (scores[:, 0], scores[:, 1]) if entropy else scores[:, 0]
 
     @_call("gradients")
     def gradients(
@@ -1021,7 +1037,7 @@ class Executable:
             if given is not None:
                 strategy = strategy_for(given, self.program)
                 self.check(strategy, self.world.ranks)
-            fields, limits = (self._fields, self._limits) if purpose != "score" else self._read_by_scores
+            fields, limits = (self._fields, self._limits) if mode_of(purpose) == purpose else self._read_by_scores
             batch = MiniBatch.of(sequences, self.program.causal, fields, limits)
             batch.divisor(divide_by)
             if self._sums is not None:
@@ -1042,7 +1058,7 @@ class Executable:
     @functools.cached_property
     def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[Limit, ...]]:
         """The fields that scoring reads, and the limits on their values; without those that only the loss reads."""
-        program = self._variants.scoring.program
+        program = self._variants.scoring().program
         return own_fields(program), limits_of(program)
 
     def _update_settings(self, purpose: Purpose) -> str:
@@ -1104,7 +1120,8 @@ class Executable:
         try:
             self._session.preparer.get(*self._running)
             if self._check is not None:
-                check = self._check if purpose != "score" else self._check.of(self._variants.scoring.program)
+                program = self._variants.for_purpose(purpose).program
+                check = self._check if program is self.program else self._check.of(program)
                 check.check(work.strategy)
         except Exception as error:  # any error of tracing or compilation
             own = error if isinstance(error, ValueError) else _failed(error, str(work.strategy))

@@ -191,7 +191,8 @@ class Session:
         for role in prepared.program.roles:
             batches.update(zip(role.micro_batches, work.batches[role.pipeline], strict=True))
             places.update(zip(role.micro_batches, work.assignment.micro_batches[role.pipeline], strict=True))
-        scored = Scored(count, places) if purpose == "score" else None
+        values = {"score": 1, "score_entropy": 2}.get(purpose)
+        scored = None if values is None else Scored(count, values, places)
         timing = Timing(step, spans, self.executor.streams.clock())
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 

@@ -13,13 +13,14 @@ from hydragraph.ir.value import bucket_of
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
-# What a caller asks for: a mode, or log-probabilities of sequences, computed by an evaluation with another head.
-Purpose = Literal["train", "evaluate", "gradients", "score"]
+# What a caller asks for: a mode, or log-probabilities of sequences, with entropies or without, computed by an
+# evaluation with another head.
+Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
 def mode_of(purpose: Purpose) -> Mode:
     """Return the mode of the programs that serve a purpose."""
-    return "evaluate" if purpose == "score" else purpose
+    return "evaluate" if purpose in ("score", "score_entropy") else purpose
 
 
 # Names become parts of value names and of the printed form, whose punctuation they must not contain.

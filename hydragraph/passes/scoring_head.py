@@ -2,17 +2,18 @@
 
     hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "sum") --> loss []
     becomes
-    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T]
+    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T, 1]
 
-Positions without a target have 0. The rest of the model is unchanged, so strategies, weights and compiled blocks are
-those of training. `hydragraph.runtime.sequence_sums` adds up the log-probabilities of each sequence.
+With entropies, the result is [1, T, 2]. Positions without a target have 0. The rest of the model is unchanged, so
+strategies, weights and compiled blocks are those of training. `hydragraph.runtime.sequence_sums` adds up the values of
+each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from torch import fx
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Block, Program, Template, graph_digest
+from hydragraph.kernels.token_entropy import token_entropy
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS
@@ -34,32 +36,42 @@ V = TypeVar("V")
 _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default}
 
 
-def scoring_program(program: Program) -> Program:
-    """Return a program whose last block returns the log-probabilities [1, T] of its targets.
+def scoring_program(program: Program, entropy: bool = False) -> Program:
+    """Return a program whose last block returns the log-probability of each target, [1, T, 1].
+
+    Args:
+        entropy: also return the entropy of each target's distribution, [1, T, 2].
 
     Raises:
         Unsupported: the loss has no cross-entropy of the batch's labels, or several of different logits.
     """
     block = program.blocks[-1]
-    head, scoring = _with_scores(block, program.templates[block.template], program.model)
+    head, scoring = _with_scores(block, program.templates[block.template], program.model, entropy)
     others = {name: template for name, template in program.templates.items() if name != block.template}
     return replace(program, blocks=(*program.blocks[:-1], head), templates={**others, scoring.name: scoring})
 
 
-def _with_scores(block: Block, template: Template, model: str) -> tuple[Block, Template]:
+def _with_scores(block: Block, template: Template, model: str, entropy: bool) -> tuple[Block, Template]:
     """Return the last block and its template with log-probabilities as the output."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(template.graph.graph, copied)
     loss = copied[_cross_entropy(template.graph.graph, model)]
     logits, labels = operands(loss)[:2]
-    costs = graph.call_function(aten.cross_entropy_loss.default, (logits, labels, None, NONE, IGNORED))
-    scores = graph.call_function(aten.neg.default, (costs,))
-    output = graph.call_function(aten.unsqueeze.default, (scores, 0))
     value = value_of(labels).to(value_of(loss).dtype)
-    for node, result in ((costs, value), (scores, value), (output, value.unsqueeze(0))):
+
+    def call(target: Any, arguments: tuple[Any, ...], result: Any) -> fx.Node:
+        node = graph.call_function(target, arguments)
         node.meta["val"] = result
-    graph.output((output,))
+        return node
+
+    costs = call(aten.cross_entropy_loss.default, (logits, labels, None, NONE, IGNORED), value)
+    scores = [call(aten.neg.default, (costs,), value)]
+    if entropy:
+        constant = call(aten.detach.default, (logits,), value_of(logits))
+        scores.append(call(token_entropy._opoverload, (constant, labels, IGNORED), value))
+    row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
+    graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
     # What only the loss has read, such as fields of the batch, is no input of the new template.
     placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]

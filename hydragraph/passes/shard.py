@@ -37,6 +37,7 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
+from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
 from hydragraph.passes import collective_operators as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
@@ -45,13 +46,17 @@ from hydragraph.passes.graph_node import DRAWN, dropout, known_product, operands
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
-from hydragraph.passes.vocabulary import SUM, embedding_part, loss_of_parts
+from hydragraph.passes.vocabulary import SUM, embedding_part, entropy_of_parts, loss_of_parts
 from hydragraph.spec.stage_kind import StagePart
 
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-VOCABULARY = {aten.embedding.default: embedding_part, aten.cross_entropy_loss.default: loss_of_parts}
+VOCABULARY = {
+    aten.embedding.default: embedding_part,
+    aten.cross_entropy_loss.default: loss_of_parts,
+    tp_ops.token_entropy.default: entropy_of_parts,
+}
 
 
 @dataclass(frozen=True)

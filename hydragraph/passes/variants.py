@@ -18,6 +18,7 @@ from torch import Tensor
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.log import doing
 from hydragraph.passes.bind import bind
 from hydragraph.passes.differentiate import Variant, start_of
@@ -104,7 +105,7 @@ class Variants:
         self._how = (partitioner, backend, made_for, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
         self.strategies: set[Strategy] = set()
-        self._scoring: Variants | None = None
+        self._scoring: dict[bool, Variants] = {}
         self._kinds: dict[tuple[str, StageKind], Mapping[str, GradientKind]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,25 +158,31 @@ class Variants:
         assert self.portable, "a backend's own code belongs to its device"
         other = copy.copy(self)
         other._device = device
-        other._scoring = None
+        other._scoring = {}
         return other
 
-    @property
-    def scoring(self) -> Variants:
-        """The variants of the program that returns log-probabilities; all but the last block's are shared with these.
+    def scoring(self, entropy: bool = False) -> Variants:
+        """Return the variants of the program that returns log-probabilities; all but the last block's are shared.
+
+        Args:
+            entropy: it also returns entropies.
 
         Raises:
             Unsupported: the loss has none.
         """
-        if self._scoring is None:
-            self._scoring = self.of(scoring_program(self.program))
-        return self._scoring
+        if entropy not in self._scoring:
+            self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
+        return self._scoring[entropy]
+
+    def for_purpose(self, purpose: Purpose) -> Variants:
+        """Return the variants that serve a purpose."""
+        return self if mode_of(purpose) == purpose else self.scoring(purpose == "score_entropy")
 
     def of(self, program: Program) -> Variants:
         """Return the variants of another program of the same model; equal blocks are compiled once for both."""
         other = copy.copy(self)
         other.program = program
-        other._scoring = None
+        other._scoring = {}
         return other
 
     def adopt(self, others: Variants) -> None:

@@ -85,6 +85,29 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     return call(aten.div.Tensor, (total, call(aten.sum.default, (counts,))))
 
 
+def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
+    """Write the entropy of each token whose logits' columns are sharded over ranks; the result is equal on every rank.
+
+    Args:
+        args: local logits [T, columns], labels [T], ignored label.
+        start, columns: as for `loss_of_parts`; an entropy needs neither.
+    """
+    logits, labels, ignored = args
+    call = graph.call_function
+    largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (logits, [-1])),))
+    shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
+    exponential = call(aten.exp.default, (shifted,))
+    # A logit of -inf has no mass, and 0 times -inf would be NaN.
+    finite = call(aten.clamp.default, (shifted, -1e30))
+    mass, weighted = (
+        call(aten.sum.dim_IntList, (part, [-1])) for part in (exponential, call(aten.mul.Tensor, (exponential, finite)))
+    )
+    sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, weighted],)),))
+    whole, mean = (call(aten.select.int, (sums, 0, i)) for i in (0, 1))
+    entropy = call(aten.sub.Tensor, (call(aten.log.default, (whole,)), call(aten.div.Tensor, (mean, whole))))
+    return call(aten.where.ScalarOther, (call(aten.ne.Scalar, (labels, ignored)), entropy, 0.0))
+
+
 def _within(graph: fx.Graph, local: fx.Node, size: int) -> fx.Node:
     at_least = graph.call_function(aten.ge.Scalar, (local, 0))
     return graph.call_function(aten.logical_and.default, (at_least, graph.call_function(aten.lt.Scalar, (local, size))))

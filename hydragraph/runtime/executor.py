@@ -56,7 +56,8 @@ class IterationOutcome:
         finite: whether both are finite; otherwise no update was made.
         ranks: by rank, how it spent the iteration.
         said: by rank, its message about the next step.
-        scores: log-probability of each sequence [L], fp64 on the CPU; empty unless the program scores.
+        scores: log-probability of each sequence, and its entropy if the program returns it: [L, K], fp64 on the CPU;
+            empty unless the program scores.
     """
 
     loss: float
@@ -573,13 +574,13 @@ class Executor:
         results = {value.micro_batch: loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS}
         results = results if it.prepared.part.index == 0 else {}
         scores = self._scores(it, results)
-        losses = list(results.values()) if it.scored is None else [-scores.sum()]
+        losses = list(results.values()) if it.scored is None else [-scores[:, 0].sum()]
         add = self._exact_totals if self._exact else self._plain_totals
         parts, scale = add(it, losses)
         at = parts.numel()
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
-        totals = torch.cat([parts.flatten(), rows.flatten(), scores])
+        totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
         # A rank may update once it passes the commit, so all ranks must be able to, even if one is lost meanwhile.
         if self.beside is not None:
             self.beside.end()
@@ -593,12 +594,12 @@ class Executor:
         spent = (each[SAYS:] for each in by_rank)
         ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
         finite = bool(torch.isfinite(totals).all())
-        return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:])
+        return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 
     def _scores(self, it: _Iteration, results: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's part of the log-probability of each sequence, [L] fp64; [0] unless the program scores."""
+        """Return this rank's part of each sequence's scores, [L, K] fp64; [0, 1] unless the program scores."""
         if it.scored is None:
-            return torch.zeros(0, dtype=torch.float64, device=self._device)
+            return torch.zeros(0, 1, dtype=torch.float64, device=self._device)
         return it.scored.sums({m: (rows, it.batches[m]["cu_seqlens"]) for m, rows in results.items()}, self._device)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:

@@ -136,7 +136,7 @@ class Preparer:
 
     def _prepare(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
         mode = mode_of(purpose)
-        variants = self._variants.scoring if purpose == "score" else self._variants
+        variants = self._variants.for_purpose(purpose)
         strategy.check(self._program.layers, self._ranks, self._program.heads)
         placement = place(self._program.outline, strategy, counts)
         here = placement.stage_of.get(self._rank)

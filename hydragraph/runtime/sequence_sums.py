@@ -15,20 +15,22 @@ class Scored:
 
     Attributes:
         count: L, the number of sequences of the mini-batch.
+        values: K, the number of values per token.
         places: for each micro-batch, the indices of its sequences in the order in which they are packed.
     """
 
     count: int
+    values: int
     places: Mapping[int, Sequence[int]]
 
     def sums(self, rows: Mapping[int, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-        """Return the sum of each sequence's values in fp64, [L]; 0 for sequences of other ranks.
+        """Return the sums of each sequence's values in fp64, [L, K]; 0 for sequences of other ranks.
 
         Args:
-            rows: for each micro-batch, values of its tokens [1, T] and the bounds of its sequences [N + 1]. What is
+            rows: for each micro-batch, values of its tokens [1, T, K] and the bounds of its sequences [N + 1]. What is
                 behind the sequences named in `places` is padding.
         """
-        total = torch.zeros(self.count, dtype=torch.float64, device=device)
+        total = torch.zeros(self.count, self.values, dtype=torch.float64, device=device)
         for micro_batch, (values, bounds) in rows.items():
             places = torch.tensor(self.places[micro_batch], device=device)
             lengths = bounds.diff()[: len(places)].long()
