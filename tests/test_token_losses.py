@@ -33,8 +33,8 @@ def clipped(logp: Tensor, old: Tensor, base: Tensor, advantage: Tensor, counts: 
 
 
 def loss(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    fields = (batch[name][0] for name in EXAMPLE)
-    return clipped(hg.token_logprobs(outputs, batch), *fields, batch["labels"][0] != -100)
+    old, base, advantage = (batch[name][0] for name in EXAMPLE)
+    return clipped(hg.token_logprobs(outputs, batch), old, base, advantage, batch["labels"][0] != -100)
 
 
 def batch(model: nn.Module) -> list[dict[str, Any]]:

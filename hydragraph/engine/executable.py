@@ -463,7 +463,7 @@ class Executable:
         self, sequences: Batches, entropy: Literal[True], strategy: Strategy | str | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    @_call("score")
+    @_call("score")  # type: ignore[misc]  # the decorator's call takes self by position only
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:

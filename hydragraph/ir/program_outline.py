@@ -20,7 +20,7 @@ Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 def mode_of(purpose: Purpose) -> Mode:
     """Return the mode of the programs that serve a purpose."""
-    return "evaluate" if purpose in ("score", "score_entropy") else purpose
+    return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
 # Names become parts of value names and of the printed form, whose punctuation they must not contain.

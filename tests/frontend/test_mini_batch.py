@@ -131,6 +131,9 @@ def test_a_field_of_one_token_has_a_digest_whatever_its_stride() -> None:
     plain, expanded = (torch.ones(1, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16).expand(1))
     digests = []
     for weight in (plain, expanded, 2 * plain):
-        given = [{"input_ids": torch.tensor([1]), "weight": weight}, {"input_ids": torch.arange(3), "weight": 0}]
-        digests.append(digest("", MiniBatch.of(given, True, fields)))
+        drawn: list[dict[str, Any]] = [
+            {"input_ids": torch.tensor([1]), "weight": weight},
+            {"input_ids": torch.arange(3), "weight": 0},
+        ]
+        digests.append(digest("", MiniBatch.of(drawn, True, fields)))
     assert digests[0] == digests[1] != digests[2]

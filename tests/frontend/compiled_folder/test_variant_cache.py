@@ -41,8 +41,8 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return blocks
 
 
-def variants(name: str = "llama", **options: bool) -> Variants:
-    return Variants(captured(name)[0], added=True, cache=VariantCache(), **options)
+def variants(name: str = "llama") -> Variants:
+    return Variants(captured(name)[0], added=True, cache=VariantCache())
 
 
 def fields(variant: Variant) -> dict[str, object]:
@@ -117,7 +117,12 @@ def test_without_a_folder_everything_is_traced(
 
 def test_inductor_compiles_what_the_cache_has(traced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[Variant]()
-    monkeypatch.setattr(graph_passes, "compile_variant", lambda variant, *_, **__: compiled.append(variant) or variant)
+
+    def compile_variant(variant: Variant, *_: object, **__: object) -> Variant:
+        compiled.append(variant)
+        return variant
+
+    monkeypatch.setattr(graph_passes, "compile_variant", compile_variant)
     for _ in range(2):
         monkeypatch.setattr("hydragraph.passes.variants._shared", {})
         program = captured("llama")[0]
