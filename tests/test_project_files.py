@@ -25,7 +25,7 @@ def test_the_version_stands_in_one_place_of_the_code_and_the_citation_agrees() -
     found = {p.relative_to(ROOT) for p in (ROOT / "hydragraph").rglob("*.py") if quoted.search(p.read_text())}
     assert found == {Path("hydragraph/version.py")}
     assert read("CITATION.cff")["version"] == __version__
-    assert f"({__version__})" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_citation_has_what_its_format_asks_for() -> None:
