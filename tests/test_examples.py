@@ -68,7 +68,7 @@ def test_preferences_are_learned_as_by_the_loss_of_pairs() -> None:
         example={"weights": torch.ones(1, 8)},
     )
     pairs = example["drawn"](4)
-    reference = [example["log_ratio"](exe, pair) for pair in pairs]
+    reference = example["log_ratios"](exe, pairs)
     losses = [example["preferred"](exe, pairs, reference) for _ in range(3)]
     assert losses[2] < losses[0]
     assert losses == pytest.approx(expected, abs=1e-5)
