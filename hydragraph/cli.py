@@ -152,9 +152,9 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
 _PATHS: dict[type[Exception], str] = {
     FileExistsError: "it already exists: name another path",
     FileNotFoundError: "there is no such file or directory: correct the path",
-    IsADirectoryError: "a directory, where a file is needed: name the file",
-    NotADirectoryError: "below a file, where a directory is needed: correct the path",
-    PermissionError: "may not be used by you: change its permissions, or name another",
+    IsADirectoryError: "it is a directory: name a file in it",
+    NotADirectoryError: "a parent of this path is a file, not a directory: correct the path",
+    PermissionError: "you are not allowed to use it: change its permissions, or name another path",
 }
 
 

@@ -57,7 +57,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hg.Profile.load("none.json"),
         "none.json: there is no such file; write .* profile",
     ),
-    "a directory for a profile": (lambda: hg.Profile.load("."), ".: no profile, which is a JSON file; write one"),
+    "a directory for a profile": (
+        lambda: hg.Profile.load("."),
+        ".: a directory, but a profile is a JSON file: write one",
+    ),
     "no mini-batch": (lambda: executable().step(None), "mini-batch is None; pass a list of sequences"),
     "nothing": (lambda: executable().step([]), "no target token: give at least one sequence"),
     "one sequence": (lambda: executable().step([1, 2, 3]), r"input_ids is int \(1\).*; a mini-batch is a list of seq"),

@@ -45,7 +45,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "no values": (lambda: [ids.to("meta")], "input_ids is a tensor on the meta device"),
     "a sparse tensor": (lambda: [ids.to_sparse()], "input_ids is a tensor of layout torch.sparse_coo"),
     "fractions of NumPy": (lambda: [np.ones(3)], r"input_ids is torch.float64 \[3\]; pass"),
-    "a number beyond 64 bits": (lambda: [[1, 2**70]], "which is no 64-bit number"),
+    "a number beyond 64 bits": (lambda: [[1, 2**70]], "which does not fit into 64 bits"),
     "an unknown field": (lambda: [{"input_ids": ids, "weight": ids}], r"unknown fields \['weight'\]; pass"),
     "no ids": (lambda: [{"labels": ids}], "no input_ids; pass"),
     "padding on the left": (lambda: [{"input_ids": ids, "attention_mask": ids - 1}], "not ones, then zeros; pad"),

@@ -242,8 +242,8 @@ def launch(
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     if ranks > _MOST:
         raise ValueError(
-            f"launch: ranks={ranks} are so many processes of this host, which nothing would be left of: give at most "
-            f"{_MOST}, or start them on several machines with torchrun"
+            f"launch: ranks={ranks} would exhaust this host: use at most {_MOST}, or start them on several machines "
+            "with torchrun"
         )
     work = _pickled(function, args)
     context = starting(function, prepare)

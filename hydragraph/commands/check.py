@@ -1,4 +1,4 @@
-"""`hydragraph check`: will a run fit, and what will a step take; without weights, data or devices."""
+"""`hydragraph check`: memory and seconds of a run, predicted without weights, data or devices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
 
 EXAMPLE = (
-    "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for devices of your own. "
-    "With --profile profile.json seconds are measured ones."
+    "Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. "
+    "With --profile profile.json, seconds come from measurements."
 )
 
 
@@ -37,7 +37,9 @@ def check_command(
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices and links; default: H200s, one per rank.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(min=1, help="Instead: bytes of each rank, such as 16e9.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=1, help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
+    ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
@@ -53,14 +55,14 @@ def check_command(
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
-    """Say, strategy by strategy, whether a run fits into memory, what takes most of it, and what a step takes.
+    """Predict for each strategy whether a run fits into memory, what takes most of it, and the seconds of a step.
 
-    What training would refuse at once is refused here: settings, files that the config names, the model, strategies,
-    the optimizer. Of data that are not here it says so.
+    The command refuses settings, files, models, strategies and optimizers that training would refuse, and reports
+    missing data.
 
-    Memory is walked through every rank's program with the sizes of its compiled graphs, and what the optimizer keeps;
-    what is advised was walked, too. Of a run on GPUs say so where there is none: --set device=cuda. The exit code is 1
-    where a strategy does not fit.
+    Peak memory is found by walking every rank's program with the sizes of its compiled graphs and of the optimizer's
+    state; advice is checked in the same way. To check a GPU run on a machine without GPUs, add --set device=cuda. The
+    exit code is 1 if a strategy does not fit.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.cluster import Cluster
@@ -68,7 +70,7 @@ def check_command(
     from hydragraph.train.config_checks import check_settings
 
     if cluster is not None and memory is not None:
-        raise ValueError("--cluster says what memory devices have, and so does --memory: give one of them")
+        raise ValueError("--cluster and --memory both set the memory of devices: give one of them")
     settings = TrainConfig.load(config, overrides or ())
     ranks = settings.ranks if cluster is None else len(Cluster.load(cluster).devices)
     texts = chosen_strategies(strategies, settings.strategies, ranks)
@@ -96,7 +98,7 @@ def check_command(
 
 
 def _look_at_data(config: TrainConfig) -> None:
-    """Print what training here would refuse about the data; they may be on another machine, so it is not an error."""
+    """Print problems with the data; this is not an error, because the data may be on another machine."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:
@@ -115,7 +117,7 @@ def _costs(
     profile: str | None,
     corrections: Path | None,
 ) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies, and what prices them by the compiled graphs."""
+    """Return the strategies, and their costs from the compiled graphs."""
     import torch
 
     from hydragraph.commands.captured_model import captured
@@ -154,7 +156,7 @@ def _costs(
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
-    """Return a step as a run without a profile assigns it."""
+    """Return the assignment of one step, as a run without a profile makes it."""
     from hydragraph.planner.quick_plan import assign
 
     longest = config.data.max_length
@@ -169,7 +171,7 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
 
 
 def _parts(fitting: MemoryFit) -> Table:
-    """Return what every rank holds when it holds most; neighbours that hold the same stand together."""
+    """Return the table of every rank's peak by kind; neighbouring ranks with equal values share a row."""
     from dataclasses import fields
 
     from hydragraph.cost.rank_memory import Memory

@@ -52,7 +52,7 @@ def compare_command(
 
     folder = RunFolder(run)
     if not folder.config.exists():
-        raise ValueError(f"{run} holds no run: name the folder that hydragraph train --trace has written")
+        raise ValueError(f"{run} is not a run: name the folder that hydragraph train --trace has written")
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
     settings = TrainConfig.load(folder.config)

@@ -1,6 +1,6 @@
-"""Compile a model for strategies ahead of time: no data, no devices, no process group, no weights.
+"""Compile a model for strategies ahead of time, without data, devices, a process group or weights.
 
-What comes of it are values: records that become `summary.json`, rank programs, and graphs.
+The results are values: records for `summary.json`, rank programs, and graphs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # nothing may be forgotten: a variant that was compiled twice would be taken for two
-_TOKENS = 1024  # saved bytes are counted at this size and at twice as many
+_KEPT = 1 << 20  # cache capacity: a variant that is evicted and compiled again would be counted twice
+_TOKENS = 1024  # saved bytes are counted at this number of tokens and at twice as many
 
 Tell = Callable[[str], None]
 
@@ -40,12 +40,12 @@ class VariantRecord:
         template: the template's name.
         blocks: the blocks of the model that it serves.
         tp, sequence_parallel, recompute: the kind of stage.
-        indices: the places in the stage whose ranks run it: several variants where a parameter's shards are unequal.
-        forward_nodes, backward_nodes: operators.
-        saved_values: what its forward hands to its backward.
-        saved_bytes_per_token: of that, what is neither an input nor the output, per token of the micro-batch.
-        seconds: that compiling took here; next to none where this process had compiled it before.
-        pass_seconds: graph pass -> the seconds that it took, whenever that was.
+        indices: the places in the stage whose ranks run it; there are several variants if a parameter's shards differ.
+        forward_nodes, backward_nodes: numbers of operators.
+        saved_values: number of values that its forward saves for its backward.
+        saved_bytes_per_token: bytes of those that are neither an input nor the output, per token of the micro-batch.
+        seconds: compile time, almost 0 if this process had compiled it before.
+        pass_seconds: graph pass -> the seconds that it took when it ran.
     """
 
     name: str
@@ -72,14 +72,13 @@ class StrategyRecord:
     """Result of compiling one strategy.
 
     Attributes:
-        strategy: its text with its fingerprint; as it was given, where it does not fit.
-        folder: of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" where it does not fit.
-        micro_batches: of each pipeline.
-        instructions: of all ranks' programs.
-        pull_bytes, push_bytes: that travel between ranks in one iteration, with work for all pipelines.
-        variants: the names of those it needs.
-        problem: why it does not fit; "" where every rank's program is proven complete, and to come to its end together
-            with the others.
+        strategy: its text with its fingerprint; as written by the user if it does not fit.
+        folder: the folder of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" if it does not fit.
+        micro_batches: number of micro-batches of each pipeline.
+        instructions: number of instructions in all ranks' programs.
+        pull_bytes, push_bytes: bytes between ranks in one iteration in which all pipelines have work.
+        variants: names of the variants that it needs.
+        problem: why it does not fit; "" if every rank's program is proven complete and free of deadlocks.
     """
 
     strategy: str
@@ -98,7 +97,7 @@ class StrategyRecord:
 
 @dataclass(frozen=True, eq=False)
 class CompiledVariant:
-    """A variant's record and its graphs before any backend took them."""
+    """A variant's record and its graphs before a backend compiles them."""
 
     record: VariantRecord
     variant: Variant
@@ -106,7 +105,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record with its programs; None where it does not fit."""
+    """A strategy's record with its programs, which are None if it does not fit."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -125,10 +124,10 @@ class Compiler:
 
     Args:
         program: the captured model.
-        owners: where state lives, over all ranks of the world.
-        backend: "eager", or "inductor", whose cache on disk is filled.
-        device: for which Inductor compiles.
-        tell: called with what comes next.
+        owners: the home layouts of the state, over all ranks of the world.
+        backend: "eager", or "inductor", which fills its cache on disk.
+        device: the device that Inductor compiles for.
+        tell: called with the name of each part before it is compiled.
         built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
 
     Attributes:
@@ -153,7 +152,7 @@ class Compiler:
         self._program = program
         self._tell = tell
         inductor = backend == "inductor"
-        # Those whose graphs can be read.
+        # Variants whose graphs can be printed.
         self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
         self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
@@ -169,11 +168,11 @@ class Compiler:
 
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
-        """All that were compiled, in that order."""
+        """All compiled variants, in the order of compilation."""
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return how many times `tell` is called for strategies, at most."""
+        """Return the largest number of times that `tell` is called for the strategies."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
@@ -186,7 +185,7 @@ class Compiler:
         self._tell(strategy.name)
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
-        placed = layouts(self._program, strategy, self._homes)  # the link refuses what does not reach every owner
+        placed = layouts(self._program, strategy, self._homes)  # raises if a weight would not reach every owner
         moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
         variants = [variant.record.name for need in self._needs(strategy) for variant in self._variants(need)]
         record = StrategyRecord(
@@ -201,7 +200,7 @@ class Compiler:
         return CompiledStrategy(record, programs)
 
     def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
-        """Return what a strategy needs, the model's first block first."""
+        """Return the templates and kinds of stage that a strategy needs, in the order of the model's blocks."""
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = stage.kind

@@ -1,4 +1,4 @@
-"""What `hydragraph show DIR` needs to know of a model and its compiled blocks, as JSON beside the ranks' programs."""
+"""Data of a model and its compiled blocks that `hydragraph show DIR` reads, as JSON in the compiled folder."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class BlockData:
     """Memory and messages of one compiled block on some ranks of a kind of stage.
 
     Attributes:
-        kind: of the stage, such as "tp2s".
+        kind: the kind of stage, such as "tp2s".
         indices: the places in the stage whose ranks run it.
-        held: lines over the tokens of a micro-batch (`cost.pieces.Held`).
-        gradients: bytes of its parameters' gradients, where its graphs make them before they are added up.
-        sent: what its tensor-parallel sums send from a rank, a line over the tokens.
+        held: bytes in memory, as lines over the tokens of a micro-batch (`cost.block_pieces.Held`).
+        gradients: bytes of its parameters' gradients that its graphs make before they are added up.
+        sent: bytes that a rank sends for tensor-parallel sums, as a line over the tokens.
     """
 
     kind: str
@@ -48,16 +48,16 @@ class BlockData:
 
 @dataclass(frozen=True)
 class ModelData:
-    """A model's sizes, and what its blocks hold; all that needs neither the model nor a trace.
+    """A model's sizes and the memory of its blocks, which can be read without the model or a trace.
 
     Attributes:
-        sizes: blocks and buckets.
-        home: who owns state, as text, with nodes where copies need them.
+        sizes: sizes of blocks and buckets.
+        home: owners of the state, as text, with nodes if copies need them.
         ranks: the world size.
-        templates: by block.
-        blocks: by template, its compiled variants.
-        aux: bytes of a micro-batch's auxiliary values, a line over its tokens.
-        replicas: by kind of stage, the parameters whose gradient is the same on all its ranks.
+        templates: block -> template.
+        blocks: template -> its compiled variants.
+        aux: bytes of a micro-batch's auxiliary values, as a line over its tokens.
+        replicas: kind of stage -> parameters whose gradient is the same on all its ranks.
     """
 
     sizes: ModelSizes
@@ -78,7 +78,7 @@ class ModelData:
         """Read it from a compiled folder.
 
         Raises:
-            ValueError: it is not there, or not what this version writes; with the remedy.
+            ValueError: the file is missing or was written by another version.
         """
         path = folder / DATA
         try:
@@ -105,15 +105,15 @@ class ModelData:
 
     @property
     def owners(self) -> Home:
-        """Who owns state."""
+        """Owners of the state."""
         return Home.parse(self.home)
 
     def block(self, name: str, part: StagePart) -> BlockData:
-        """Return what is known of a block on a rank."""
+        """Return the data of a block on a rank."""
         for each in self.blocks[self.templates[name]]:
             if each.kind == part.kind.text and part.index in each.indices:
                 return each
-        raise ValueError(f"{DATA} knows nothing of {name} in {part}: write the folder again by hydragraph compile")
+        raise ValueError(f"{DATA} does not describe {name} in {part}: write the folder again by hydragraph compile")
 
 
 class RecordedBlocks:

@@ -1,4 +1,4 @@
-"""The folder that `hydragraph compile` writes: what a person reads, and what reads back."""
+"""The files of a compiled folder that people and `hydragraph show` read."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _PARTS = ("graphs", "strategies")
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary.json` holds.
+    """Contents of `summary.json`.
 
     Attributes:
         hydragraph, torch: versions.
-        model, dtype, layers, parameters: the program's.
-        fingerprint: the program's, which ranks compare before they run.
+        model, dtype, layers, parameters: those of the program.
+        fingerprint: hash of the program, which ranks compare before they run.
         ranks: the world size.
-        backend, device: what graphs were compiled with, and for what.
-        capture_seconds: from the model to the program.
+        backend, device: the backend and the device that graphs were compiled for.
+        capture_seconds: seconds that the capture of the model took.
         variants, strategies: see their classes.
     """
 
@@ -70,7 +70,7 @@ class Summary:
 def summarise(
     program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
 ) -> Summary:
-    """Return the summary of what a compiler has compiled."""
+    """Return the summary of everything that a compiler has compiled."""
     return Summary(
         hydragraph=__version__,
         torch=torch.__version__,
@@ -89,9 +89,11 @@ def summarise(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError where a folder holds something else, which must not be overwritten."""
+    """Raise ValueError if a folder holds other files, which must not be overwritten."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
-        raise ValueError(f"--output {folder} holds something else: name a new folder, or one of an earlier compile")
+        raise ValueError(
+            f"--output {folder} holds other files: name a new folder, or one that hydragraph compile wrote"
+        )
 
 
 def write_folder(
@@ -102,14 +104,13 @@ def write_folder(
     strategies: Sequence[CompiledStrategy],
     home: Home,
 ) -> None:
-    """Write what people read; what an earlier compile wrote there goes. `hydragraph.frontend.compiled_folder.save` adds
-    the rest.
+    """Write the files for people in place of earlier ones; `frontend.compiled_folder.save` adds the rest.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
-    strategies/FOLDER/      strategy.yaml; program_0.txt and so on, one for each kind of rank, and ranks.txt, which says
-                            who is who in them (`ir.shared_programs_text`)
-    strategies/model.json   what `hydragraph show` needs to know of the model (`commands.compile_data`)
+    strategies/FOLDER/      strategy.yaml; program_0.txt and so on, one for each kind of rank, and ranks.txt, which maps
+                            ranks to these files (`ir.shared_programs_text`)
+    strategies/model.json   the model's data that `hydragraph show` reads (`commands.compile_data`)
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)

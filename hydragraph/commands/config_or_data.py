@@ -1,4 +1,4 @@
-"""The config of `hydragraph train`: a file, or one that is written for the data and the model that are named."""
+"""The config of `hydragraph train`: a file, or one that is written for data and a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
         overrides: as for `TrainConfig.load`; they are not written.
 
     Raises:
-        ValueError: a path does not exist, a config is mixed with data, there is no data, or `to` holds something else.
+        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` has another config.
     """
     configs = [path for path in paths if _is_config(path)]
     if not configs:
@@ -47,7 +47,7 @@ def _is_config(path: Path) -> bool:
 
 
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return the config for data and a model, after writing it to `to` unless it is there."""
+    """Return the config for data and a model, and write it to `to` if that does not exist."""
     from hydragraph.train.starter_config import look
 
     found = look(paths)
@@ -74,7 +74,7 @@ def first_config(found: Found, to: Path) -> str:
 
     Args:
         found: the data and the model.
-        to: the file that will hold it, after which the run folder is named.
+        to: the file that will hold it; the run folder gets its name.
     """
     from hydragraph.train.starter_config import starter
 

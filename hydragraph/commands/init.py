@@ -1,4 +1,4 @@
-"""`hydragraph init`: write a first config for the data, the model and the devices that are there."""
+"""`hydragraph init`: write a first config for your data, your model and the devices here, without questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def init_command(
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
-    """Write a config with comments for the named data and model and this machine's devices; ask nothing."""
+    """Write a config with comments for your data, your model and this machine's devices, without asking questions."""
     if to.exists() and (to.is_dir() or not overwrite):
         fix = "name a file with --to" if to.is_dir() else "use --overwrite, or another --to"
         raise ValueError(f"--to {to} already exists: {fix}")
@@ -44,6 +44,6 @@ def init_command(
         for sentence in data_remarks(config.data.sources):
             print(sentence)
     if not found.data and found.model is not None:
-        print(f"{to}: name your data in data.paths first")
+        print(f"first list your data in data.paths of {to}")
     print(f"{to} is for {devices_here().text}: train measures them and plans (strategies: auto)")
     print(f"read it; hydragraph check {to} predicts memory and seconds per step, hydragraph train {to} trains")

@@ -1,4 +1,4 @@
-"""This process: one rank among those of a launcher, or the one that starts them; and what it keeps to itself."""
+"""How this process was started: as one rank of a launcher, or as the process that starts the ranks."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ T = TypeVar("T")
 
 
 def launched() -> bool:
-    """Say whether torchrun, or a launcher like it, has started this process as one of several."""
+    """Return whether torchrun, or a similar launcher, has started this process as one of several."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def leads() -> bool:
-    """Say whether this process is the one that writes and prints results."""
+    """Return whether this process writes and prints the results."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def may_be_restarted() -> bool:
-    """Say whether torchrun started this process, perhaps anew."""
+    """Return whether torchrun started this process, so that it may start it again."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restarted() -> int:
-    """Return how many times this machine's torchrun has started its ranks anew because one of them failed.
+    """Return how many times this machine's torchrun has restarted its ranks because one of them failed.
 
-    Where ranks of another machine failed, it starts its own anew too, and does not count that.
+    After a failure on another machine torchrun also restarts them, but does not count that.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def first_seen(began: float) -> float:
-    """Return when the run in a folder had begun that the first attempt of this torchrun job found there.
+    """Return the start time of the run that the first attempt of this torchrun job found in the folder.
 
-    torchrun's store outlives its ranks: the first attempt writes there what it found, and later ones read that. Clocks
-    are not compared, because they may be set while a run is under way. Without a shared store the age of torchrun's
-    process has to tell: what began before it did is another job's.
+    torchrun's store outlives its ranks: the first attempt writes the time there, and later attempts read it. Clocks are
+    not compared, because they may be set during a run. Without a shared store, the age of torchrun's process decides: a
+    run that began earlier belongs to another job.
 
     Args:
-        began: `RunFolder.began` now.
+        began: the current value of `RunFolder.began`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -61,11 +61,11 @@ def first_seen(began: float) -> float:
 
 
 def running_s(pid: int) -> float:
-    """Return how many seconds a process has been running, or up to one more."""
+    """Return how many seconds a process has been running, rounded up by at most one."""
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since the machine was started
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
-    except OSError:  # no Linux; `ps` tells whole seconds, as [[days-]hours:]mm:ss
+    except OSError:  # not Linux; `ps` prints whole seconds, as [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))
@@ -80,12 +80,12 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Run a function on the ranks that a launcher has started, or on new local ones; return this or rank 0's result.
+    """Run a function on the launcher's ranks or on new local ones; return this rank's or rank 0's result.
 
     Args:
-        relay: told of the new ranks' processes.
-        elastic: go on when ranks are lost; None: the loss of one ends all.
-        nodes: a launcher has started not the ranks, but this process on each of these machines; this is the first.
+        relay: gets the processes of the new ranks, to forward stop requests to them.
+        elastic: how the others continue when ranks are lost; None: the loss of one rank ends the run.
+        nodes: the machines on each of which a launcher has started one process instead of the ranks; this is the first.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)
@@ -95,7 +95,7 @@ def on_ranks(
 
 
 def quieten() -> None:
-    """Keep what torch and transformers say to their own developers, and their progress bars, off the terminal."""
+    """Hide warnings meant for developers of torch and transformers, and their progress bars."""
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code

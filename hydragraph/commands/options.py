@@ -85,7 +85,7 @@ def check_written(option: str, path: Path | None) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: the folder {path.parent} does not exist: make it, or name another")
     if path.is_dir():
-        raise ValueError(f"{option} {path}: a directory, where a file is written: name the file")
+        raise ValueError(f"{option} {path} is a directory: name the file to write")
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:

@@ -1,4 +1,4 @@
-"""`hydragraph plan`: which strategies suit the data, or which devices do what, without running anything."""
+"""`hydragraph plan`: strategies for the data, or a plan for devices that differ, without running anything."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hydragraph.commands.plan_devices import TOKENS, Asked, Work, plan_devices
 
 EXAMPLE = (
     "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
-    "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md shows one), and run.yaml is what hydragraph "
-    "train takes. Rather than a datasheet: --profile h100.json --profile l4.json, each from hydragraph profile --type "
-    "NAME. Where some are slow today: --health health.yaml with {3: 2.57, 5: inf}. "
+    "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md shows one), and run.yaml is a config of "
+    "hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from "
+    "hydragraph profile --type NAME. If some are slow: --health health.yaml with {3: 2.57, 5: inf}. "
     "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
     "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
     "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."
@@ -31,21 +31,22 @@ def plan_command(
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            help="What hydragraph profile wrote, or constants.json#name of one of its entries; with --cluster one for "
-            "every type of device."
+            help="A file that hydragraph profile wrote, or constants.json#name for one entry; with --cluster, one for "
+            "each type of device."
         ),
     ] = None,
     lengths: Annotated[
         Path | None, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the longest sequence; longer ones count as cut.")
+        int | None, typer.Option(min=1, help="Tokens of the longest sequence; longer ones are cut.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Per iteration; default: --model's data.tokens_per_step, or {TOKENS}.")
+        int | None,
+        typer.Option(min=1, help=f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}."),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw and the search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed that draws the mini-batches.")] = 0,
     corrections: CorrectionsFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     picture: Annotated[
@@ -54,30 +55,31 @@ def plan_command(
             help="Draw a PNG file: one iteration's pipelines x micro-batches, or with --cluster its nodes and devices."
         ),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="How many devices there are.", rich_help_panel=_EQUAL)
-    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Number of devices.", rich_help_panel=_EQUAL)] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
             "--strategy",
             "--strategies",
-            help="Compare these; default: proposals improved on samples of the data.",
+            help="Strategies to compare; default: proposals, improved on samples of the data.",
             rich_help_panel=_EQUAL,
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="All candidates, and what their seconds go to.", rich_help_panel=_EQUAL)
+        bool,
+        typer.Option("--explain", help="List all candidates with the parts of their seconds.", rich_help_panel=_EQUAL),
     ] = False,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="The YAML file of types, nodes and links; a rank per device.", rich_help_panel=_UNEVEN),
+        typer.Option(
+            help="The YAML file of types, nodes and links; it has one device per rank.", rich_help_panel=_UNEVEN
+        ),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A run's YAML file: its model is captured without weights, its memory is that of compiled graphs, and "
-            "without a profile its floating-point operations are priced by datasheet.",
+            help="A run's YAML file. Its model is captured without weights, memory comes from compiled graphs, and "
+            "without a profile, seconds come from floating-point operations and a datasheet.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
@@ -90,17 +92,23 @@ def plan_command(
     health: Annotated[
         Path | None,
         typer.Option(
-            help="A YAML file of how many times as long ranks take today: {3: 2.57, 5: inf}; inf: lost.",
+            help="A YAML file of ranks that are slow, by their slowdown, or lost (inf): {3: 2.57, 5: inf}.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
     sequences: Annotated[
         int | None,
-        typer.Option(min=1, help="Equal sequences in an iteration, instead of --lengths.", rich_help_panel=_UNEVEN),
+        typer.Option(
+            min=1, help="Number of equal sequences per iteration, instead of --lengths.", rich_help_panel=_UNEVEN
+        ),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of each; default: --model's data.max_length.", rich_help_panel=_UNEVEN),
+        typer.Option(
+            min=1,
+            help="Tokens of each of the --sequences; default: --model's data.max_length.",
+            rich_help_panel=_UNEVEN,
+        ),
     ] = None,
     solver: Annotated[
         str | None,
@@ -115,24 +123,24 @@ def plan_command(
         str | None,
         typer.Option(
             metavar=METHODS,
-            help="Which differences count: types (mixed), rates (straggler), data parallelism by stage (search), or "
-            "all at once (auto, the default).",
+            help="Search for differences of types (mixed), of speed (straggler), for data parallelism by stage "
+            "(search), or for all of them (auto, the default).",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
     running: Annotated[
         str | None,
         typer.Option(
-            help="The strategy that runs now, a text or a YAML file: of plans that are nearly as good, the one that "
-            "moves least state is taken.",
+            help="The strategy that runs now, a text or a YAML file. Among plans that are nearly as good, the one that "
+            "moves the least state is chosen.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
     home: Annotated[
         str | None,
         typer.Option(
-            help='Who owns the state now, as in "3,3,1,0 copies=2", from which the plan moves it; default: equal '
-            "shares, or with --running those of --model.",
+            help='The present shares of the state by rank, from which the plan moves it, as in "3,3,1,0 copies=2"; '
+            "default: equal shares, or with --running those of --model.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
@@ -140,15 +148,15 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help="After so many seconds of the whole command take the best plan so far; kinds of stages that there was "
-            "no time to compile are left out.",
+            help="Seconds for the whole command, which then prints the best plan so far. Kinds of stages that are not "
+            "compiled in time are left out.",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Write the strategy to this YAML file, which hydragraph train takes.", rich_help_panel=_UNEVEN
+            help="Write the strategy to this YAML file, which hydragraph train reads.", rich_help_panel=_UNEVEN
         ),
     ] = None,
     report: Annotated[
@@ -158,16 +166,16 @@ def plan_command(
     log_level: LogLevel = None,
     debug: Debug = False,
 ) -> None:
-    """Show which strategies suit the data or the devices and what they take, without running anything.
+    """Propose strategies for your data or your devices, with the seconds they take, without running anything.
 
-    Equal devices (--devices): candidates are proposed from the lengths, and mini-batches drawn from these are planned
-    with each; the table says how long an iteration takes against the best homogeneous strategy, and why a candidate
-    lost.
+    Equal devices (--devices): candidates come from the sequence lengths. Each plans mini-batches drawn from these
+    lengths. A table compares the seconds of an iteration with those of the best homogeneous strategy, and says why
+    candidates are slower.
 
-    Devices that differ by type, by memory, or because some are slow today (--cluster): one plan says which of them form
-    which pipelines and stages, with how many layers, which share of the data and of the state, how far it is from what
-    no plan beats, and what its rivals lost by. In order: write the cluster file; measure a profile on each type, or go
-    by datasheet; plan; look at the picture; train with the strategy that --output wrote.
+    Devices that differ in type, memory or current speed (--cluster): the plan assigns devices to pipelines and stages,
+    with their layers and their shares of the data and of the state. It is printed with a lower bound and with its
+    rivals. First write the cluster file and, unless a datasheet will do, measure a profile on each type. Then plan,
+    look at the picture, and train with the strategy that --output wrote.
     """
     equal = {"--devices": devices, "--strategy": strategies, "--explain": explain}
     uneven = {
@@ -185,16 +193,16 @@ def plan_command(
         "--report": report,
     }
     if cluster is None:
-        _refuse(uneven, "is for devices that differ: give --cluster with the file that says which there are, too")
+        _refuse(uneven, "is for devices that differ: also give --cluster with the file that lists them")
         if profile is None or lengths is None or devices is None or context is None:
             raise ValueError(
-                "equal devices need all of --profile, --lengths, --devices and --context; devices that differ need "
-                "--cluster, and --model or --profile"
+                "plan for equal devices with --profile, --lengths, --devices and --context, or for devices that differ "
+                "with --cluster, and --model or --profile"
             )
         draw = _Draw(lengths, context, tokens or TOKENS, iterations, seed)
         _plan_equal(profile, devices, draw, strategies or (), corrections, picture, explain, as_json)
         return
-    _refuse(equal, "is for equal devices: leave it out; --cluster says which there are, and all rivals are told")
+    _refuse(equal, "is for equal devices: leave it out; --cluster lists the devices, and all rivals are printed")
     work = Work(sequences, length, lengths, tokens, context, iterations, seed)
     asked = Asked(
         cluster,
@@ -218,7 +226,7 @@ def plan_command(
 
 @dataclass(frozen=True)
 class _Draw:
-    """How sample mini-batches are drawn: a file of lengths, the longest and all tokens of one, how many, and a seed."""
+    """Sample mini-batches: the file of lengths, longest sequence, tokens of each, their number, and the seed."""
 
     lengths: Path
     context: int
@@ -237,15 +245,17 @@ def _plan_equal(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Plan sample mini-batches on equal devices with every candidate, and print what each takes."""
+    """Plan sample mini-batches on equal devices with every candidate, and print the seconds of each."""
     from hydragraph.cost.corrections import corrected
-    from hydragraph.report.candidate_comparison import explain  # needs numba and scipy, which others do without
+    from hydragraph.report.candidate_comparison import (
+        explain,
+    )  # imports numba and scipy, which other commands do not need
     from hydragraph.report.candidate_comparison_text import to_record, to_text
     from hydragraph.report.plan_picture import write_plan_picture
     from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
 
     if len(profiles) > 1:
-        raise ValueError("--profile: give one, or --cluster with the file that says which types of devices there are")
+        raise ValueError("--profile: give only one, or add --cluster with the file that lists the types of devices")
     own = read_candidates(strategies)
     constants = read_profile(profiles[0])
     known = read_corrections(corrections)

@@ -32,20 +32,20 @@ Say = Callable[[str], None]
 
 # Part of the deadline after which no further graphs are compiled.
 COMPILING = 0.6
-# Tokens of a sample mini-batch, where nothing says how many.
+# Default number of tokens in a sample mini-batch.
 TOKENS = 100_000
 
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to train, as the command line says it; what it does not say, the run's config does.
+    """The workload that the command line describes; missing values come from the run's config.
 
     Attributes:
-        sequences, length: how many of how many tokens.
+        sequences, length: number of sequences per iteration, and tokens of each.
         lengths: a file of sequence lengths to draw sample mini-batches from instead.
-        tokens: per iteration.
-        context: longer sequences of the file count as cut.
-        iterations, seed: how many mini-batches are drawn, and how.
+        tokens: tokens per iteration.
+        context: longer sequences of the file are cut to this number of tokens.
+        iterations, seed: number of mini-batches to draw, and the seed that draws them.
     """
 
     sequences: int | None = None
@@ -60,7 +60,7 @@ class Work:
         """Return the workload.
 
         Raises:
-            ValueError: too little is said, or too much.
+            ValueError: the options are incomplete, or contradict each other.
         """
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.spec.training_workload import Workload
@@ -70,32 +70,32 @@ class Work:
         longest = config.data.max_length if config else None
         if self.lengths is not None:
             if self.sequences or self.length:
-                raise ValueError("--lengths draws mini-batches; leave out --sequences and --length")
+                raise ValueError("--lengths draws mini-batches: leave out --sequences and --length")
             limit = self.context or longest
             data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
             if not data:
-                raise ValueError(f"{self.lengths}: all sequences are empty; give lengths above 0")
+                raise ValueError(f"{self.lengths}: all sequences are empty: give lengths above 0")
             return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
         if self.context:
-            raise ValueError("--context cuts the sequences of --lengths; for equal ones give --length")
+            raise ValueError("--context cuts the sequences of --lengths: for equal ones give --length")
         if self.sequences and self.tokens:
-            raise ValueError("--sequences and --tokens both say how much an iteration has: give one of them")
+            raise ValueError("--sequences and --tokens both set the size of an iteration: give one of them")
         length = self.length or longest
         if length is None or not (self.sequences or tokens):
             raise ValueError(
-                "what is there to train? Give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
-                "--model with a run's config, which says both"
+                "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
+                "--model with a run's config, which has both"
             )
         return Workload(self.sequences or -(-(tokens or 0) // length), length)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for, by the names of its options; None: not given.
+    """The options of the command line by name; None: not given.
 
     Attributes:
-        work: what there is to train.
-        profiles: as measured, of all types of devices; none: a datasheet.
+        work: the workload.
+        profiles: files with measured profiles of all types of devices; empty: a datasheet prices them.
     """
 
     cluster: Path
@@ -115,15 +115,15 @@ class Asked:
     solver: str | None = None
 
     def check(self) -> None:
-        """Refuse what does not fit together.
+        """Check that the options fit together.
 
         Raises:
-            ValueError: naming the options.
+            ValueError: they do not; the message names them.
         """
         if self.model is None and not self.profiles:
             raise ValueError(
-                "--cluster needs --model with a run's config, priced by datasheet, or --profile with what hydragraph "
-                "profile measured on each type of device; or both"
+                "--cluster needs --model with a run's config (a datasheet prices it), or --profile with a file of "
+                "hydragraph profile for each type of device, or both"
             )
         if self.profiles and self.efficiency is not None:
             raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
@@ -131,12 +131,12 @@ class Asked:
 
 
 def plan_devices(asked: Asked, as_json: bool) -> None:
-    """Plan, print the plan, and write what was asked for; the deadline counts from here."""
+    """Plan, print the plan, and write the requested files; the deadline counts from here."""
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
     asked.check()
-    # Mistakes in files are told before the imports of the planner, which take seconds.
+    # Mistakes in files are reported before the planner is imported, which takes seconds.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.work.read(config)
@@ -182,14 +182,14 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
 
 
 def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
-    """Return what prices plans, and a sentence on where its numbers come from.
+    """Return the costs that price plans, and a sentence on where they come from.
 
     Args:
-        config: of a run with the model, from which memory is exact; None: the profiles alone.
-        say: told what is under way.
+        config: the config of a run with the model, for exact memory; None: use the profiles alone.
+        say: called with the current activity.
 
     Raises:
-        ValueError: it does not fit together.
+        ValueError: profiles, cluster, health and model do not match.
     """
     from hydragraph.commands.captured_model import captured
     from hydragraph.cost.costs import Costs
@@ -209,7 +209,7 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     if config is None:
         assert measured is not None, "there is a profile or a model"
         costs = Costs(measured, cluster, rates, home=owners, corrections=known)
-        return costs, f"{costs.source}; memory by what the profile says of blocks"
+        return costs, f"{costs.source}; memory from the profile"
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
@@ -219,22 +219,22 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
         measured = datasheet(program, cluster, efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
         raise ValueError(
-            f"profile {measured.name} is of a model of {len(measured.blocks)} blocks, but that of --model has "
+            f"profile {measured.name} describes a model of {len(measured.blocks)} blocks, but --model has "
             f"{len(program.blocks)}: measure this model with hydragraph profile"
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
-    return costs, f"{costs.source}; memory by the sizes of compiled graphs"
+    return costs, f"{costs.source}; memory from the sizes of compiled graphs"
 
 
 def _compile_first(costs: Costs, seconds: float | None) -> Costs:
-    """Compile the graphs of all stages that a plan may consist of; return costs without kinds there was no time for.
+    """Compile the graphs of all kinds of stages that a plan may use; return costs without those not compiled in time.
 
     Plain stages come first, and those of one device are always compiled.
 
     Args:
-        costs: of the plan.
-        seconds: after which no further kind is begun; None: no limit.
+        costs: costs of the plan.
+        seconds: time after which no further kind is compiled; None: no limit.
     """
     from hydragraph.spec.stage_kind import StagePart
 
@@ -245,7 +245,7 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
     kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
-        # Nothing needs to be known of a type whose ranks are all lost.
+        # A type whose ranks are all lost has no kinds to compile.
         kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
     late: set[StageKind] = set()
     for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind)):
@@ -264,7 +264,7 @@ def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:
-    """Return the config's home; of a run that does not run yet only how many copies it wants."""
+    """Return the config's home, or only its number of copies if the run has not started."""
     from hydragraph.spec.home import Home
 
     if config is None:
@@ -273,7 +273,7 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
 
 
 def _told(compiled: Compiled, say: Say) -> Compiled:
-    """Say when a graph is asked for that was not yet, which takes a while."""
+    """Return a lookup of graphs that reports each first compilation, which takes a while."""
     known: set[object] = set()
 
     def get(block: Any, part: Any) -> Any:
@@ -290,10 +290,10 @@ def _told(compiled: Compiled, say: Say) -> Compiled:
 
 
 def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
-    """Return what was measured on the cluster's types of devices.
+    """Return the merged profiles of the cluster's types of devices.
 
     Raises:
-        ValueError: a profile does not say on which type it was measured, and there are several.
+        ValueError: a profile does not name its type of device, and there are several types.
     """
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.train.plan_input import read_profile
@@ -305,8 +305,8 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
         profile = read_profile(text)
         if several and any(not part.type for part in (profile, *profile.others)):
             raise ValueError(
-                f"--profile {text}: it names no type of device, and the cluster has {names}: measure on each type with "
-                "hydragraph profile --type NAME"
+                f"--profile {text} does not name its type of device, and the cluster has {names}: measure on each type "
+                "with hydragraph profile --type NAME"
             )
         found.append(profile)
     return Profile.merge(found)
@@ -316,7 +316,7 @@ def _running(text: str, costs: Costs) -> Strategy:
     """Read the strategy that runs now, a text or a YAML file, and check it against model and cluster.
 
     Raises:
-        ValueError: it is for others.
+        ValueError: it does not fit the model or the cluster.
     """
     from hydragraph.spec.strategy import Strategy
 
@@ -329,10 +329,10 @@ def _running(text: str, costs: Costs) -> Strategy:
 
 
 def _write(plan: Plan, path: Path) -> str:
-    """Write what `hydragraph train` takes: the plan's strategy, and further candidates in files beside it.
+    """Write the plan's strategy for `hydragraph train`, and further candidates to numbered files in the same folder.
 
     Returns:
-        how to train with it.
+        a sentence on how to train with them.
     """
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
@@ -351,7 +351,7 @@ def _list(paths: Sequence[Path]) -> str:
 
 
 def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
-    """Write the plan as an HTML file, with its iteration as simulated."""
+    """Write the plan as an HTML file, with its simulated iteration."""
     from hydragraph.report.page import write_report
     from hydragraph.report.plan_report import plan_report
     from hydragraph.report.simulation_report import Simulated, panel
@@ -364,7 +364,7 @@ def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
 
 
 def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:
-    """Return a plan as JSON holds it; seconds of what does not fit are null, and so are rates of lost ranks."""
+    """Return a plan as JSON data; infinite seconds, and rates of lost ranks, are null."""
     ranks = range(costs.ranks)
     return {
         "strategy": plan.strategy.name,

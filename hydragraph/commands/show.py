@@ -37,12 +37,14 @@ def show_command(
     ] = None,
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategy", help="A text or a YAML file; of a folder, also its number there. Default: all."),
+        typer.Option(
+            "--strategy", help="A text or a YAML file; for a folder, also the strategy's number in it. Default: all."
+        ),
     ] = None,
     micro_batches: Annotated[
         str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all.")
     ] = "2",
-    rank: Annotated[int | None, typer.Option(help="Show this rank only, also in the views below.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Show only this rank, in the views below as well.")] = None,
     parameter: Annotated[
         str | None, typer.Option(help="Owners and users of a parameter, such as lm_head.weight.")
     ] = None,
@@ -54,7 +56,10 @@ def show_command(
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for --memory and --traffic.")] = 2048,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Of a folder compiled with --arch: registers, spills, bytes, least time.")
+        bool,
+        typer.Option(
+            "--kernels", help="Registers, spills, bytes and least time of each kernel of a folder compiled with --arch."
+        ),
     ] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")
@@ -148,7 +153,7 @@ def show_command(
     elif passes:
         _show_passes(TrainConfig.load(source, overrides or ()), chosen, rank)
     elif rank is not None and not chosen:
-        raise ValueError(f"--rank {rank}: ranks run a program under a strategy: give --strategy, too")
+        raise ValueError(f"--rank {rank} needs a strategy to show a rank's program: also give --strategy")
     else:
         _show(TrainConfig.load(source, overrides or ()), chosen, micro_batches, rank)
 

@@ -33,8 +33,8 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
     """Yield, for each kind of block in each kind of stage, its template's text and its graphs after each pass.
 
     Args:
-        variants: the program's, which say what is compiled and how.
-        rank: of which rank; None: the first of each kind of stage.
+        variants: the compiled variants of the program.
+        rank: the rank whose graphs are shown; None: the first of each kind of stage.
     """
     shown = set()
     for block, part in _places(program, strategy, rank):
@@ -49,7 +49,7 @@ def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: 
 
     Args:
         ranks: the world size.
-        rank: which one; None: the first of the last stage, which runs both forwards and backwards of the loss.
+        rank: the rank shown; None: the first of the last stage, which runs the forward and backward of the loss.
     """
     counts = [2] * len(strategy.pipelines)
     shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank

@@ -46,13 +46,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """Work of stages that do the same at the same time.
+    """Work of stages that run the same instructions at the same time.
 
     Attributes:
-        pipelines: the pipelines of which each has such a stage, or which share this one.
-        stage: which one it is in them.
-        ranks: of all these stages.
-        tasks: in order.
+        pipelines: the pipelines that have such a stage, or that share this one.
+        stage: its index in each of them.
+        ranks: the ranks of all these stages.
+        tasks: the tasks in order.
     """
 
     pipelines: tuple[int, ...]
@@ -62,7 +62,7 @@ class Row:
 
 
 def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
-    """Return when all stages run what, pipelines that do the same together."""
+    """Return the tasks of all stages over time; pipelines with equal rows are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     orders = [_order(each.programs[stage.ranks[0]].instructions) for stage in stages]
     timed = _timed(stages, orders)

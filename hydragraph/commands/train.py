@@ -1,4 +1,4 @@
-"""`hydragraph train`: train a model, and again from the last checkpoint where a rank fails."""
+"""`hydragraph train`: train a model, and continue from the last checkpoint if a rank fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # times that a run which survives begins again when all ranks are lost, or one before the first step
+_ALL_LOST = 3  # restarts of an elastic run after all ranks are lost, or one before the first step
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import Nodes
@@ -69,11 +69,11 @@ def train_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
     compiled: Annotated[
         Path | None,
-        typer.Option(help="Start from this folder, which hydragraph compile wrote for the config: nothing is traced."),
+        typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
     ] = None,
     trust: Annotated[
         bool,
-        typer.Option("--trust", help="Also load Inductor's code from that folder. It is code: it can do what you may."),
+        typer.Option("--trust", help="Also load Inductor's code from that folder; it runs with your permissions."),
     ] = False,
     trace: Annotated[
         bool,
@@ -83,8 +83,8 @@ def train_command(
         int,
         typer.Option(
             min=0,
-            help="Continue by itself from the last checkpoint when a rank fails, so many times. Under torchrun give "
-            "torchrun the same number, as it starts the processes.",
+            help="Number of times to continue from the last checkpoint after a rank fails. Under torchrun, give "
+            "torchrun the same number, because it starts the processes.",
         ),
     ] = 0,
     overrides: Set = None,
@@ -112,14 +112,14 @@ def train_command(
     stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
     if settings.elastic.survives and launched() and nodes is None and leads():
         _print(
-            "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to go on "
-            "without it, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
+            "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to survive "
+            "that, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
     try:
         with stopping:
             outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay, nodes)
     except Interrupted as request:
-        _print("stopped before training went on: nothing has changed since the last checkpoint")
+        _print("stopped before training continued: the folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
     except Overdue:
         _print(f"hydragraph: {overdue()}")
@@ -155,7 +155,7 @@ def _train(
     relay: Relay | None,
     nodes: Nodes | None = None,
 ) -> RunOutcome:
-    """Train on all ranks, again from the last checkpoint where one fails and that may be."""
+    """Train on all ranks, and again from the last checkpoint if one fails and restarts are left."""
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
@@ -193,7 +193,7 @@ def _train(
 
 
 def _nodes(config: TrainConfig) -> Nodes | None:
-    """Return this machine among those on each of which a launcher has started one process, to start the ranks there."""
+    """Return the machines if a launcher has started one process on each, which starts the ranks; otherwise None."""
     if not config.elastic.survives or not launched() or config.ranks == 1:
         return None
     from hydragraph.cluster.supervision.coordinator import nodes_of
@@ -215,7 +215,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; without `stopping` it is one of a launcher, which passes requests to stop on to it."""
+    """Train on this rank; without `stopping`, it is a rank of a launcher, which forwards requests to stop."""
     from hydragraph.cluster.rendezvous.member import Told, elastic
     from hydragraph.engine import api
     from hydragraph.train.loop import train
@@ -239,7 +239,7 @@ def _overdue(config: TrainConfig) -> str:
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
-    """Print on the leading rank where a run was stopped, and how to continue."""
+    """Print on the leading rank where a run stopped, and how to continue."""
     if not leads():
         return
     last = outcome.folder.last()
@@ -257,7 +257,7 @@ def _print_outcome(outcome: RunOutcome) -> None:
 
 
 def _print_events(outcome: RunOutcome) -> None:
-    """Print who was lost, slow or came when, what was decided, and what it cost, where anything happened."""
+    """Print lost, slow and new ranks, decisions and their cost, if there were any."""
     from rich.table import Table
 
     from hydragraph.train.goodput import account
@@ -267,7 +267,7 @@ def _print_events(outcome: RunOutcome) -> None:
     events = [event for event in every if event.event != "saved"]
     if not events:
         return
-    table = Table(title="What happened to ranks", show_lines=False)
+    table = Table(title="Lost, slow and new ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)
     for event in events:

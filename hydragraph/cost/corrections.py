@@ -146,7 +146,7 @@ class Corrections:
             return cls(tuple(map(str, record["types"])), samples)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: no corrections ({type(error).__name__}: {error}): write them with hydragraph compare"
+                f"{path}: not a corrections file ({type(error).__name__}: {error}): write one with hydragraph compare"
             ) from error
 
 

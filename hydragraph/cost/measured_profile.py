@@ -252,7 +252,9 @@ class Profile:
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: there is no such file; write a profile with hydragraph profile") from None
         except (IsADirectoryError, UnicodeDecodeError):
-            raise ValueError(f"{path}: no profile, which is a JSON file; write one with hydragraph profile") from None
+            raise ValueError(
+                f"{path}: a directory, but a profile is a JSON file: write one with hydragraph profile"
+            ) from None
         try:
             data = json.loads(text)
             if not isinstance(data, dict):
@@ -260,7 +262,7 @@ class Profile:
             others = tuple(cls(**profile_record.loaded(record)) for record in data.get("others", ()))
             return cls(**profile_record.loaded(data), others=others)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: no profile ({error!r}); write one with hydragraph profile") from error
+            raise ValueError(f"{path}: not a profile ({error!r}): write one with hydragraph profile") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""

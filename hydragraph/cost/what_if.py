@@ -28,7 +28,7 @@ def what_if(costs: Costs, text: str) -> Costs:
     except ValueError:
         factor = 0.0
     if change is None or not factor > 0:
-        raise ValueError(f"{text!r} changes nothing that is known: write {FORMS}")
+        raise ValueError(f"{text!r} is not a known change: write {FORMS}")
     if change["link"]:
         return costs.changed(cluster=costs.cluster.scaled(change["link"], factor))
     if change["kind"] == "type":

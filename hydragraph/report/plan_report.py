@@ -31,7 +31,7 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
         return _report(title, record, simulated)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"this is no plan of devices that differ ({error!r}): write one with hydragraph plan --cluster "
+            f"not a plan for devices that differ ({error!r}): write one with hydragraph plan --cluster "
             "cluster.yaml --json > plan.json"
         ) from error
 

@@ -328,7 +328,7 @@ class Cluster:
     def scaled(self, what: str, factor: float) -> Cluster:
         """Return the cluster with the speed of its `within_node` or `between_nodes` links multiplied by a factor."""
         if what not in ("within_node", "between_nodes"):
-            raise ValueError(f"{what!r} is no link: scale within_node or between_nodes")
+            raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
         if self.nodes:
             name = "inner" if what == "within_node" else "outer"
             nodes = tuple(replace(n, **{name: getattr(n, name).times(factor)}) for n in self.nodes)

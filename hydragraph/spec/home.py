@@ -27,10 +27,10 @@ class Home:
     """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank, 0: the rank owns nothing (it still computes, and calls `step`
-            and `save` like all others); None: equal shares of all ranks.
-        copies: 1; or 2: every element has a second owner on another node, who updates it as well, so that the loss of
-            one node loses nothing. A rank's share then is of both copies together.
+        shares: relative share of every bucket by rank. A rank with share 0 owns no state, but computes, and calls
+            `step` and `save`, like all others. None: equal shares of all ranks.
+        copies: 1, or 2: every element has a second owner on another node, which updates it as well, so that no state is
+            lost with one node. A rank's share then counts both copies.
         buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
             `shares`.
         nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
@@ -109,11 +109,9 @@ class Home:
         """
         for name, each in self._lists():
             if len(each) != ranks:
-                extra = f"knows no rank {ranks}" if len(each) > ranks else f"says nothing of rank {len(each)}"
-                fault = f"the world of {ranks} ranks {extra}" if len(each) > ranks else f"it {extra}"
                 raise ValueError(
-                    f"home {self}: {name} is for {len(each)} ranks, but {fault}: give one number for each of the"
-                    f" {ranks} ranks (0: a rank owns nothing)"
+                    f"home {self}: {name} has {len(each)} numbers, but the run has {ranks} rank{'s' * (ranks > 1)}: "
+                    "give one number for each rank (0: the rank owns no state)"
                 )
         unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
         if unknown:
@@ -219,7 +217,7 @@ def _shares(name: str, given: object) -> Shares:
     for rank, share in enumerate(given):
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
             raise ValueError(
-                f"{name}: rank {rank} has {share!r}: give a finite number of at least 0 (0: it owns nothing)"
+                f"{name}: rank {rank} has {share!r}: give a finite number of at least 0 (0: the rank owns no state)"
             )
     total = sum(given)
     if not 0 < total < math.inf:
@@ -253,6 +251,6 @@ def _numbers(text: str, part: str) -> tuple[float, ...]:
             values += [float(number)] * (int(count) if times else 1)
         except ValueError:
             raise ValueError(
-                f"home {text!r}: {each!r} is no share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
+                f"home {text!r}: {each!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
             ) from None
     return tuple(values)

@@ -78,7 +78,9 @@ def _tensor(name: str, value: Any) -> Any:
     try:
         return torch.tensor(value, dtype=torch.int64) if whole else value
     except (ValueError, OverflowError, RuntimeError):
-        raise ValueError(f"{name} holds {max(value, key=abs)}, which is no 64-bit number: mend the data") from None
+        raise ValueError(
+            f"{name} holds {max(value, key=abs)}, which does not fit into 64 bits: correct the data"
+        ) from None
 
 
 def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str, Any]:
@@ -112,5 +114,5 @@ def _refused(what: str, index: int) -> Unsupported:
     return Unsupported(
         what,
         where=f"sequence {index}",
-        remedy="pad on the right only ([L], 1 for tokens and 0 behind them), or pass each sequence without padding",
+        remedy="pad on the right only ([L], 1 for tokens, then 0), or pass each sequence without padding",
     )

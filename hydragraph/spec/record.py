@@ -23,7 +23,7 @@ def load_yaml(path: str | Path) -> object:
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: no text in UTF-8: name a YAML file") from None
+        raise ValueError(f"{path}: not text in UTF-8: name a YAML file") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -65,9 +65,9 @@ def from_record(
     """Build a dataclass, and those nested in it (also in tuples and mappings by name), from mappings and lists.
 
     Args:
-        path: where `data` is in the whole, such as "pipelines[0].stages[1]"; "" for the whole.
-        name: what the whole is called; default: the class.
-        hints: what to say of unknown fields by their names; of others, the nearest known field is named.
+        path: the place of `data` in the whole record, such as "pipelines[0].stages[1]"; "" for the whole record.
+        name: the name of the whole record in messages; default: that of the class.
+        hints: remedies for some unknown fields by name; for others, the message names the most similar known field.
 
     Raises:
         ValueError: naming the path of a field that is unknown, missing or wrong.

@@ -41,7 +41,9 @@ class StageKind(NamedTuple):
         """
         match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)", text)
         if match is None:
-            raise ValueError(f"{text!r} is no kind of stage: write tp2, tp2s (sequence parallel) or tp2sr (recomputed)")
+            raise ValueError(
+                f"{text!r} is not a kind of stage: write tp2, tp2s (sequence parallel) or tp2sr (recomputed)"
+            )
         return cls(int(match[1]), bool(match[2]), bool(match[3]))
 
     def parts(self) -> tuple[StagePart, ...]:

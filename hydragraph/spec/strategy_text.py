@@ -65,7 +65,7 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
         names = " or ".join(SCHEDULES)
         raise reader.error(f"expected '+' and a pipeline, a schedule ({names}) or the end", schedule)
     if not reader.at_end():
-        raise reader.error("expected nothing after the schedule", reader.take())
+        raise reader.error("expected the end after the schedule", reader.take())
     return StrategyText(tuple(pipelines), schedule.text)
 
 

@@ -38,8 +38,8 @@ class Workload:
         fixed = bool(self.sequences or self.length)
         if fixed == bool(self.lengths):
             raise ValueError(
-                "a workload is so many sequences of one length (sequences=128, length=2048), or the lengths of sample "
-                "mini-batches (lengths=[[512, 90], [700]]): give one of the two"
+                "a workload is a number of sequences of one length (sequences=128, length=2048), or the lengths of "
+                "sample mini-batches (lengths=[[512, 90], [700]]): give one of the two"
             )
         if fixed and not (_counts(self.sequences) and _counts(self.length)):
             raise ValueError(f"sequences is {self.sequences!r}, length is {self.length!r}: give whole numbers above 0")

@@ -63,7 +63,9 @@ def export_checkpoint(
         ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.
     """
     if not folder.config.is_file():
-        raise ValueError(f"{folder.path} is no run: there is no {folder.config.name} in it; name a run's output folder")
+        raise ValueError(
+            f"{folder.path} is not a run, because it has no {folder.config.name}: name a run's output folder"
+        )
     chosen = folder.chosen(step)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--to {directory} is not empty: name a directory that is, or does not exist")

@@ -89,7 +89,7 @@ def read_lengths(path: Path) -> list[int]:
     lines = path.read_text(encoding="utf-8").split()
     for number, line in enumerate(lines, start=1):
         if not line.isdecimal():
-            raise ValueError(f"{path}, entry {number}: {line!r} is no number of tokens; write one length per line")
+            raise ValueError(f"{path}, entry {number}: {line!r} is not a number of tokens: write one length per line")
     if not lines:
         raise ValueError(f"{path} is empty; write the length of one sequence per line")
     return [int(line) for line in lines]
@@ -117,4 +117,4 @@ def _json(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error}); write a profile with hydragraph profile") from error
+        raise ValueError(f"{path}: not JSON ({error}): write a profile with hydragraph profile") from error

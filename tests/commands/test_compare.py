@@ -60,7 +60,7 @@ def test_corrections_are_read_by_those_who_predict(folder: Path, trained: tuple[
 
 @pytest.mark.parametrize(
     ("files", "sentence"),
-    [((), "holds no run"), (("config.yaml",), "train with hydragraph train --trace")],
+    [((), "is not a run"), (("config.yaml",), "train with hydragraph train --trace")],
 )
 def test_what_is_missing_is_said(folder: Path, tmp_path: Path, files: tuple[str, ...], sentence: str) -> None:
     for name in files:

@@ -102,7 +102,7 @@ def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path
     assert {each.name.split(".tp")[1][0] for each in (out / "graphs").iterdir()} == {"2"}
     refused = run("compile", config, "--output", tmp_path)
     assert refused.exit_code == 2
-    assert "holds something else: name a new folder" in refused.stderr
+    assert "holds other files: name a new folder" in refused.stderr
     assert config.exists()
 
 
@@ -138,7 +138,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
             "strategies: auto is planned when training starts, not here: name some by --strategy",
         ),
         (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
-        (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),
+        (("--home", "1,2"), "home 1,2: shares has 2 numbers, but the run has 1 rank"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

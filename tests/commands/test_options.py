@@ -45,5 +45,5 @@ def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Pa
     check_written("--output", tmp_path / "new.html")
     with pytest.raises(ValueError, match=r"--output .*new.html: the folder .*none does not exist: make it"):
         check_written("--output", tmp_path / "none" / "new.html")
-    with pytest.raises(ValueError, match=r"--output .*: a directory, where a file is written: name the file"):
+    with pytest.raises(ValueError, match=r"--output .* is a directory: name the file to write"):
         check_written("--output", tmp_path)

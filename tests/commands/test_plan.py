@@ -87,7 +87,7 @@ def test_lengths_come_from_text_or_from_a_token_file(folder: Path) -> None:
         ((), {"profile": "constants.json"}, "constants.json#made up"),
         ((), {"profile": "lengths.txt"}, "no JSON"),
         ((), {"profile": "nowhere.json"}, "nowhere.json"),
-        ((), {"data": "constants.json"}, "is no number of tokens; write one length per line"),
+        ((), {"data": "constants.json"}, "is not a number of tokens: write one length per line"),
         (("--strategy", "<tp4"), {}, "--strategy 0:"),
         (("--strategy", "<[0,1]x4,[2]x4>"), {}, "write pipelines as <tp4,pp2>"),
         (("--strategy", "<tp3,pp1>"), {}, "scheme <tp3,pp1>: it was not measured"),
@@ -176,7 +176,7 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert told.exit_code == 0, told.output
     written = hg.Strategy.load(uneven / "plan.yaml")
     assert f"strategy: {written.name}" in told.stdout
-    assert "computation as measured: made up for fast, made up for slow; memory by what the profile says" in told.stdout
+    assert "computation as measured: made up for fast, made up for slow; memory from the profile" in told.stdout
     assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
     assert (uneven / "plan.png").read_bytes().startswith(b"\x89PNG")
     # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
@@ -195,7 +195,7 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) ->
     told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
     assert told.exit_code == 0, told.output
     assert "not measured: datasheet of fast at 45% of 1000 TFLOP/s" in told.stdout
-    assert "memory by the sizes of compiled graphs" in told.stdout
+    assert "memory from the sizes of compiled graphs" in told.stdout
     assert "3 sequences of 32 tokens on 4 devices" in told.stdout  # a step of the config
     # What it wrote is what a run takes, with the options that it told.
     (said,) = (line for line in told.stdout.splitlines() if "hydragraph train" in line)
@@ -223,8 +223,8 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES[:2], *SOME), "device type 'slow' was not measured"),
         (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "it names no type of device"),
         (("--cluster", "cluster.yaml", *SOME), "--cluster needs --model"),
-        (("--cluster", "cluster.yaml", *TYPES), "what is there to train?"),
-        (("--cluster", "cluster.yaml", *TYPES, "--length", "64"), "what is there to train?"),
+        (("--cluster", "cluster.yaml", *TYPES), "the workload is missing: give"),
+        (("--cluster", "cluster.yaml", *TYPES, "--length", "64"), "the workload is missing: give"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--lengths", "sizes.txt"), "leave out --sequences and --length"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--tokens", "512"), "both say how much"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--context", "64"), "for equal ones give --length"),
@@ -239,8 +239,8 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "small.yaml", *TYPES, *SOME), "nothing fits: no pipeline of these devices holds the model"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--devices", "4"), "--devices is for equal devices"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--explain"), "--explain is for equal devices"),
-        ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: give --cluster"),
-        (TYPES[:2], "equal devices need all of --profile, --lengths, --devices and --context"),
+        ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: also give --cluster"),
+        (TYPES[:2], "plan for equal devices with --profile, --lengths, --devices and --context"),
     ],
 )
 def test_a_mistake_about_devices_is_a_sentence(uneven: Path, options: tuple[str, ...], sentence: str) -> None:

@@ -175,7 +175,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
         (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "name some by --strategy"),
-        (("--home", "1,2"), "home 1,2: shares is for 2 ranks, but the world of 1 ranks knows no rank 1"),
+        (("--home", "1,2"), "home 1,2: shares has 2 numbers, but the run has 1 rank"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -301,7 +301,7 @@ TWO_L4 = f"types: {{l4: {L4}}}\nnodes: [{{type: l4, devices: 2, inner: {LINK}, o
         (
             TWO_L4,
             ("--what-if", "device 0 twice"),
-            "changes nothing that is known",
+            "is not a known change",
         ),
         (
             TWO_L4,

@@ -108,7 +108,7 @@ def test_a_file_is_read_back_as_its_equal(tmp_path: Path) -> None:
     assert again == found
     assert hash(again) == hash(found)
     (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"c\.json: no corrections"):
+    with pytest.raises(ValueError, match=r"c\.json: not a corrections file"):
         Corrections.load(tmp_path / "c.json")
 
 

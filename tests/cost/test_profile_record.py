@@ -26,7 +26,7 @@ def test_a_saved_profile_is_the_same(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match=r"p\.json: no profile"):
+    with pytest.raises(ValueError, match=r"p\.json: not a profile"):
         Profile.load(tmp_path / "p.json")
 
 

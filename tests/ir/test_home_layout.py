@@ -28,7 +28,7 @@ def test_a_bucket_may_have_shares_of_its_own_and_equal_ones_share_a_layout() -> 
     assert found["layer.2"].ranks == (1, 2)
     assert found["layer.0"].ranks == (0, 1)
     assert found["layer.0"] is found["layer.1"] is owners.of(LAYERS[0])
-    with pytest.raises(ValueError, match="says nothing of rank 3"):
+    with pytest.raises(ValueError, match="the run has 4 ranks"):
         HomeLayouts(hg.Home([1, 1, 0]), 4)
 
 

@@ -32,7 +32,7 @@ def test_a_plan_and_its_rivals() -> None:
 
 @pytest.mark.parametrize("change", [{"pipelines": 3}, {"rates": None}, {"rivals": [{}]}, {"nodes": []}])
 def test_what_is_no_plan_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"no plan of devices|pipelines|strategy"):
+    with pytest.raises(ValueError, match=r"not a plan for devices|pipelines|strategy"):
         plan_report("plan.json", {**plan_record(), **change})
-    with pytest.raises(ValueError, match="no plan of devices"):
+    with pytest.raises(ValueError, match="not a plan for devices"):
         plan_report("plan.json", {})

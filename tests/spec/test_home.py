@@ -68,8 +68,8 @@ def test_texts_by_hand() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("3,x", "'x' is no share"),
-        ("", "'' is no share"),
+        ("3,x", "'x' is not a share"),
+        ("", "'' is not a share"),
         ("0,0", "whose sum is 0: give at least one rank a share above 0"),
         ("1,-1", "shares: rank 1 has -1.0"),
         ("1,nan", "shares: rank 1 has nan"),
@@ -100,10 +100,10 @@ def test_shares_are_a_list_of_numbers(shares: Any) -> None:
 @pytest.mark.parametrize(
     ("home", "ranks", "said"),
     [
-        (hg.Home([1, 2, 3]), 2, "the world of 2 ranks knows no rank 2: give one number for each of the 2 ranks"),
-        (hg.Home([1, 2]), 3, "it says nothing of rank 2: give one number for each of the 3 ranks"),
+        (hg.Home([1, 2, 3]), 2, "has 3 numbers, but the run has 2 ranks: give one number for each rank"),
+        (hg.Home([1, 2]), 3, "has 2 numbers, but the run has 3 ranks: give one number for each rank"),
         (hg.Home(copies=2), 1, "two copies on 1 rank: start more ranks"),
-        (hg.Home(nodes=[0, 1]), 3, "nodes is for 2 ranks"),
+        (hg.Home(nodes=[0, 1]), 3, "nodes has 2 numbers"),
         (hg.Home(buckets={"layer.7": [1, 1]}), 2, "no bucket 'layer.7': use one of embed, layer.0"),
     ],
 )

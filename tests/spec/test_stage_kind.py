@@ -30,5 +30,5 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp2rs", "tp2x", "tp-1"])
 def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no kind of stage: write tp2"):
+    with pytest.raises(ValueError, match="is not a kind of stage: write tp2"):
         StageKind.parse(text)

@@ -142,7 +142,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("2 * <[0]x8>", "cannot be repeated", "2 * <[0]x8>"),
         ("<tp1,pp1> gpip", "a schedule (1f1b or gpipe or zb-h1)", "gpip"),
         ("<tp1,pp1> <tp1,pp1>", "expected '+'", "<"),
-        ("<tp1,pp1> gpipe !", "nothing after the schedule", "!"),
+        ("<tp1,pp1> gpipe !", "expected the end after the schedule", "!"),
         ("<[]x8>", "expected a device", "]"),
         ("<[-1]x8>", "expected a device", "-"),
         ("<[0 1]x8>", "expected ']'", "1"),

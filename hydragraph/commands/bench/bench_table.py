@@ -106,7 +106,7 @@ class Report:
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
             return cls(**fields)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: no report ({error}); write one with hydragraph bench ... --json") from error
+            raise ValueError(f"{path}: not a report ({error}): write one with hydragraph bench ... --json") from error
 
 
 def shown(cell: Cell) -> str:
