@@ -11,7 +11,6 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
     from hydragraph.ir.program import Program
     from hydragraph.passes.variants import Variants
 
@@ -26,6 +25,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     import torch
 
     from hydragraph.frontend.capture import capture
+    from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
     from hydragraph.passes.compile_with_inductor import choose_backend
     from hydragraph.passes.variants import Variants
     from hydragraph.train.data import known_vocabulary

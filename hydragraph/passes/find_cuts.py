@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
-from hydragraph.kernels.token_entropy import token_entropy
+from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
 from hydragraph.passes.graph_node import ATTENDING, known_product, operands, product, shape, sink, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
@@ -156,7 +156,7 @@ class _Walk:
             return None
         if not any(self.cuts.of(n) for n in node.all_input_nodes):
             return None
-        if node.target in (aten.cross_entropy_loss.default, token_entropy._opoverload):
+        if node.target in (aten.cross_entropy_loss.default, torch.ops.hydragraph.token_entropy.default):
             self._loss(node)
             return None
         sinks = sink(node)
@@ -227,7 +227,7 @@ class _Walk:
     def _loss(self, node: fx.Node) -> None:
         logits, _, weight = (*operands(node), None)[:3]
         cut = self.cuts.of(logits)
-        if node.target is token_entropy._opoverload:
+        if node.target is torch.ops.hydragraph.token_entropy.default:
             weight = None
         # Vocabulary-parallel: plain classes (scale 1), and no class weights.
         smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # needs the mean of all columns

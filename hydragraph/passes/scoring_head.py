@@ -21,7 +21,7 @@ from torch import fx
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Block, Program, Template, graph_digest
-from hydragraph.kernels.token_entropy import token_entropy
+from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS
@@ -69,7 +69,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     scores = [call(aten.neg.default, (costs,), value)]
     if entropy:
         constant = call(aten.detach.default, (logits,), value_of(logits))
-        scores.append(call(token_entropy._opoverload, (constant, labels, IGNORED), value))
+        scores.append(call(torch.ops.hydragraph.token_entropy.default, (constant, labels, IGNORED), value))
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)

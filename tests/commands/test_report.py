@@ -51,7 +51,7 @@ def test_a_plan(tmp_path: Path) -> None:
     ("name", "content", "options", "words"),
     [
         ("none.yaml", None, (), "does not exist"),
-        ("plan.json", "{}", (), "this is no plan"),
+        ("plan.json", "{}", (), "not a plan"),
         ("plan.json", "[", (), "plan.json: "),
         ("plan.json", "{}", ("--devices", "4"), "--devices changes nothing of a plan"),
         ("run", "", (), "holds no steps of a run"),
