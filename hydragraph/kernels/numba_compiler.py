@@ -1,7 +1,8 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
 On its own, numba fails to import a module if nothing can be cached, raises pickle errors for a truncated file, and runs
-machine code with a flipped bit.
+machine code with a flipped bit. It also compares only the file of a function, and so keeps running the former code of
+functions and constants that it imports after their files have changed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from numba import njit
@@ -60,7 +62,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
         self._quick = quick
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+        self.stamp = _stamp(function, self._impl.locator.get_source_stamp())
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
         """Return the code compiled for a signature, or None if it has to be compiled."""
@@ -82,6 +85,26 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(*arguments)
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} cannot be written ({error}): every process compiles again")
+
+
+def _stamp(function: Callable[..., Any], source: object) -> str:
+    """Return a digest of a function's file and of all that numba copies from other modules into its machine code.
+
+    Args:
+        source: time and size of the file.
+    """
+    values = dict(function.__globals__)
+    for name, module in function.__globals__.items():
+        if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):
+            values |= {f"{name}.{inside}": value for inside, value in vars(module).items()}
+    caches = (getattr(value, "_cache", None) for value in values.values())
+    functions = sorted({cache.stamp for cache in caches if isinstance(cache, _Cache)})
+    constants = sorted(f"{name} {value!r}" for name, value in values.items() if _is_constant(value))
+    return hashlib.sha256(repr((source, functions, constants)).encode()).hexdigest()
+
+
+def _is_constant(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, tuple) and all(map(_is_constant, value)))
 
 
 def _say(sentence: str) -> None:

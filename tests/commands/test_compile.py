@@ -37,7 +37,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Resu
     """A config, the folder that it was compiled to, and what was printed."""
     folder = tmp_path_factory.mktemp("compiled")
     config = write(folder, ranks=2, strategies=STRATEGIES)
-    return config, folder / "out", run("compile", config, "--output", folder / "out", "--micro-batches", "3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))  # graphs that are read from a cache took no passes
+        return config, folder / "out", run("compile", config, "--output", folder / "out", "--micro-batches", "3")
 
 
 def test_strategies_and_rank_programs_read_back(compiled: tuple[Path, Path, Result]) -> None:
@@ -89,7 +91,8 @@ def test_the_summary_is_plain_json(compiled: tuple[Path, Path, Result]) -> None:
     assert (record["ranks"], record["backend"], record["layers"]) == (2, "eager", 2)
     assert all(isinstance(each["indices"], list) and isinstance(each["seconds"], float) for each in record["variants"])
     passes = [list(each["pass_seconds"]) for each in record["variants"]]
-    assert all(names[0] == "shard" and "differentiate" in names for names in passes)
+    assert any(passes)
+    assert all(names[0] == "shard" and "differentiate" in names for names in passes if names)
     assert all(value > 0 for each in record["variants"] for value in each["pass_seconds"].values())
 
 

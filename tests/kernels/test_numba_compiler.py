@@ -101,3 +101,24 @@ def test_the_planner_starts_where_nothing_can_be_cached(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("\n") == 1
     assert "set NUMBA_CACHE_DIR" in ran.stderr
+
+
+@pytest.mark.parametrize("line", ["from other import added, TIMES", "import hydragraph.other as other"])
+def test_a_change_of_an_imported_function_or_constant_compiles_its_users_again(line: str, tmp_path: Path) -> None:
+    prefix = "other." if line.startswith("import") else ""
+    (tmp_path / "module.py").write_text(
+        "import sys, types\nimport other as read\n"
+        "read.__name__ = 'hydragraph.other'\n"  # as a module of the package
+        "sys.modules['hydragraph.other'] = read\nimport hydragraph\nhydragraph.other = read\n"
+        f"{line}\nfrom hydragraph.kernels.numba_compiler import compiled\n\n"
+        f"@compiled\ndef twice(a, b):\n    return {prefix}TIMES * {prefix}added(a, b)\n\n"
+        "print(twice(3, 4), next(iter(twice.stats.cache_hits.values()), 0))\n"
+    )
+    for operator, times, printed in (("+", 2, COLD), ("*", 2, "24 0"), ("*", 3, "36 0")):
+        (tmp_path / "other.py").write_text(
+            "from hydragraph.kernels.numba_compiler import compiled\n\n"
+            f"TIMES = {times}\n\n@compiled\ndef added(a, b):\n    return a {operator} b\n"
+        )
+        os.utime(tmp_path / "other.py", (times, ord(operator)))  # numba compares times and sizes
+        assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == printed
+        assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == f"{printed[:-1]}1"
