@@ -1,6 +1,6 @@
-"""Two machines on one, for tests: network namespaces joined by a link that can be cut and slowed down.
+"""Several machines on one, for tests: network namespaces joined by a link that can be cut and slowed down.
 
-    node 0 (10.77.N.1) --veth-- node 1 (10.77.N.2)
+    node 0 (10.77.N.1) --veth-- node 1 (10.77.N.2)        three nodes are joined by a bridge instead
 
 A node has its own network, host name, process ids, /dev/shm and directory for temporary files; it sees the files of
 this machine, but for those directories that are to be its own. What listens on one node's loopback is not reachable
@@ -23,8 +23,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 MARK = "HYDRAGRAPH_TEST_NODE"  # in the environment of everything that runs on a node
+_NOBODY = "02:00:00:00:00:fe"  # a link address that no node has
 BURST_BYTES = 32 * 1024  # what passes a shaped link at once: small, so that short messages feel the rate too
 
 # A node's first process: it takes leave of processes that have lost their parents, and all end when it does.
@@ -149,6 +151,8 @@ class TwoNodes:
         folder: for host names and temporary files; the nodes' folders in it are removed at the end.
     """
 
+    count = 2
+
     def __init__(self, folder: Path) -> None:
         mark, network = uuid.uuid4().hex[:8], 1 + os.getpid() % 250
         self.nodes = tuple(
@@ -161,22 +165,20 @@ class TwoNodes:
                 folder / f"node{number}",
                 f"{mark}-{number}",
             )
-            for number in (0, 1)
+            for number in range(self.count)
         )
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> TwoNodes:
+    def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         names = [f"{node.address} {node.hostname}\n" for node in self.nodes]
         (self._folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
-        first, second = self.nodes
         try:
             for node in self.nodes:
                 node.folder.mkdir(exist_ok=True)
                 _ip("netns", "add", node.namespace)
-            _ip("link", "add", first.interface, "netns", first.namespace, "type", "veth",
-                "peer", "name", second.interface, "netns", second.namespace)  # fmt: skip
+            self._join()
             for node in self.nodes:
                 _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", node.interface)
                 for interface in ("lo", node.interface):
@@ -186,6 +188,11 @@ class TwoNodes:
             self.close()
             raise
         return self
+
+    def _join(self) -> None:
+        first, second = self.nodes
+        _ip("link", "add", first.interface, "netns", first.namespace, "type", "veth",
+            "peer", "name", second.interface, "netns", second.namespace)  # fmt: skip
 
     def _begun(self, node: Node) -> int:
         """Start a node's first process, and return it."""
@@ -256,18 +263,65 @@ class TwoNodes:
             shutil.rmtree(node.folder, ignore_errors=True)
 
 
+class ThreeNodes(TwoNodes):
+    """Makes three nodes, joined by a bridge; arguments as for `TwoNodes`."""
+
+    count = 3
+
+    def _join(self) -> None:
+        """Join all nodes by a bridge in a namespace of its own."""
+        self._bridge = self.nodes[0].namespace.removesuffix("-0") + "-bridge"
+        _ip("netns", "add", self._bridge)
+        _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._bridge, "link", "set", "bridge", "up")
+        for node in self.nodes:
+            port = f"port{node.number}"
+            _ip("link", "add", node.interface, "netns", node.namespace, "type", "veth",
+                "peer", "name", port, "netns", self._bridge)  # fmt: skip
+            _ip("-n", self._bridge, "link", "set", port, "master", "bridge", "up")
+
+    def cut(self, one: int, other: int) -> None:
+        """Lose all frames between two nodes, silently and in both directions."""
+        for here, there in ((one, other), (other, one)):
+            neighbour = self._neighbour(here, there)
+            _ip(
+                "-n",
+                self.nodes[here].namespace,
+                "neighbour",
+                "replace",
+                *neighbour,
+                "lladdr",
+                _NOBODY,
+                "nud",
+                "permanent",
+            )
+
+    def heal(self, one: int, other: int) -> None:
+        """Undo `cut`."""
+        for here, there in ((one, other), (other, one)):
+            _ip("-n", self.nodes[here].namespace, "neighbour", "del", *self._neighbour(here, there))
+
+    def _neighbour(self, here: int, there: int) -> tuple[str, str, str]:
+        return self.nodes[there].address, "dev", self.nodes[here].interface
+
+    def close(self) -> None:
+        """End what runs on the nodes, and remove them with their bridge."""
+        super().close()
+        subprocess.run(["ip", "netns", "del", self._bridge], capture_output=True, check=False)
+
+
 def torchrun(node: Node, nodes: TwoNodes, per_node: int, *, rendezvous: str = "static", restarts: int = 0) -> list[str]:
     """Return the command, without the program, that starts a node's ranks.
 
     Args:
         node: whose.
-        nodes: both.
+        nodes: all.
         per_node: ranks of each.
         rendezvous: "static": node 0 keeps the store, and each is told its number; "c10d": they find theirs.
         restarts: how many times torchrun starts all ranks anew.
     """
     first, port = nodes[0].address, "29511"
-    common = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--max-restarts", str(restarts)]
+    common = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--max-restarts", str(restarts)]
     if rendezvous == "static":
         where = ["--node-rank", str(node.number), "--master-addr", first, "--master-port", port]
     else:

@@ -134,6 +134,9 @@ class Stall:
             return None
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this one" if busy else "all of them wait"
+        # If all wait, a link between two ranks may be cut: the first rank, which may reach all others, is not accused.
         return Accusation(
-            min(busy or waits), f"no rank has moved on for {progress_s:g} s (progress_s), and {how}", True
+            min(busy) if busy else max(waits),
+            f"no rank has moved on for {progress_s:g} s (progress_s), and {how}",
+            True,
         )

@@ -5,18 +5,21 @@ and alone decides the membership, so that two halves of a partitioned network ne
 deputies (`node_agent`): they start and end processes on order, and report their outcomes. The leader and each deputy
 share one connection, with heartbeats four times a second in both directions. It breaks immediately if a process ends,
 and is given up after a period of silence. A deputy gives up sooner than the leader does: when the leader continues
-without a machine, that machine's ranks have already been ended.
+without a machine, that machine's ranks have already been ended. Deputies also probe each other, because two machines
+that both reach the first may not reach each other: then the leader drops one of them (`broken_links`).
 
-    leader -> deputy   Start, Kill, Stop, Over, Beat
-    deputy -> leader   Hello, Ended, Leaving, Back, Beat
+    leader -> deputy   Start, Kill, Stop, Over, Peers, Beat
+    deputy -> leader   Hello, Ended, Leaving, Back, Probed, Unheard, Beat
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -36,10 +39,13 @@ from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
 from hydragraph.cluster.processes.launched_ranks import RankHandle
 from hydragraph.cluster.processes.rank_process import Died, Left, Raised, Returned, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
+from hydragraph.cluster.supervision.broken_links import Links, look
+from hydragraph.cluster.supervision.link_probe import Address
 
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
+_FRESH_S = 1.0  # a machine heard of within this time is neither lost nor paused
 _ASK_S = 5.0  # for one answer of the store, or one connection attempt
 
 
@@ -143,6 +149,28 @@ class Over:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """Address at which this machine receives the probes of the others."""
+
+    address: Address
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Probe these machines; `tag` marks the probes of this run."""
+
+    addresses: Mapping[int, Address]
+    tag: bytes
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """Machines whose probes no longer arrive here."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Beat:
     """Heartbeat."""
 
@@ -156,14 +184,15 @@ class Link:
 
     Attributes:
         down: why the link is given up; "": it is up.
+        silent_s: seconds since the last message of the other end.
     """
 
     def __init__(self, connection: Connection, patience_s: float) -> None:
         self.connection = connection
         self.down = ""
+        self.silent_s = 0.0
         self._patience_s = patience_s
         self._sending = threading.Lock()
-        self._silent_s = 0.0
         self._before = self._sent = time.monotonic()
 
     def send(self, message: object) -> None:
@@ -186,9 +215,9 @@ class Link:
             return None
         now = time.monotonic()
         # A pause of this process counts little: messages of the other end may be waiting.
-        self._silent_s = 0.0 if message is not None else self._silent_s + min(now - self._before, PAUSE_S)
+        self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
-        if self._silent_s >= self._patience_s:
+        if self.silent_s >= self._patience_s:
             self.down = f"nothing has been heard of it for {self._patience_s:g} s"
         if now - self._sent >= BEAT_S:
             self.send(Beat())
@@ -254,6 +283,8 @@ class _Post:
     link: Link
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     leaving: bool = False
+    address: Address | None = None  # for probes of other machines
+    unheard: tuple[int, ...] = ()
 
 
 class Hub:
@@ -267,6 +298,8 @@ class Hub:
         self.nodes = nodes
         self._posts: dict[int, _Post] = {}
         self._news: set[int] = set()
+        self._links = Links()
+        self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False
         self._key = uuid.uuid4().hex.encode()
@@ -295,13 +328,35 @@ class Hub:
         """Return whether processes can be started on a machine."""
         with self._lock:
             post = self._posts.get(node)
-            return node == 0 or (post is not None and not post.link.down and not post.leaving)
+            there = post is not None and not post.link.down and not post.leaving
+            return node == 0 or (there and node not in self._links.dropped)
 
     def arrived(self) -> tuple[int, ...]:
         """Return the machines that have connected since the last call."""
         with self._lock:
             news, self._news = self._news, set()
         return tuple(sorted(news))
+
+    def drop_unreachable(self) -> None:
+        """End the processes of machines that do not reach others, until they do; call it often."""
+        now = time.monotonic()
+        elapsed, self._looked = min(now - self._looked, PAUSE_S), now
+        with self._lock:
+            # A machine that the leader does not hear either is lost as a whole, or only paused: its link decides.
+            heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
+            broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
+            ranks = {n: sum(each.is_alive() for each in post.processes.values()) for n, post in heard.items()}
+            before, self._links = self._links, look(self._links, elapsed, broken, ranks)
+            self._news |= before.dropped.keys() - self._links.dropped.keys()
+            dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}
+            ended = {n: list(self._posts[n].processes.values()) for n in dropped}
+        for node, processes in ended.items():
+            how = f"node {node} is dropped: it and node {dropped[node]} do not reach each other, but both reach node 0"
+            _LOG.warning("%s", how)
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.ended(Died(time.monotonic(), how))
 
     def start(self, node: int, order: Start) -> RankHandle:
         """Start a process on a machine that is present, or was a moment ago."""
@@ -369,6 +424,11 @@ class Hub:
                 post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
+            elif isinstance(message, Probed):
+                post.address = message.address
+                self._introduce()
+            elif isinstance(message, Unheard):
+                post.unheard = message.nodes
             elif isinstance(message, Back):
                 with self._lock:
                     self._news.add(hello.node)
@@ -379,6 +439,15 @@ class Hub:
             processes = list(post.processes.values())
         for process in processes:
             process.ended(Died(time.monotonic(), _lost(hello.node, link)))
+
+    def _introduce(self) -> None:
+        """Tell all deputies where to probe each other."""
+        posts = self._all()
+        with self._lock:
+            addresses = {n: post.address for n, post in self._posts.items() if post.address and not post.link.down}
+        tag = hashlib.sha256(b"probe" + self._key).hexdigest()[:16].encode()
+        for post in posts:
+            post.link.send(Peers(addresses, tag))
 
 
 def _lost(node: int, link: Link) -> str:
@@ -408,6 +477,12 @@ def reach(nodes: Nodes) -> Link:
     link = Link(connection, UNREACHABLE_S)
     link.send(Hello(nodes.number))
     return link
+
+
+def host_of(link: Link) -> str:
+    """Return the address of this end of a link over TCP."""
+    with socket.socket(fileno=os.dup(link.connection.fileno())) as connected:
+        return str(connected.getsockname()[0])
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:

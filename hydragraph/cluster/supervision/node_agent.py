@@ -26,10 +26,15 @@ from hydragraph.cluster.supervision.coordinator import (
     Link,
     Nodes,
     Over,
+    Peers,
+    Probed,
     Start,
     Stop,
+    Unheard,
+    host_of,
     reach,
 )
+from hydragraph.cluster.supervision.link_probe import Probe
 from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class Deputy:
         self._stopping = False
         self._back = False
         self._crew: dict[int, RankHandle] = {}
+        self._probe: Probe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
         """Serve until the run ends or this machine is taken away.
@@ -118,6 +124,7 @@ class Deputy:
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down, or this machine was taken away."""
         stops = Stops()
+        self._probe = self._probing(link)
         with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as kept:  # of mode 0700
             try:
                 while not link.down:
@@ -136,6 +143,22 @@ class Deputy:
                 dismiss(list(self._crew.values()))
                 self._crew.clear()
                 link.close("")
+                if self._probe is not None:
+                    self._probe.close()
+
+    def _probing(self, link: Link) -> Probe | None:
+        """Probe the links to other machines that do not lead, if there are any."""
+        if self._nodes.count < 3:
+            return None
+
+        def tell(nodes: tuple[int, ...]) -> None:
+            names = ", ".join(map(str, nodes))
+            _LOG.warning("nodes that do not reach this one: %s", names or "none any more")
+            link.send(Unheard(nodes))
+
+        probe = Probe(self._nodes.number, host_of(link), tell)
+        link.send(Probed(probe.address))
+        return probe
 
     def _obey(self, link: Link, kept: str) -> Over | None:
         """Handle one order if it arrives within a moment."""
@@ -155,6 +178,8 @@ class Deputy:
             forget(self._crew.pop(message.number))
         elif isinstance(message, Stop):
             self._stopping = True
+        elif isinstance(message, Peers) and self._probe is not None:
+            self._probe.aim(message.addresses, message.tag)
         return message if isinstance(message, Over) else None
 
     def _live(self) -> list[RankHandle]:

@@ -345,6 +345,8 @@ class Supervisor:
 
     def _coordinate(self) -> None:
         """Read the members' registers and write the resulting orders."""
+        if self._hub is not None:
+            self._hub.drop_unreachable()
         said = self._said()
         self._give_up(said)
         if self._stop and not self._told_stop and self._hub is not None:

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from hydragraph.cluster.processes.launched_ranks import outcome_of
 from hydragraph.cluster.processes.rank_process import Died, Returned, Seat
+from hydragraph.cluster.supervision import broken_links
 from hydragraph.cluster.supervision import coordinator as module
 from hydragraph.cluster.supervision.coordinator import (
     Back,
+    Beat,
     Ended,
     Hub,
     Kill,
@@ -27,7 +29,10 @@ from hydragraph.cluster.supervision.coordinator import (
     Link,
     Nodes,
     Over,
+    Peers,
+    Probed,
     Start,
+    Unheard,
     nodes_of,
     reach,
 )
@@ -157,6 +162,40 @@ def test_a_machine_whose_devices_are_back_is_one_that_has_come(hub: Hub, first: 
     assert hub.arrived() == ()
     link.send(Back())
     assert until(hub.arrived) == (1,)
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (2, 1), (1, 3), (2, 3)])
+def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_other(
+    hub: Hub, first: Nodes, pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broken_links, "CUT_S", 0.3)
+    monkeypatch.setattr(broken_links, "HEALED_S", 0.1)
+    links = {number: reach(replace(first, number=number)) for number in (1, 2, 3)}
+    for number, link in links.items():
+        link.send(Probed(("127.0.0.1", number)))
+    until(lambda: all(map(hub.present, links)))
+    members = {number: hub.start(number, order(number)) for number in links}
+    until(lambda: len(heard(links[1], Peers).addresses) == 3)
+    hub.arrived()
+    reporter, other = pair
+    links[reporter].send(Unheard((other,)))
+    dropped = max(pair)
+
+    def looked() -> bool:
+        for link in links.values():
+            link.hear(0.0) if link is not links[dropped] else link.send(Beat())
+        hub.drop_unreachable()
+        return not hub.present(dropped)
+
+    until(looked)
+    assert heard(links[dropped], Kill) == Kill(dropped)
+    died = outcome_of(members[dropped])
+    assert isinstance(died, Died)
+    assert f"node {dropped} is dropped: it and node {min(pair)} do not reach each other" in died.how
+    assert all(members[number].process.is_alive() == (number != dropped) for number in links)
+    links[reporter].send(Unheard(()))
+    until(lambda: not looked())
+    assert hub.arrived() == (dropped,)
 
 
 def test_whoever_does_not_know_the_key_is_sent_away(hub: Hub, first: Nodes) -> None:

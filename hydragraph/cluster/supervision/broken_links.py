@@ -1,0 +1,84 @@
+"""Decision which machines to drop if two that both reach the first machine do not reach each other: pure counting.
+
+Every deputy probes the others (`link_probe`) and reports those that it no longer hears. The leader counts for how long
+each pair has been broken. After `CUT_S` it drops machines until no broken pair is left: as few ranks as possible, so
+that of two groups that cannot reach each other the smaller one is dropped. A dropped machine returns once it has
+reached all machines in use for `HEALED_S`.
+
+Example: machines 1 and 2 have two ranks each, and the link between them fails. Machine 2 is dropped; if machine 1 had
+only one rank, it would be dropped instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+CUT_S = 6.0  # a link that is back after 3 s is no failure; probing adds a second, and recovery about two
+HEALED_S = 2.0
+
+Pair = tuple[int, int]  # the lower number first
+
+
+@dataclass(frozen=True)
+class Links:
+    """State of the links between machines.
+
+    Attributes:
+        broken_s: seconds for which each broken pair has been broken.
+        dropped: machines that are not in use, each with a machine that it did not reach.
+        healed_s: seconds for which a dropped machine has reached all machines in use.
+    """
+
+    broken_s: Mapping[Pair, float] = field(default_factory=dict)
+    dropped: Mapping[int, int] = field(default_factory=dict)
+    healed_s: Mapping[int, float] = field(default_factory=dict)
+
+
+def look(links: Links, elapsed: float, broken: Collection[Pair], ranks: Mapping[int, int]) -> Links:
+    """Count the pairs that are broken now; return the new state, with machines dropped or returned.
+
+    Args:
+        links: previous state.
+        elapsed: seconds since the last look.
+        broken: pairs of machines that do not hear each other although the leader hears both.
+        ranks: number of ranks of each machine.
+    """
+    broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
+    dropped = dict(links.dropped)
+    healed_s = {}
+    for node in sorted(dropped):
+        apart = any(node in pair and not (set(pair) - {node}) & dropped.keys() for pair in broken)
+        healed_s[node] = 0.0 if apart else links.healed_s.get(node, 0.0) + elapsed
+        if healed_s[node] >= HEALED_S:
+            del dropped[node], healed_s[node]
+    in_use = {pair: seconds for pair, seconds in broken_s.items() if dropped.keys().isdisjoint(pair)}
+    if any(seconds >= CUT_S for seconds in in_use.values()):
+        # Pairs that broke together are reported one by one: decide about all of them together.
+        dropped |= smaller_side([pair for pair, seconds in in_use.items() if seconds >= CUT_S / 2], ranks)
+    return Links(broken_s, dropped, healed_s)
+
+
+def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
+    """Return the machines to drop so that no broken pair is left, each with a machine in use that it does not reach.
+
+    The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last. A machine is
+    kept after all if every machine that it does not reach is dropped.
+
+    Args:
+        broken: pairs of machines that do not reach each other.
+        ranks: number of ranks of each machine.
+    """
+    apart: dict[int, set[int]] = {}
+    for one, other in broken:
+        apart.setdefault(one, set()).add(other)
+        apart.setdefault(other, set()).add(one)
+    left, dropped = dict(apart), set[int]()
+    while left:
+        node = min(left, key=lambda each: (ranks.get(each, 0) / len(left[each]), -each))
+        dropped.add(node)
+        left = {each: rest for each in left if each != node and (rest := left[each] - {node})}
+    for node in sorted(dropped, key=lambda each: (-ranks.get(each, 0), each)):
+        if apart[node] <= dropped:
+            dropped.remove(node)
+    return {node: min(apart[node] - dropped) for node in sorted(dropped)}

@@ -1,0 +1,96 @@
+"""Probe of the links between machines that do not lead: each sends datagrams to all others, and notices their absence.
+
+Only a machine that was heard before can become unheard: where a firewall stops datagrams, no link is judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from hydragraph.cluster.failure.failure_detector import PAUSE_S
+
+UNHEARD_S = 1.0
+_SEND_S = 0.25
+_WAIT_S = 0.1
+
+Address = tuple[str, int]  # host and port
+
+
+class Probe:
+    """Thread that sends datagrams to other machines and receives theirs.
+
+    Args:
+        number: index of this machine.
+        host: its address.
+        tell: called with the machines that have been heard before but not for `UNHEARD_S`, when these change.
+
+    Attributes:
+        address: where it receives datagrams.
+    """
+
+    def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
+        self._number = number
+        self._tell = tell
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((host, 0))
+        self._socket.settimeout(_WAIT_S)
+        self.address: Address = self._socket.getsockname()[:2]
+        self._peers: Mapping[int, Address] = {}
+        self._tag = b""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hydragraph-probe", daemon=True)
+        self._thread.start()
+
+    def aim(self, peers: Mapping[int, Address], tag: bytes) -> None:
+        """Set the other machines.
+
+        Args:
+            peers: address of each.
+            tag: prefix of datagrams of this run; others are ignored.
+        """
+        self._tag = tag
+        self._peers = {node: address for node, address in peers.items() if node != self._number}
+
+    def close(self) -> None:
+        """Stop probing."""
+        self._closed.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        silent_s: dict[int, float] = {}  # by machine that was heard before
+        unheard: tuple[int, ...] = ()
+        before, sent = time.monotonic(), 0.0
+        while not self._closed.is_set():
+            heard = self._heard()
+            now = time.monotonic()
+            # If this thread was paused, the datagrams of the others were waiting, or had no room.
+            elapsed, before = min(now - before, PAUSE_S), now
+            silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
+            found = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))
+            if found != unheard:
+                unheard = found
+                self._tell(unheard)
+            if now - sent >= _SEND_S:
+                sent = now
+                for address in list(self._peers.values()):
+                    with contextlib.suppress(OSError):  # no route: the other machine hears nothing
+                        self._socket.sendto(self._tag + str(self._number).encode(), address)
+
+    def _heard(self) -> set[int]:
+        """Return the machines whose datagrams have arrived; wait for the first."""
+        heard = set()
+        with contextlib.suppress(OSError):  # none arrives in time, or an earlier one could not be delivered
+            data = self._socket.recv(256)
+            self._socket.setblocking(False)
+            while True:
+                node = data.removeprefix(self._tag)
+                if self._tag and data.startswith(self._tag) and node.isdigit() and int(node) in self._peers:
+                    heard.add(int(node))
+                data = self._socket.recv(256)
+        self._socket.settimeout(_WAIT_S)
+        return heard
