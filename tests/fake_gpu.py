@@ -51,7 +51,7 @@ class FakeCollectives:
     reduce_scatter = split
 
     def head_loss(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, *_: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert {hidden.device, weight.device, labels.device} == {GPU}
         loss = hidden.new_empty((), dtype=torch.float32)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydragraph.cluster.message_in_flight import Message, Staging
-from hydragraph.kernels.linear_cross_entropy import Exchange, combine, loss_and_gradients
+from hydragraph.kernels.linear_cross_entropy import Exchange, combine, loss_and_gradients, target_of
 from hydragraph.kernels.linear_token_losses import losses_of
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -35,7 +35,15 @@ class Gathers(Protocol):
 
 
 def head_loss(
-    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+    collectives: Gathers,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    start: Tensor,
+    ignored: int,
+    rows: int,
+    smoothing: float = 0.0,
+    classes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of a head whose local rows begin at `start`, and its gradients of `hidden` (a part) and `weight`.
 
@@ -43,8 +51,8 @@ def head_loss(
     same on all ranks, whatever the size of `weight`, so that their chunks match.
     """
 
-    exchange = _exchange_of(collectives)
-    return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange)
+    exchange, target = _exchange_of(collectives), target_of(smoothing, classes)
+    return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange, target)
 
 
 def head_token_losses(

@@ -155,9 +155,10 @@ def compile_quietly(
     from hydragraph.frontend.compiled_folder.model_record import model_record
     from hydragraph.frontend.compiled_folder.save import named_variants, save
     from hydragraph.frontend.meta_initialiser import initial_buffers
+    from hydragraph.frontend.packed_inputs import token_cross_entropy
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
-    from hydragraph.train.model import skeleton
+    from hydragraph.train.model import loss_of, skeleton
 
     quieten()
     here = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,8 +169,9 @@ def compile_quietly(
         task = bar.add_task("capturing the model", total=None)
         model = skeleton(config.model, *_tokens(config))
         began = time.perf_counter()
-        program = capture(model, dtype=getattr(torch, config.dtype))
-        line = check_here(CheckedModel(model, program), config.check)
+        loss = loss_of(config)
+        program = capture(model, dtype=getattr(torch, config.dtype), loss=loss)
+        line = check_here(CheckedModel(model, program, loss=loss or token_cross_entropy), config.check)
         seconds = time.perf_counter() - began
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
         parsed = [_parsed(text, program.layers) for text in config.strategies]
@@ -196,7 +198,8 @@ def compile_quietly(
             print("hydragraph: Inductor had no code to write", file=sys.stderr)
         if arch is not None and built is not None:
             KernelsFile(arch, TUNED, tuple(compiler.graphs)).save(output, built.values())
-        save(output, program, named_variants(compiler.traced, fitting), model_record(model), check, config.ranks, arch)
+        record = model_record(model, loss)
+        save(output, program, named_variants(compiler.traced, fitting), record, check, config.ranks, arch)
     return summary
 
 

@@ -87,12 +87,12 @@ def profile_rank(
     from hydragraph.runtime.executor import hidden_size
     from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.model import skeleton
+    from hydragraph.train.model import loss_of, skeleton
 
     quieten()
     world = join(config.device)
     model = skeleton(config.model, config.data.vocab_size)
-    program = capture(model, dtype=getattr(torch, config.dtype))
+    program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
     chosen = schemes or _every_scheme(program, world.ranks)
     kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, flags)
     tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)

@@ -167,7 +167,7 @@ def strategies_and_costs(
     from hydragraph.cost.datasheet import EFFICIENCY, datasheet
     from hydragraph.frontend.capture import capture
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.model import skeleton
+    from hydragraph.train.model import loss_of, skeleton
     from hydragraph.train.plan_input import read_corrections, read_profile
 
     if profile is not None and efficiency is not None:
@@ -181,7 +181,7 @@ def strategies_and_costs(
         return strategies, Costs(read_profile(profile), cluster, home=home, corrections=known, push_itemsize=pushed)
     screen = Console(stderr=True)
     with screen.status("capturing the model"):
-        program = capture(model, dtype=getattr(torch, config.dtype))
+        program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
         priced = datasheet(program, cluster, efficiency or EFFICIENCY, degrees)
         return strategies, Costs(priced, cluster, home=home, corrections=known, push_itemsize=pushed)

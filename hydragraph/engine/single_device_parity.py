@@ -75,13 +75,16 @@ class Row:
         return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
 
 
-def reference(model: nn.Module, sequences: Sequences, masks: Masks | None = None) -> Reference:
+def reference(
+    model: nn.Module, sequences: Sequences, masks: Masks | None = None, label_smoothing: float = 0.0
+) -> Reference:
     """Compute loss and gradients with plain autograd, one sequence at a time.
 
     Args:
         model: a Hugging Face model with weights; its `.grad` fields are not changed.
         sequences: 1-D token ids, or mappings with `input_ids` and `labels` (-100 does not count).
         masks: for a model with dropout, the masks of its gradients; the loss is that of an evaluation, without any.
+        label_smoothing: of the loss.
 
     Raises:
         ValueError: no sequence has a target.
@@ -97,7 +100,10 @@ def reference(model: nn.Module, sequences: Sequences, masks: Masks | None = None
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=ids[None], use_cache=False).logits[0][: len(labels)]
-        return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+        total = nn.functional.cross_entropy(
+            logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+        )
+        return total / count
 
     for number, (ids, labels) in enumerate(pairs):
         if not bool((labels != -100).any()):
@@ -150,6 +156,7 @@ def verify(
     sequences: Sequences,
     rank: int,
     masks: Masks | None = None,
+    label_smoothing: float = 0.0,
 ) -> list[Row]:
     """Compare every strategy with one device; every rank of the executor calls it.
 
@@ -159,12 +166,12 @@ def verify(
         strategies: strategies to compare.
         sequences: one global mini-batch.
         rank: rank of this process.
-        masks: as for `reference`.
+        masks, label_smoothing: as for `reference`.
 
     Returns:
         One row per strategy on rank 0; an empty list elsewhere.
     """
-    expected = reference(model, sequences, masks) if rank == 0 else None
+    expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
     rows = []
     for strategy in strategies:
         loss = executor.evaluate(sequences, strategy).loss

@@ -96,8 +96,10 @@ def described_function(function: Callable[..., Any]) -> str:
     """Describe a function: by name if it belongs to a library or to hydragraph, otherwise by its source.
 
     Raises:
-        Unknown: it is not a plain function, or it is a closure.
+        Unknown: it is not a plain function (perhaps with fixed arguments, `functools.partial`), or it is a closure.
     """
+    if isinstance(function, functools.partial):
+        return _value(function)
     if not isinstance(function, FunctionType):
         raise Unknown(f"a {type(function).__name__} cannot be told from another")
     if function.__closure__:

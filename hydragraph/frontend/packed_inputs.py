@@ -94,16 +94,26 @@ def own_fields(program: Program) -> dict[str, Field]:
     return dict(sorted(own.items()))
 
 
-def token_cross_entropy(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
 
     The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves if these are a single tensor.
+
+    Args:
+        outputs, batch: as for any loss.
+        label_smoothing: share of the target that all classes get, as in `torch.nn.functional.cross_entropy`.
 
     Raises:
         Unsupported: the outputs have no logits.
     """
     logits = _logits(outputs).float()
-    return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, -2),
+        batch["labels"].flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:

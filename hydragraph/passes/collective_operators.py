@@ -77,11 +77,18 @@ def join(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("hydragraph::tp_head_loss", mutates_args=())
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    start: Tensor,
+    ignored: int,
+    rows: int,
+    smoothing: float,
+    classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R, rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows.
 
-    `rows`: approximate rows per rank, equal on all ranks.
+    `rows`: approximate rows per rank, equal on all ranks; `classes`: rows of all ranks; `smoothing`: of the labels.
     """
     _never("tp_head_loss")
 
@@ -136,7 +143,7 @@ scatter.register_autograd(_backward("tp_gather"), setup_context=_keep)
 split.register_autograd(_backward("tp_join"), setup_context=_keep)
 join.register_autograd(_backward("tp_split"), setup_context=_keep)
 
-head_loss.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_gradients(hidden, weight))
+head_loss.register_fake(lambda hidden, weight, *_: like_gradients(hidden, weight))
 head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 head_token_losses.register_fake(lambda hidden, weight, labels, start, ignored, rows: like_losses(hidden))

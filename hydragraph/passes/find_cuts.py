@@ -230,8 +230,7 @@ class _Walk:
         if node.target is torch.ops.hydragraph.token_entropy.default:
             weight = None
         # Vocabulary-parallel: plain classes (scale 1), and no class weights.
-        smoothing = operands(node)[5] if len(operands(node)) > 5 else 0.0  # needs the mean of all columns
-        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or smoothing:
+        if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1:
             self._need_whole(node)
         else:
             self.cuts.rows[node] = cut

@@ -38,7 +38,7 @@ _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.d
 class Head:
     """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss.
 
-    Its reduction is a sum, or none.
+    Its reduction is a sum, perhaps with label smoothing, or none.
     """
 
     hidden: fx.Node
@@ -46,6 +46,7 @@ class Head:
     labels: fx.Node
     ignored: int
     reduction: int
+    smoothing: float
     loss: fx.Node
 
 
@@ -62,7 +63,9 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
         return module
     with graph.inserting_before(head.loss):
         flat = graph.call_function(aten.flatten.using_ints, (head.hidden, 0, -2))
-        fused = graph.call_function(_FUSED[head.reduction], (flat, head.weight, head.labels, head.ignored))
+        smoothing = (head.smoothing,) if head.smoothing else ()
+        arguments = (flat, head.weight, head.labels, head.ignored, *smoothing)
+        fused = graph.call_function(_FUSED[head.reduction], arguments)
         loss = graph.call_function(operator.getitem, (fused, 0))
     loss.meta = dict(head.loss.meta)
     head.loss.replace_all_uses_with(loss)
@@ -75,11 +78,11 @@ def find_head(loss: fx.Node) -> Head | None:
     """Return the head that ends in this node: the cross-entropy of a product without a bias, summed or by token."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
-    # Cases that the operator does not support remain two operators: class weights, a mean, label smoothing, a bias.
+    # Cases that the operators do not support remain two: class weights, a mean, smoothed losses by token, a bias.
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
-    if weight is not None or reduction not in _FUSED or smoothing:
+    if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM):
         return None
     # Back from the loss to the product; an intermediate value with another reader must be computed anyway.
     product = _node(logits)
@@ -91,7 +94,9 @@ def find_head(loss: fx.Node) -> Head | None:
     matrix = _node(product.args[1])
     assert isinstance(ignored, int)
     assert isinstance(reduction, int)
-    return Head(hidden, matrix, _node(labels), ignored, reduction, loss) if _in_fp32(loss, hidden) else None
+    assert isinstance(smoothing, float)
+    found = Head(hidden, matrix, _node(labels), ignored, reduction, smoothing, loss)
+    return found if _in_fp32(loss, hidden) else None
 
 
 def _node(value: object) -> fx.Node:

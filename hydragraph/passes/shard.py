@@ -52,11 +52,8 @@ from hydragraph.spec.stage_kind import StagePart
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-VOCABULARY = {
-    aten.embedding.default: embedding_part,
-    aten.cross_entropy_loss.default: loss_of_parts,
-    tp_ops.token_entropy.default: entropy_of_parts,
-}
+LOSS = aten.cross_entropy_loss.default
+VOCABULARY = frozenset({aten.embedding.default, LOSS, tp_ops.token_entropy.default})
 
 
 @dataclass(frozen=True)
@@ -330,8 +327,11 @@ class _Rewrite:
             head = find_head(node) if self.fused_head else None
             if head is not None:
                 return self._fused(head, self.starts[table])
-            units = self.local_size(self.cuts.rows[node])
-            return VOCABULARY[node.target](self.graph, self._local(operands(node), node), self.starts[table], units)
+            cut = self.cuts.rows[node]
+            arguments = (self.graph, self._local(operands(node), node), self.starts[table], self.local_size(cut))
+            if node.target is LOSS:
+                return loss_of_parts(*arguments, cut.length)
+            return (embedding_part if node.target is aten.embedding.default else entropy_of_parts)(*arguments)
         x, weight, _, inner = known_product(node)
         target = aten.linear.default if inner == 1 else aten.mm.default
         return self.call(target, self.copied[x], self.copied[weight])
@@ -342,8 +342,12 @@ class _Rewrite:
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
         arguments = (flat, self.copied[head.weight], labels, start, head.ignored, rows)
-        fused = tp_ops.tp_head_loss if head.reduction == SUM else tp_ops.tp_head_token_losses
-        return self.call(operator.getitem, self.call(fused.default, *arguments), 0)
+        if head.reduction == SUM:
+            smoothed = (head.smoothing, int(shape(head.weight)[0]))
+            fused = self.call(tp_ops.tp_head_loss.default, *arguments, *smoothed)
+        else:
+            fused = self.call(tp_ops.tp_head_token_losses.default, *arguments)
+        return self.call(operator.getitem, fused, 0)
 
     def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
         """Write dropout that draws this rank's part of the mask."""

@@ -11,7 +11,8 @@ A table of 5 rows on 2 ranks: rank 0 has rows 0 and 1, rank 1 rows 2, 3 and 4. F
 
 The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each
 rank contributes its columns' part of the sum, and z_y - m if it has column y; only the maximum and two numbers per
-token are exchanged, not logits (Shoeybi et al., "Megatron-LM", section 3).
+token are exchanged, not logits (Shoeybi et al., "Megatron-LM", section 3). With label smoothing s, a rank contributes
+(1 - s) (z_y - m) and s / V times the sum of its columns' z_v - m.
 """
 
 from __future__ import annotations
@@ -50,16 +51,18 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
     return graph.call_function(aten.mul.Tensor, (embedded, graph.call_function(aten.unsqueeze.default, (here, -1))))
 
 
-def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
+def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
     """Write the cross-entropy of logits whose columns are sharded over ranks; the result is equal on every rank.
 
     Args:
-        args: local logits [T, columns], labels [T], weight (None), reduction, ignored label.
+        args: local logits [T, columns], labels [T], weight (None), reduction, ignored label, label smoothing.
         start: 0-d int64, the first column held.
+        classes: number of columns of all ranks.
     """
     logits, labels = args[:2]
     reduction = args[3] if len(args) > 3 else MEAN
     ignored = args[4] if len(args) > 4 else -100
+    smoothing = args[5] if len(args) > 5 else 0.0
     call = graph.call_function
     # m only keeps exp in range: it cancels, so it has no gradient.
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (call(aten.detach.default, (logits,)), [-1])),))
@@ -70,6 +73,9 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     here = _within(graph, local, columns)
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
     target = call(aten.mul.Tensor, (call(aten.squeeze.dim, (call(aten.gather.default, (shifted, 1, index)), -1)), here))
+    if smoothing:
+        every = call(aten.mul.Tensor, (call(aten.sum.dim_IntList, (shifted, [-1])), smoothing / classes))
+        target = call(aten.add.Tensor, (call(aten.mul.Tensor, (target, 1.0 - smoothing)), every))
     # One message for both sums.
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))

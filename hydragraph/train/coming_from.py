@@ -22,7 +22,7 @@ _SCHEDULE = "`schedule.decay`: cosine, linear, constant or wsd; see also `schedu
 _SEVERAL = "`strategies`, which gives each pipeline and stage its own degree, as in `2*<tp4,pp2>`"
 _PATIENCE = "`patience`, evaluations in a row without a lower loss"
 _BEST = "`keep_best`: the checkpoint with the lowest evaluation loss stays, and the run's `model` is made of it"
-_SMOOTHING = "not supported as a field: write the loss in Python, `hg.compile(..., loss=...)`"
+_SMOOTHING = "`label_smoothing`; evaluations are smoothed too, as the Trainer's are"
 _LIMIT = "`data.max_samples`, the first documents of a corpus; of a mixture, a field of each corpus"
 _HUB = "not supported: hubs are not written to; the run folder's `model` is what `from_pretrained` reads"
 _TEMPLATE = "`data.chat_template`: the file of a Jinja template, the template itself, or `chatml`"

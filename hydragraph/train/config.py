@@ -530,6 +530,8 @@ class TrainConfig:
         epochs: number of passes over the data, instead of `steps`; 0: given by `steps`.
         ranks: number of local processes to start, unless a launcher such as torchrun has started them.
         max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: never.
+        label_smoothing: share of every target that all tokens of the vocabulary get, from 0 to below 1, as in
+            `torch.nn.functional.cross_entropy` and the Trainer's `label_smoothing_factor`; evaluations use it too.
         dtype: dtype of the computation; weights and optimizer state are always float32.
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
@@ -574,6 +576,7 @@ class TrainConfig:
     callbacks: tuple[str, ...] = ()
     elastic: ElasticConfig = ElasticConfig()
     max_grad_norm: float | None = 1.0
+    label_smoothing: float = 0.0
     dtype: str = "float32"
     backend: str | None = None
     device: str | None = None
@@ -623,6 +626,7 @@ class TrainConfig:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.max_grad_norm is not None:
             _check_number("max_grad_norm", self.max_grad_norm)
+        _check_fraction("label_smoothing", self.label_smoothing)
         _check_number("grace_s", self.grace_s, 0.1)
         _check_number("progress_s", self.progress_s, 1.0)
         _check_choice("dtype", self.dtype, DTYPES)

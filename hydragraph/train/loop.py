@@ -40,7 +40,7 @@ from hydragraph.train.data import (
     steps_of,
     verify,
 )
-from hydragraph.train.model import adapted, build_model, check_vocabulary, skeleton
+from hydragraph.train.model import adapted, build_model, check_vocabulary, loss_of, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
 from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
@@ -240,6 +240,7 @@ def _compiled(
         model,
         optimizer=optimizer_factory(config.optimizer, model, world.device),
         **_chosen_from(config, strategies, tokens),
+        loss=loss_of(config),
         max_grad_norm=config.max_grad_norm,
         dtype=getattr(torch, config.dtype),
         device=world.device,

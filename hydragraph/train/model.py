@@ -7,17 +7,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig
+from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
+from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
 
 # Settings that are rates of dropout in training; other heads' rates do not count.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def loss_of(config: TrainConfig) -> Loss | None:
+    """Return the loss of a config; None: the default one."""
+    if not config.label_smoothing:
+        return None
+    return partial(token_cross_entropy, label_smoothing=config.label_smoothing)
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hydragraph.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     loss_and_gradients,
     reference,
+    target_of,
     working_bytes,
 )
 from tests.kernels.interpreter import interpreted
@@ -49,12 +51,14 @@ def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torc
         assert error <= BOUND[dtype] * float(b.detach().norm()) + 1e-12
 
 
-def against_double(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, chunk: int | None) -> None:
+def against_double(
+    tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, chunk: int | None, smoothing: float = 0.0
+) -> None:
     x, weight, labels = inputs(tokens, hidden, vocabulary, dtype)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    found = results(linear_cross_entropy(x, weight, labels, chunk=chunk), x, weight)
+    found = results(linear_cross_entropy(x, weight, labels, chunk=chunk, smoothing=smoothing), x, weight)
     assert [t.dtype for t in found] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
-    compare(found, results(reference(*wide, labels), *wide), dtype)
+    compare(found, results(reference(*wide, labels, smoothing=smoothing), *wide), dtype)
 
 
 @given(
@@ -63,11 +67,12 @@ def against_double(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype
     st.integers(1, 12),
     st.one_of(st.none(), st.integers(1, 10)),
     st.sampled_from([torch.float64, torch.float32]),
+    st.sampled_from([0.0, 0.1, 1.0]),
 )
 def test_any_chunks_equal_eager(
-    tokens: int, hidden: int, vocabulary: int, chunk: int | None, dtype: torch.dtype
+    tokens: int, hidden: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, smoothing: float
 ) -> None:
-    against_double(tokens, hidden, vocabulary, dtype, chunk)
+    against_double(tokens, hidden, vocabulary, dtype, chunk, smoothing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -84,14 +89,14 @@ def test_fp32_equals_eager_fp32() -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [1, 50, 5000])
-def test_the_kernels(dtype: torch.dtype, vocabulary: int) -> None:
-    against_double(12, 8, vocabulary, dtype, 7)
+@pytest.mark.parametrize(("vocabulary", "smoothing"), [(1, 0.0), (50, 0.1), (5000, 0.0), (5000, 0.1)])
+def test_the_kernels(dtype: torch.dtype, vocabulary: int, smoothing: float) -> None:
+    against_double(12, 8, vocabulary, dtype, 7, smoothing)
 
 
 @interpreted
 def test_the_kernels_of_a_cut_vocabulary() -> None:
-    against_cut([30, 1, 19], torch.float32)
+    against_cut([30, 1, 19], torch.float32, 0.1)
 
 
 @interpreted
@@ -108,17 +113,18 @@ def test_the_kernels_stand_infinite_logits() -> None:
     assert logits[0].tolist() == [0.0, 0.0, 0.0]
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_a_cut_vocabulary_equals_the_whole(sizes: list[int]) -> None:
-    against_cut(sizes, torch.float64)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from([0.0, 0.1]))
+def test_a_cut_vocabulary_equals_the_whole(sizes: list[int], smoothing: float) -> None:
+    against_cut(sizes, torch.float64, smoothing)
 
 
-def against_cut(sizes: list[int], dtype: torch.dtype) -> None:
+def against_cut(sizes: list[int], dtype: torch.dtype, smoothing: float) -> None:
     """Play all ranks one after the other; the exchange of each finds what the others would send."""
     x, weight, labels = inputs(9, 5, sum(sizes), dtype)
     cuts = list(pairwise([0, *accumulate(sizes)]))
     parts = [weight.detach()[a:b].requires_grad_() for a, b in cuts]
-    expected = results(reference(x, weight, labels), x, weight)
+    expected = results(reference(x, weight, labels, smoothing=smoothing), x, weight)
+    target = target_of(smoothing, sum(sizes))
     hidden_gradient, weight_gradients = torch.zeros_like(expected[1]), []
     for part, (first, _) in zip(parts, cuts, strict=True):
         chunks = iter(range(0, 9, 4))
@@ -127,12 +133,14 @@ def against_cut(sizes: list[int], dtype: torch.dtype) -> None:
             a = next(chunks)  # type: ignore[call-overload]
             logits = [x.detach()[a : a + 4] @ p.detach().T for p in parts]
             everyone = [
-                module.reference_statistics(p, labels[a : a + 4], c) for p, (c, _) in zip(logits, cuts, strict=True)
+                module.reference_statistics(p, labels[a : a + 4], c, target)
+                for p, (c, _) in zip(logits, cuts, strict=True)
             ]
             torch.testing.assert_close(everyone[[c for c, _ in cuts].index(first)], mine)
             return combine(torch.stack(everyone))
 
-        loss = linear_cross_entropy(x, part, labels, first=first, exchange=exchange, chunk=4)
+        smoothed = {"smoothing": smoothing, "classes": sum(sizes)}
+        loss = linear_cross_entropy(x, part, labels, first=first, exchange=exchange, chunk=4, **smoothed)
         _, of_hidden, of_weight = results(loss, x, part)
         torch.testing.assert_close(loss, expected[0])
         hidden_gradient += of_hidden
@@ -144,9 +152,9 @@ def test_no_chunk_of_logits_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch
     seen = []
     honest = module.statistics_of
 
-    def noted(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    def noted(logits: Tensor, *rest: Any) -> Tensor:
         seen.append(len(logits))
-        return honest(logits, labels, first)
+        return honest(logits, *rest)
 
     monkeypatch.setattr(module, "statistics_of", noted)
     x, weight, labels = inputs(20, 4, 30, torch.float32)
@@ -197,6 +205,8 @@ def test_a_second_derivative_is_refused() -> None:
         ({"labels": torch.zeros(6, dtype=torch.int32)}, r"labels of shape \[6\] and torch.int32 for 6 tokens"),
         ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels of shape \[5\] and torch.int64 for 6 tokens"),
         ({"chunk": 0}, "chunks of 0 tokens"),
+        ({"smoothing": 1.5}, "label smoothing of 1.5; pass a number from 0 to 1"),
+        ({"smoothing": 0.1, "chunk": 4, "exchange": combine}, "label smoothing but without the number of classes"),
     ],
 )
 def test_arguments_that_are_refused(change: dict[str, object], message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Block, Program
 from hydragraph.kernels import linear_cross_entropy
 from hydragraph.kernels.linear_cross_entropy import head_loss
@@ -30,6 +31,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": functools.partial(gpt2, 1),
     "bert": bert,  # its head has a bias
     "weighed": functools.partial(llama, 1),
+    "smoothed": functools.partial(llama, 1),
 }
 
 
@@ -39,10 +41,16 @@ def weighed(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return (torch.minimum(logp.exp(), 0.9 + 0.1 * logp) * (batch["labels"][0] != -100)).sum()
 
 
+LOSSES: dict[str, Loss] = {
+    "weighed": weighed,
+    "smoothed": functools.partial(token_cross_entropy, label_smoothing=0.1),
+}
+
+
 @functools.cache
 def captured(name: str, dtype: torch.dtype) -> tuple[Program, nn.Module]:
     model = MODELS[name]()
-    return hg.capture(model, dtype=dtype, loss=weighed if name == "weighed" else None), model
+    return hg.capture(model, dtype=dtype, loss=LOSSES.get(name)), model
 
 
 def head(program: Program) -> tuple[Block, ShardedTemplate]:
@@ -71,7 +79,7 @@ def run(program: Program, model: nn.Module, fused: bool, recompute: bool, tokens
         return [loss, *variant.backward(*(needed[n] for n in variant.needs))]
 
 
-CASES = list(product(["llama", "tied", "gpt2", "weighed"], [torch.float32, torch.bfloat16], [False, True]))
+CASES = list(product(["llama", "tied", "gpt2", "weighed", "smoothed"], [torch.float32, torch.bfloat16], [False, True]))
 
 
 # Every fifth case: among them is each name, type and choice.
@@ -100,7 +108,7 @@ def test_the_logits_are_gone() -> None:
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (3, True), (4, True)])
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "weighed"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "weighed", "smoothed"])
 def test_ranks_with_parts_of_the_vocabulary_compute_the_same(
     name: str, tp: int, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +118,7 @@ def test_ranks_with_parts_of_the_vocabulary_compute_the_same(
     check(program, model, program.blocks[-1], tp, sequence_parallel, fused_head=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "weighed"])
+@pytest.mark.parametrize("name", ["llama", "weighed", "smoothed"])
 def test_a_rank_with_a_part_of_the_vocabulary_has_no_logits_either(name: str) -> None:
     program, _ = captured(name, torch.float32)
     block = program.blocks[-1]

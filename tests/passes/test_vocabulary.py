@@ -43,9 +43,10 @@ def test_each_rank_reads_its_rows_and_the_sum_is_the_whole() -> None:
     assert torch.equal(sum(parts), table[[1, 4]])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 2, 5), (0, 1, 4, 5)])
-def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction: int) -> None:
+def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction: int, smoothing: float) -> None:
     generator = torch.Generator().manual_seed(len(cuts))
     logits = 30 * torch.randn(7, 5, generator=generator, dtype=torch.float64)
     labels = torch.tensor([0, 4, -100, 2, 1, 3, -100])
@@ -54,7 +55,8 @@ def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction
     for first, last in ranges:
         graph = fx.Graph()
         part, targets, start = (graph.placeholder(name) for name in ("part", "targets", "start"))
-        graph.output(loss_of_parts(graph, (part, targets, None, reduction), start, last - first))
+        arguments = (part, targets, None, reduction, -100, smoothing)
+        graph.output(loss_of_parts(graph, arguments, start, last - first, 5))
         modules.append(fx.GraphModule({}, graph))
 
     def run(rank: int, meet: Callable[[object, Tensor], Tensor]) -> Tensor:
@@ -74,7 +76,8 @@ def test_the_loss_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], reduction
     for rank in range(len(ranges)):
         run(rank, note)
     total = torch.stack(sums).sum(0)
-    expected = F.cross_entropy(logits, labels, reduction={NONE: "none", MEAN: "mean", SUM: "sum"}[reduction])
+    name = {NONE: "none", MEAN: "mean", SUM: "sum"}[reduction]
+    expected = F.cross_entropy(logits, labels, reduction=name, label_smoothing=smoothing)
     for rank in range(len(ranges)):
         loss = run(rank, lambda target, _: largest if target is tp_ops.tp_max.default else total)
         assert torch.allclose(loss, expected, rtol=1e-12)

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from transformers.trainer_pt_utils import LabelSmoother
 
-from hydragraph.train.config import ModelConfig
-from hydragraph.train.model import build_model, skeleton
+from hydragraph.train.config import ModelConfig, TrainConfig
+from hydragraph.train.model import build_model, loss_of, skeleton
+from tests.train.plain import settings
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -28,6 +31,16 @@ def test_the_seed_decides_the_weights_and_nothing_else_changes() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    assert loss_of(TrainConfig.parse(yaml.safe_dump(config))) is None
+    smoothed = loss_of(TrainConfig.parse(yaml.safe_dump(config | {"label_smoothing": 0.2})))
+    assert smoothed is not None
+    logits, labels = torch.randn(1, 6, 11), torch.tensor([[3, -100, 0, 10, 5, -100]])
+    expected = LabelSmoother(0.2)({"logits": logits}, labels)
+    assert torch.allclose(smoothed({"logits": logits}, {"labels": labels}) / 4, expected)
 
 
 def test_special_tokens_and_vocabulary_are_the_tokenizers() -> None:
