@@ -84,8 +84,9 @@ class ModelConfig:
 
     Attributes:
         architecture: a class of transformers, such as LlamaForCausalLM.
-        config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's.
-        path: a local directory that `save_pretrained` wrote, instead of architecture and config.
+        config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's. With
+            `path`, only the settings to change in the directory's config, such as {attention_dropout: 0.0}.
+        path: a local directory that `save_pretrained` wrote, instead of an architecture.
         weights: a directory with safetensors files. Each rank reads only its own part, so that no process holds the
             whole model. The model is `architecture`, or the one that the directory describes.
         dropout: whether to train with the dropout of the model's config.
@@ -114,9 +115,11 @@ class ModelConfig:
             )
         if self.config is not None and not isinstance(self.config, Mapping):
             raise ValueError(f"config is {self.config!r}: give a mapping, such as {{hidden_size: 256}}")
-        if self.config is not None and self.architecture is None:
-            where = "path" if self.path is not None else "weights"
-            raise ValueError(f"config cannot change the model in {where}: leave one of them out")
+        if self.config is not None and self.architecture is None and self.path is None:
+            raise ValueError(
+                "config cannot change the model in weights: name the directory with path, or give architecture and the "
+                "whole config"
+            )
 
     @property
     def directory(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -19,6 +19,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 
 # Settings that are rates of dropout in training; other heads' rates do not count.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
+_IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -128,10 +129,10 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
                     f"{type(error).__name__}: {first}"
                 ) from error
         else:
-            from transformers import AutoConfig, AutoModelForCausalLM
+            from transformers import AutoModelForCausalLM
 
+            settings = _changed_config(config)
             with _read_by_transformers(config):
-                settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
                 model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
             model = model.eval()  # like from_pretrained
     return _with_dropout(model.float(), config)
@@ -186,15 +187,65 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM
-    settings = None
     if config.architecture is not None:
         kind = _model_class(config.architecture)
         settings = model_config(config, vocabulary, end_of_text)
+    else:
+        settings = _changed_config(config) if config.config else None
     with _read_by_transformers(config):
-        model: nn.Module = kind.from_pretrained(
-            directory_of(config), config=settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        model: nn.Module
+        model, loaded = kind.from_pretrained(
+            directory_of(config),
+            config=settings,
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=bool(config.config),
+        )
+    # Transformers would initialise tensors that the directory does not have, and skip those that the model lacks.
+    other = sorted(
+        {str(key) for keys in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in loaded[keys]}
+    )
+    if config.path is not None and config.config and other:
+        raise ValueError(
+            f"model.config: with {dict(config.config)} the model's tensors are not those in model.path {config.path} "
+            f"({other[0]} and {len(other) - 1} others): change only settings that keep their names and shapes"
         )
     return model
+
+
+def _changed_config(config: ModelConfig) -> Any:
+    """Return the transformers config of a directory, with the changes of `model.config`."""
+    from transformers import AutoConfig
+
+    with _read_by_transformers(config):
+        settings = AutoConfig.from_pretrained(directory_of(config), trust_remote_code=config.trust_remote_code)
+    if not config.config:
+        return settings
+    kind = type(settings)
+    given = settings.to_dict()
+    aliases = getattr(kind, "attribute_map", {})
+    changes = {aliases.get(name, name): value for name, value in config.config.items()}
+    _check_known(changes, given, aliases, kind.__name__)
+    # Mappings are merged: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
+    merged = {n: {**given[n], **v} if isinstance(v, Mapping) and given[n] else v for n, v in changes.items()}
+    try:
+        return kind.from_dict({**given, **merged})
+    except Exception as error:  # transformers has its own error types
+        said = " ".join(str(error).split())
+        raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
+
+
+def _check_known(changes: Mapping[str, Any], given: Mapping[str, Any], aliases: Iterable[str], label: str) -> None:
+    """Reject changes of settings that the directory's config does not have."""
+    for name in changes:
+        if name in _IDENTITY:
+            raise ValueError(f"model.config: {name} says which model is in model.path: leave it out")
+        if name not in given:
+            known = sorted(({*given, *aliases}) - _IDENTITY)
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"model.config: the {label} in model.path has no setting {name!r}: {hint}")
 
 
 @contextmanager

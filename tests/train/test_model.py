@@ -57,6 +57,40 @@ def test_a_saved_model_comes_back(tmp_path: Path) -> None:
     assert {p.device.type for p in skeleton(ModelConfig(path=str(tmp_path)), 50).parameters()} == {"meta"}
 
 
+def test_settings_of_a_saved_model_are_changed(tmp_path: Path) -> None:
+    build_model(llama(attention_dropout=0.1), 50, 7, 0).save_pretrained(tmp_path)
+    given = {"attention_dropout": 0.0, "rope_parameters": {"rope_theta": 5e5}}
+    config = ModelConfig(path=str(tmp_path), config=given)
+    for model in (build_model(config, 50, 7, 0), skeleton(config, 50)):
+        settings: Any = model.config
+        assert settings.attention_dropout == 0
+        assert settings.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
+        assert settings.hidden_size == 16
+    plain = build_model(ModelConfig(path=str(tmp_path)), 50, 7, 0)
+    same = zip(build_model(config, 50, 7, 0).parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"attn_dropout": 0}, "the LlamaConfig in model.path has no setting 'attn_dropout': did you mean"),
+        ({"zzz": 0}, "has no setting 'zzz': leave it out"),
+        ({"model_type": "gpt2"}, "model_type says which model is in model.path: leave it out"),
+        ({"hidden_size": "wide"}, "LlamaConfig refuses it"),
+        ({"num_hidden_layers": 3}, "the model's tensors are not those in model.path"),
+        ({"num_hidden_layers": 1}, "the model's tensors are not those in model.path"),
+        ({"intermediate_size": 32}, "the model's tensors are not those in model.path"),
+    ],
+)
+def test_settings_that_are_unknown_or_need_other_tensors_are_refused(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"model.config: .*{sentence}"):
+        build_model(ModelConfig(path=str(tmp_path), config=changes), 50, 7, 0)
+
+
 def test_a_skeleton_has_shapes_only() -> None:
     shapes = {name: p.shape for name, p in build_model(llama(), 50, 7, 0).named_parameters()}
     meta = dict(skeleton(llama(), 50).named_parameters())
