@@ -27,6 +27,10 @@ _LIMIT = "`data.max_samples`, the first documents of a corpus; of a mixture, a f
 _HUB = "not supported: hubs are not written to; the run folder's `model` is what `from_pretrained` reads"
 _TEMPLATE = "`data.chat_template`: the file of a Jinja template, the template itself, or `chatml`"
 _CLIP = "`max_grad_norm`"
+_STREAMING = (
+    "not supported: documents are tokenised once, into files; write the part you need to a `.jsonl` first, or limit a "
+    "corpus with `data.max_samples`"
+)
 
 # By framework, the fields of its config files (also those that stand in a section) and what is written here instead.
 FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
@@ -77,6 +81,7 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("dataset_prepared_path",): "`data.cache`",
         ("val_set_size",): "`data.heldout`",
         ("sequence_len",): _LENGTH,
+        ("streaming", "pretraining_dataset"): _STREAMING,
         ("sample_packing", "eval_sample_packing", "pad_to_sequence_len"): _PACK,
         ("micro_batch_size",): _BATCH,
         ("num_epochs",): "`epochs`",
@@ -119,6 +124,7 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("template",): _TEMPLATE,
         ("cutoff_len",): _LENGTH,
         ("max_samples",): _LIMIT,
+        ("streaming", "buffer_size"): _STREAMING,
         ("val_size",): "`data.heldout`",
         ("mix_strategy", "interleave_probs"): "`data.mixture`, whose corpora have a `weight` each",
         ("packing", "neat_packing"): _PACK,
