@@ -21,8 +21,9 @@ Rows, each a function that is run in a process of its own and returns what it to
                             of the folder; once, and without the check of captured graphs by numbers (compile.py has it)
 
 The models of the first rows have the dimensions of Llama 7B and 70B on the meta device, so no weight exists; imports,
-and making the model, are not counted. CPU seconds stand beside the wall clock because a busy machine stretches only the
-latter; of rows with ranks they are those of all ranks and of their launcher, without what its fork server imports.
+and making the model, are not counted. The tables show CPU seconds next to the wall clock because a busy machine
+stretches only the latter. In rows with ranks, CPU seconds sum all ranks and their launcher, without the imports of its
+fork server.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def loaded(sizes: dict[str, int]) -> Measured:
             for block, part, variant in _variants(variants)
         ]
         save(Path(folder), variants.program, named, model_record(model))
-        # Nothing may be taken from what this process has compiled, or has read before.
+        # Forget everything that this process has compiled or read before.
         kept._shared.clear()
         own_code.cache_clear()
 
@@ -245,7 +246,7 @@ def compiled(case: Compiled) -> Measured:
             "model": {"architecture": "LlamaForCausalLM", "config": config},
             "data": {"paths": ["python-stdlib"]},
             "dtype": "bfloat16",
-            **({"check": "off"} if "check" in TrainConfig.__dataclass_fields__ else {}),  # older commits check nothing
+            **({"check": "off"} if "check" in TrainConfig.__dataclass_fields__ else {}),  # older commits have no checks
             "ranks": case.ranks,
             "steps": 1,
             "strategies": list(case.strategies),

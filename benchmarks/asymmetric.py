@@ -5,12 +5,12 @@
 
 AutoHet (its figure 3) adds GPUs to a symmetric setup, so that its tensor-parallel degrees differ, and finds 8 to 49 %
 less throughput in its Megatron-LM, whose gradients are transposed before they are summed. Here the same pairs push the
-gradients of a Llama to their owners and pull its weights, with nothing beside it; and as more ranks have more
-messages, 4 + 2 is held against 3 + 3, too, which has as many ranks and sends nearly the same bytes: what is left is
-what asymmetry costs.
+gradients of a Llama to their owners and pull its weights, without any computation at the same time. More ranks also
+have more messages, so 4 + 2 is also compared with 3 + 3, which has as many ranks and sends nearly the same bytes: the
+remaining difference is the cost of asymmetry.
 
-All setups take turns in the same processes. Counted are CPU seconds of all ranks together, since over gloo on one host
-sending is copying, and the wall clock of ranks that outnumber the cores says little; it is printed beside them.
+All setups take turns in the same processes. The main figure is the CPU time of all ranks together: over gloo on one
+host sending is copying, and the wall clock means little when ranks outnumber cores. Both are printed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Setup:
 
     @property
     def home(self) -> hg.Home:
-        """Who owns the state."""
+        """Home that divides the state equally among the ranks in use."""
         used = {rank for stage in self.stages for rank in stage}
         return hg.Home([int(rank in used) for rank in range(RANKS)])
 
@@ -78,7 +78,7 @@ PAIRS = ((TWO_ONE, ONE_ONE), (FOUR_TWO, TWO_TWO), (FOUR_TWO, THREE_THREE))
 
 @dataclass(frozen=True)
 class Spent:
-    """What one direction of a setup took, median over rounds.
+    """Cost of one direction (pull or push) of a setup, as the median over rounds.
 
     Attributes:
         cpu: seconds of all ranks together.

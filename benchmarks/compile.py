@@ -2,7 +2,7 @@
 
     python benchmarks/compile.py
 
-Models have the dimensions of Llama 7B and 70B on the meta device, so no weight exists. User seconds are printed beside
+Models have the dimensions of Llama 7B and 70B on the meta device, so no weight exists. User seconds are printed next to
 the wall clock because a busy machine stretches only the latter.
 """
 
@@ -36,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, its sizes, and the targets in seconds and bytes (None: no target)."""
+    """One measured case: its sizes, and its targets in seconds and bytes (None: no target)."""
 
     title: str
     sizes: Sizes

@@ -5,9 +5,9 @@
     python benchmarks/copies.py --links              # pulls and pushes of such a step alone, CPU seconds of all ranks
 
 First owners hand the gradients that they have added up on to second ones, and both update. The update is the fused one.
-Homes take turns by `Executable.move`, so that both see the same noise; what is said is the median of pairs of turns, of
-the wall clock and of the CPU seconds of all ranks together, since ranks that outnumber cores wait for one another's
-updates, too.
+Homes take turns by `Executable.move`, so both see the same noise. The result is the median over pairs of turns, for the
+wall clock and for the CPU seconds of all ranks together: when ranks outnumber cores, the wall clock also includes waits
+for other ranks' updates.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
 from their measured blocks and links, through `hg.Profile`, `hg.Cluster` and `hg.Costs` alone. Those runs were
 DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.stack.DEEPSPEED`: from its source, not
-from these runs) and with what the authors' version of it adds (`STAGING`), and beside it with hydragraph's own.
+from these runs) and with what the authors' version of it adds (`STAGING`), and also with hydragraph's own.
 Constants that are not in the data: sequences have 2,048 tokens and numbers 4 bytes, as the sizes in `model_memory.json`
 say; a node has as many network cards as its whole bandwidth is a multiple of one sender's in `network.json`. `sizes`
 simulates large strategies, lowering and pricing included.
-`overlap` prices pull and push of a published case, hidden and not, beside the published seconds.
+`overlap` prices pull and push of a published case, hidden and not, next to the published seconds.
 `assign` compares assignments of small drawn mini-batches with the best of all there are, by the end of the schedule.
 `predicted` profiles a model here and runs it, in turn (`benchmarks/predicted.py`); `--device cuda` does so on one GPU.
 """
@@ -56,15 +56,15 @@ PARTS = ("clusters", "sizes", "overlap", "assign", "predicted")
 OVERLAPPED = 5  # iterations of `overlap`
 DRAWN = 339  # mini-batches that are assigned
 # Their version of the engine makes each hidden state that arrives as zeros in pageable host memory and copies it to the
-# device (`reconstruct_tensor` of their deepspeed/utils.py). What such copies reach, in MB and GB/s, as CUDA's bandwidth
-# test was reported to find on a PCIe machine: forums.developer.nvidia.com, thread 56270. Theirs may differ.
+# device (`reconstruct_tensor` of their deepspeed/utils.py). The speed of such copies, as (MB, GB/s), as CUDA's
+# bandwidth test was reported to find on a PCIe machine: forums.developer.nvidia.com, thread 56270. Theirs may differ.
 PAGEABLE = ((2, 8.39), (4, 9.87), (8, 10.93), (16, 11.44), (32, 11.39), (64, 8.67), (128, 8.34), (1024, 8.32))
 STAGING = Interconnect(8.32e9, 0.0, tuple((size * 1e6, speed * 1e9) for size, speed in PAGEABLE))
 SAILORS = replace(DEEPSPEED, staging=STAGING)
 # Bytes that their simulator adds for kernels on that cluster (`megatron_mem` of its runtime_simulator.py).
 KERNELS = {"clariden": 4.76e9 + 300e6}
 OTHERS_MEMORY = {("clariden", "OPT-350"): 0.059}
-CLEARLY = 1.05  # plans are a pair to be ranked where one's measured seconds are so many times the other's
+CLEARLY = 1.05  # two plans are compared in rank only if their measured seconds differ by this factor
 SIZES = (  # strategy, ranks, layers, micro-batches of each pipeline, seconds that it may take
     ("8*<tp2,pp4>", 64, 32, 16, 1),
     ("16*<tp8,pp8>", 1024, 80, 64, 20),
@@ -120,7 +120,7 @@ class Sailor:
         )
 
     def node(self, gpu: str, devices: int) -> Node:
-        """Return a node with so many devices in use."""
+        """Return a node with `used` devices in use."""
         inner = self._network["intra_node"][gpu]
         between = self._network["inter_node_same_zone"][gpu]
         one = _link(*between["1"][gpu]["1"])
@@ -150,7 +150,7 @@ class Sailor:
                 nodes.append(self.node(gpu, tp))
                 first += tp
             pipelines.append(hg.Pipeline(stages=tuple(stages)))
-        types = {node.type: DeviceType(1e12, 10**15, 1e12) for node in nodes}  # nothing here depends on these
+        types = {node.type: DeviceType(1e12, 10**15, 1e12) for node in nodes}  # do not affect the results
         profile = Profile.merge([self.profile(gpu, run["model"]) for gpu in types])
         cluster = Cluster.of(types, tuple(nodes), self.pairs(tuple(types)))
         costs = hg.Costs(profile, cluster, stack=stack)
@@ -345,8 +345,8 @@ def print_overlap(constants: Path, lengths: Path) -> None:
 def drawn(seed: int) -> tuple[list[PipelineCost], list[int]]:
     """Draw 1 to 3 pipelines of 1 to 4 stages, half of them uneven with links, and 2 to 7 sequences.
 
-    Attention is from a hundredth of a typical sequence's time to all of it, a micro-batch costs nothing beside its
-    sequences, or a little, or much; and MaxLen holds anything from one sequence to all.
+    Attention is from a hundredth of a typical sequence's time to all of it, a micro-batch has no fixed cost, a small
+    one or a large one; and MaxLen holds anything from one sequence to all.
     """
     random = np.random.default_rng([339, seed])
     kinds = []

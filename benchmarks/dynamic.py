@@ -13,8 +13,8 @@ parallelism or without), and two stages, each stage recomputed or not. Every one
 static rival, with the same profile, budget and assignment of sequences. All sides live in the same processes and step
 in turn on the same mini-batches from the same weights; the losses must agree: the exit code is 1 where they differ by
 more than 1e-5. The budget is what plans are made with, less 10 %; in a run of its own, the largest sum of live tensor
-bytes of each rank is measured (every storage, as in benchmarks/memory.py) and printed beside it, and what the
-mini-batch with the longest sequence would hold on two replicas.
+bytes of each rank is measured (every storage, as in benchmarks/memory.py) and printed next to it, with the memory that
+the mini-batch with the longest sequence would need on two replicas.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run found.
+    """Results of a run.
 
     Attributes:
         rows: one per step.
         reach: of every candidate by its text, the longest sequence that it takes within the budget.
-        left_out: strategies that were not measured well, or hold nothing within the budget, and why.
+        left_out: strategies that were not measured well or fit no sequence within the budget, and why.
     """
 
     rows: tuple[Row, ...]
@@ -183,7 +183,7 @@ def candidates(layers: int) -> list[hg.Strategy]:
 
 
 def within(profile: Profile, budget: float) -> Profile:
-    """Return the profile of a rank that may use so many bytes."""
+    """Return the profile of a rank that may use `budget` bytes."""
     if profile.device is None:
         raise ValueError(f"profile {profile.name} does not say where it was measured: measure it with this program")
     return replace(profile, device=replace(profile.device, memory=PLANNED * budget))
@@ -359,7 +359,7 @@ def summary(run: Run) -> list[str]:
 
 
 def memory_lines(per_rank: Sequence[Held], budget: float) -> list[str]:
-    """Say what ranks held at most under each strategy that ran, beside the budget."""
+    """Return lines with the peak memory of ranks under each strategy that ran, and the budget."""
     peaks: dict[str, int] = {}
     for strategy, peak in (step for held in per_rank for step in held.steps):
         peaks[strategy] = max(peak, peaks.get(strategy, 0))
@@ -384,7 +384,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=Sizes.hidden)
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--seed", type=int, default=Sizes.seed)
-    parser.add_argument("--profile", type=Path, help="read it if it is there; otherwise keep what is measured there")
+    parser.add_argument("--profile", type=Path, help="file of the profile: read if it exists, else measured and saved")
     given = parser.parse_args()
     sizes = Sizes(given.hidden, given.layers, context=given.context, tokens=given.tokens, seed=given.seed)
     console = Console(width=180)

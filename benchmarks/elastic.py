@@ -2,15 +2,15 @@
 
 pause     8 local ranks, one of them killed: the time between two steps, and how long ranks took to meet and to move
           state, with two copies and from disk
-kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`: survived, with the same curve bit for
-          bit, and no process left behind
+kills     `hydragraph chaos` with 100 kills in one run of `deterministic: true`: it must survive, with the same curve
+          bit for bit, and leave no process running
 nodes     two machines (network namespaces; needs root), a torchrun on each: one is lost whole, and comes back; then the
           link between them is cut
 monitor   seconds of a step with `elastic.monitor` and without, in turns
-moving    what training waits for while a part of the state goes to other owners: between two steps and beside one, in
+moving    how long training waits while a part of the state moves to other owners: between two steps and during one, in
           turns
-switch    64 simulated devices, of which some slow down: until another plan is there, made beside training, and how long
-          the step waits that first goes by it
+switch    64 simulated devices, some of which slow down: the time until another plan is ready, made while training
+          continues, and how long the first step with it waits
 """
 
 from __future__ import annotations
@@ -225,13 +225,13 @@ def monitor(table: Table, tokens: int = 1000, rounds: int = 60) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What training waits for on one rank while a part of the state goes to other owners.
+    """Time that training waits on one rank while a part of the state moves to other owners.
 
     Attributes:
-        beside: a step, or between two.
+        beside: whether the state moves during a step (else between two).
         wall: seconds that it waits: before the step, between its instructions, at its end; and for its next step to be
             prepared.
-        cpu: seconds of this process, all its threads, in two steps and what is between them.
+        cpu: CPU seconds of this process, all its threads, in two steps and the time between them.
     """
 
     beside: bool
@@ -240,7 +240,7 @@ class Part:
 
 
 def parts(tokens: int, rounds: int, layers: int) -> list[Part]:
-    """Let the state of so many of 4 layers go to and fro, in turns between two steps and beside the first of them."""
+    """Move the state of `layers` of 4 layers back and forth, between two steps and during the first in turn."""
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1408,
@@ -292,11 +292,11 @@ def parts(tokens: int, rounds: int, layers: int) -> list[Part]:
 
 
 def moving(table: Table, tokens: int = 300, rounds: int = 12) -> None:
-    """Compare what training waits for a part of the state, beside a step and between two."""
+    """Compare how long training waits for a part of the state that moves during a step or between two."""
     for layers in (1, 4):
         by_rank = hg.launch(parts, 2, tokens, rounds, layers, timeout=timedelta(minutes=9))
         turns = list(zip(*by_rank, strict=True))
-        # Who comes last to where ranks meet waits for what moves alone; the others wait for it as in any step.
+        # The rank that arrives last waits only for the move; the others also wait for that rank, as in any step.
         waited, cpus = (
             {way: median(of(each) for each in turns if each[0].beside == way) for way in (False, True)}
             for of in (lambda each: min(p.wall for p in each), lambda each: sum(p.cpu for p in each))
@@ -304,7 +304,7 @@ def moving(table: Table, tokens: int = 300, rounds: int = 12) -> None:
         # Half of a layer of 3,211,264 weights: fp32, two moments.
         table.add_row(
             f"moving, 2 ranks, half of {layers} layer(s), {19.3 * layers:.0f} MB, {rounds} turns of each",
-            f"training waits {1e3 * waited[False]:.0f} ms between two steps, {1e3 * waited[True]:.0f} ms beside one;"
+            f"training waits {1e3 * waited[False]:.0f} ms between two steps, {1e3 * waited[True]:.0f} ms during one;"
             f" two steps take {cpus[False]:.2f} and {cpus[True]:.2f} CPU s of both ranks (medians)",
             "gradients only",
         )
@@ -357,7 +357,7 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
         best = _answered(replanner, later)
         longer = time.monotonic() - began
         return (
-            f"{took:.2f} s ({worked:.2f} CPU s) beside training until another plan is there ({found.before_s:.3g} ->"
+            f"{took:.2f} s ({worked:.2f} CPU s) alongside training until another plan is ready ({found.before_s:.3g} ->"
             f" {found.after_s:.3g} s a step); its first step waits {waited:.3f} s"
             f"{' and takes the quick plan' if plan.late else ''}; after {longer:.1f} s more the best is known"
             f" ({best.before_s:.3g} -> {best.after_s:.3g} s)"
@@ -440,7 +440,7 @@ def switching(ready_first: bool) -> Switching:
 
 
 def stages(table: Table) -> None:
-    """Switch to stages that were never run, which are compiled in their first step, or beside training before it."""
+    """Switch to stages that never ran, which are compiled in their first step, or during training before it."""
     for ready_first in (False, True) * 2:
         found = hg.launch(switching, 2, ready_first, timeout=timedelta(minutes=9))[0]
         each = f"{found.count} steps of {found.getting_ready:.2f} s until ranks are ready"

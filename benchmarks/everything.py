@@ -5,7 +5,7 @@
 
 Two machines of two ranks each (network namespaces, joined by a link of 400 Mbit/s; needs root, iproute2 and tc) train a
 small Llama on texts of very different lengths. The ranks of the second machine are of a slower kind: a process of its
-own stops and continues them so that they compute half as much. A rank may hold only so many bytes, too few for the
+own stops and continues them so that they compute half as much. The memory of a rank is limited: it is too small for the
 longest sequence unless it is recomputed or divided. Then, at fixed steps:
 
     a rank of the fast kind takes 2.57 times as long as it did    (a straggler)
@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[1]
 PER_NODE = 2
 RANKS = 2 * PER_NODE
 LINK_BITS_PER_S = 400e6
-# Of a core; the rest is for what is beside the ranks. With fewer cores than ranks all are slower alike.
+# Share of a core per rank; other processes use the rest. With fewer cores than ranks, all ranks slow down equally.
 SHARE = {name: share * min(1.0, (os.cpu_count() or 1) / RANKS) for name, share in {"fast": 0.8, "slow": 0.4}.items()}
 KINDS = ("fast", "slow")  # of the ranks of each machine
 PERIOD_S = 0.02  # in which a rank computes for its share: short beside what it computes between two messages
@@ -110,17 +110,17 @@ class Story:
 
     @property
     def slow_at(self) -> int:
-        """The step after which a rank is slow."""
+        """Last step before a rank becomes slow."""
         return self.healthy
 
     @property
     def kill_at(self) -> int:
-        """The step after which it is killed."""
+        """Last step before that rank is killed."""
         return self.slow_at + self.straggler
 
     @property
     def back_at(self) -> int:
-        """The step after which its device is back."""
+        """Last step before its device returns."""
         return self.kill_at + self.lost
 
 
@@ -133,7 +133,7 @@ class Done:
     at: float
 
 
-# What all sides are given.
+# Inputs that all sides share.
 
 
 def write_texts(folder: Path, documents: int = 3000) -> Path:
@@ -246,7 +246,7 @@ class Brakes:
     """Has processes compute for shares of a core (`benchmarks/slowed.py --brake`).
 
     Args:
-        folder: for what that is told.
+        folder: where the brake process reads which process gets which share.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -274,7 +274,7 @@ class Brakes:
                 self._shares[pid] = (share, file)
 
     def close(self) -> None:
-        """Let all go on."""
+        """Release all processes and end the brake."""
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
         self._folder.rmdir()
@@ -285,7 +285,7 @@ class Brakes:
 
 
 class Side(Protocol):
-    """A training that is going on."""
+    """A training run in progress."""
 
     name: str
 
@@ -340,7 +340,7 @@ class Elastic:
         return {}
 
     def lost(self) -> None:
-        """Do nothing: the run goes on by itself."""
+        """Do nothing: the run continues by itself."""
 
     def returned(self) -> None:
         """Tell the supervisor of the first machine, as its operator would."""
@@ -362,7 +362,7 @@ class Restarted:
 
     Args:
         command: of one rank, for a number of ranks.
-        again: further words of one that goes on from a checkpoint.
+        again: further words of the command when it resumes from a checkpoint.
     """
 
     def __init__(
@@ -474,7 +474,7 @@ def _is_supervisor(pid: int) -> bool:
 
 
 def _words(pid: int) -> list[str]:
-    """Return the command of a process; nothing where it has gone."""
+    """Return the command of a process, empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return []
@@ -499,7 +499,7 @@ def _environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a side did.
+    """Results of one side.
 
     Attributes:
         steps: those that count.
@@ -599,7 +599,7 @@ def machines(folder: Path) -> Iterator[tuple[TwoNodes, Brakes]]:
 
 @dataclass(frozen=True)
 class Given:
-    """What is measured and planned before the first side starts."""
+    """Measurements and plans made before the first side starts."""
 
     folder: Path
     story: Story
@@ -661,7 +661,7 @@ def start(name: str, given: Given, nodes: TwoNodes, round_: int) -> Side:
     return Restarted(name, nodes, folder, command, ["--resume"] if name == "static" else [])
 
 
-# What is printed and drawn.
+# Tables and pictures.
 
 
 def table(story: Story, ran: Mapping[str, Sequence[Ran]]) -> Table:

@@ -1,4 +1,4 @@
-"""What planning every iteration is worth, by the published constants of Llamas on A800 devices.
+"""Speedup from planning every iteration, simulated with published constants of Llamas on A800 devices.
 
     python -m benchmarks.hydraulis                          # the paper's grid and sweeps, and its case study
     python -m benchmarks.hydraulis --cells 4 --iterations 5 # a slice of its grid
@@ -6,7 +6,7 @@
     python -m benchmarks.hydraulis --grid wide              # another grid, and hydraulis.png
     python -m benchmarks.hydraulis --data DIR               # where the constants and length distributions are
 
-What is divided by what, and what is measured, published or assumed:
+These files define the ratios, and say which numbers are measured, published or assumed:
 
 - benchmarks/published/paper_grid.py: the columns, and the paper's own cells (36: three models on two numbers of devices
   each, three settings of context and tokens, two distributions of lengths);
@@ -46,7 +46,7 @@ CASE_ITERATIONS = 100  # as in the paper
 def every(
     cells: Sequence[Cell], task: Callable[..., Any], arguments: Callable[[Cell], tuple[Any, ...]], processes: int
 ) -> list[Any]:
-    """Run a task for each cell, in processes, behind a progress bar; return the results in order."""
+    """Run a task for each cell, in processes, with a progress bar; return the results in order."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

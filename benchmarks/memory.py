@@ -1,15 +1,15 @@
-"""What a rank holds in memory beside what it should, and what it sends: full fine-tuning, then LoRA by `peft`.
+"""Measured and expected memory of a rank, and the bytes that it sends: full fine-tuning, then LoRA by `peft`.
 
     python benchmarks/memory.py                     # 2 and 4 local ranks over gloo
     python benchmarks/memory.py --ranks 2 --dtype bfloat16
 
-Expected is what `hydragraph check` says: the home state (16 bytes per parameter over the ranks: weight, gradient,
-AdamW's moments; 4 where it is frozen) plus the weights, gradients, activations and messages of the strategy
-(`hydragraph.cost.rank_memory`), with messages that end when a simulation ends them. Measured is every storage that a
-tensor operator made, for as long as it lives. Printed is the rank with the largest difference, beside the bounds of it
-without any messages, and with all of them for as long as they may take. What is pulled and pushed is the bytes of
-weights and of gradients that all ranks together send to others in one step. The exit code is 1 where a rank is off by
-more than 10 %.
+The expected value is that of `hydragraph check`: the home state (16 bytes per parameter over the ranks: weight,
+gradient, AdamW's moments; 4 where it is frozen) plus the weights, gradients, activations and messages of the strategy
+(`hydragraph.cost.rank_memory`), with messages that end when a simulation ends them. The measured value counts every
+storage that a tensor operator made, for as long as it lives. The table shows the rank with the largest difference, next
+to two bounds: without any messages, and with all messages for as long as they may take. Pulled and pushed bytes are the
+weights and gradients that all ranks together send to others in one step. The exit code is 1 where a rank is off by more
+than 10 %.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Sizes:
     lora: int = 0
 
     def model(self) -> nn.Module:
-        """Build it: on the meta device, or with adapters of rank `lora` beside every linear layer on the CPU."""
+        """Build it: on the meta device, or with adapters of rank `lora` on every linear layer, on the CPU."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -170,7 +170,7 @@ class Measured:
 
     @property
     def difference(self) -> float:
-        """What check says beyond what was measured, as a fraction."""
+        """Relative excess of the checked over the measured bytes."""
         return self.checked.total / self.peak - 1
 
 

@@ -1,8 +1,8 @@
 """Odd ways to disturb a run of two machines: sudo python benchmarks/node_storms.py [NAME ...] [--list]
 
 Two machines of two ranks each (network namespaces; needs root and iproute2), a torchrun on each that starts one
-supervisor, `deterministic: true`. Each storm is a run of its own, disturbed in its own way. It must go on with, bit for
-bit, the losses of the run that nobody disturbs, every step once, and leave no process behind.
+supervisor, `deterministic: true`. Each storm is a run of its own, disturbed in its own way. It must continue with the
+losses of the undisturbed run, bit for bit, run every step once, and leave no process running.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Machines(Victim):
         self.must(lambda: self.step() >= first + steps, f"step {first + steps}")
 
     def whole(self) -> None:
-        """Wait until all ranks are there, and train."""
+        """Wait until all ranks have joined, and train."""
         self.must(lambda: len(self.ranks()) == RANKS, f"{RANKS} ranks")
         self.goes_on()
 
@@ -224,19 +224,19 @@ def one_of_each(run: Machines) -> None:
 
 
 def rank_stopped(run: Machines) -> None:
-    """Stop a rank of the second machine for 20 s, and let it go on."""
+    """Stop a rank of the second machine for 20 s, then let it continue."""
     _freeze(run, run.ranks()[3:4])
     run.whole()
 
 
 def node_frozen(run: Machines) -> None:
-    """Stop all of the second machine for 20 s, as a host that is moved, and let it go on."""
+    """Stop all of the second machine for 20 s, like a host that is migrated, then let it continue."""
     _freeze(run, run.everything(1))
     run.whole()
 
 
 def writer_frozen(run: Machines) -> None:
-    """Have rank 0, which writes, on the second machine; stop all of that for 20 s, and let it go on."""
+    """Place rank 0, which writes, on the second machine; stop that machine for 20 s, then let it continue."""
     for _ in range(2):
         run.kill(0)
         run.goes_on()
@@ -414,7 +414,7 @@ def main() -> None:
 
 
 def _others(losses: Mapping[int, float], calm: Mapping[int, float]) -> Iterator[str]:
-    """Yield where losses are not those of the run that nobody disturbed."""
+    """Yield the steps whose losses differ from those of the undisturbed run."""
     if far := [step for step, loss in losses.items() if calm.get(step) != loss]:
         yield f"losses are others at {len(far)} steps, first at {far[0]}"
 

@@ -23,12 +23,12 @@ from benchmarks.elastic import config_in
 from hydragraph.train.chaos import disturbed_run
 
 STEPS = 40
-AFTER = 12  # the step after which a rank is killed
+AFTER = 12  # kill a rank after this step
 AGREE = 1e-3  # of a loss; other groupings of sums, in so few steps
 
 
 def main() -> None:
-    """Train in peace and with a rank killed, and compare."""
+    """Train undisturbed and with a rank killed, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=4)

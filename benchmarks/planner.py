@@ -5,8 +5,8 @@
     python benchmarks/planner.py --data DIR      # where the published constants and length distributions are
 
 The case is the paper's: a 32B Llama, 32K context, web text, 200K tokens per iteration on 64 devices and 3.2M on 1,024.
-CPU seconds are this process's, and are what the targets are held against; the wall clock beside them suffers from
-whatever else the machine does. The paper used ten processes, this is one. Compiling is printed apart.
+Targets apply to the CPU seconds of this process; the wall clock is also printed, but depends on what else the machine
+does. The paper used ten processes, this program uses one. Compilation is printed separately.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Case:
         return np.minimum(drawn, CONTEXT).astype(int).tolist()
 
     def iterations(self, tokens: int) -> list[Lengths]:
-        """Draw ten mini-batches of at least so many tokens."""
+        """Draw ten mini-batches of at least `tokens` tokens."""
         random = np.random.default_rng(tokens)
         found = []
         for _ in range(ITERATIONS):
@@ -279,7 +279,7 @@ def main() -> None:
     compiled = warm_up(case)
     console = Console(width=200)
     console.print(
-        f"first call, compiling where nothing is cached: {compiled.cpu:.1f} s CPU, {compiled.wall:.1f} s wall"
+        f"first call, including compilation if the cache is empty: {compiled.cpu:.1f} s CPU, {compiled.wall:.1f} s wall"
     )
     parts: dict[str, Callable[[Case], list[Row]]] = {
         "proposal": proposal_rows,

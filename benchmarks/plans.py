@@ -22,7 +22,7 @@ per node for AutoHet's platform (its section V), one per device for Malleus'. Al
 Without data, `metis` and `pairs` are skipped, and the lengths of `beyond` are drawn from a lognormal, not of web text.
 `profile` (benchmarks/profiles.py), `asymmetric` and `slowed` (benchmarks/*.py) measure on processes here.
 
-Times of planning are CPU seconds of this process; the wall clock beside them suffers from whatever else runs.
+Planning times are CPU seconds of this process; the wall clock next to them depends on what else runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ PARTS = (
 LEVELS = (2.57, 5.42, 12.53)
 REPLANNED = {64: 0.5, 1024: 3.0}
 ABOVE_IDEAL = 1.05
-# What ideals do not know: times the memory and times the sequences with which it is gone.
+# Limits that the ideal ignores: the factors on memory and on sequences that remove each.
 REASONS = {"whole sequences": (1, 8), "memory": (4, 1), "both": (4, 8), "both, more of them": (4, 32)}
 
 Row = Sequence[str]
@@ -113,7 +113,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timed:
-    """What something returned, with its CPU and wall-clock seconds."""
+    """Result of a call, with its CPU and wall-clock seconds."""
 
     value: Any
     cpu: float
@@ -366,7 +366,7 @@ def dealt(strategy: Strategy, lengths: Sequence[int], together: int) -> Assignme
 
 
 def best_simple(costs: hg.Costs, found: Sequence[tuple[Strategy, Assignment, float]]) -> Simple | None:
-    """Simulate what is estimated to end first, and return the best; None, where nothing fits."""
+    """Simulate what is estimated to end first, and return the best, or None if no strategy fits."""
     best: Simple | None = None
     for strategy, assignment, _ in sorted(found, key=lambda each: each[2])[:NEAREST]:
         seconds = costs.simulate(strategy, assignment).seconds
@@ -386,7 +386,7 @@ def megatron_and_whale(costs: hg.Costs, workload: Workload) -> tuple[Simple | No
                 continue
             assignment = dealt(strategy, lengths, together)
             fixed = costs.fixed(strategy)
-            # What is left over makes batches that are not equal, which is no Megatron-LM.
+            # A remainder makes batches unequal, which Megatron-LM does not allow.
             if max(assignment.counts) <= NEARLY * min(assignment.counts):
                 equal.append((strategy, assignment, costs.pipelines_end(strategy, assignment) + fixed))
             shared, last = share_out(costs, strategy, lengths, together)
@@ -533,7 +533,7 @@ def name_of(simple: Simple | None) -> str:
 
 
 def gains_table(cells: Sequence[Gain]) -> Table:
-    """Return all cells, and averages: ours, of what the bounds allow at most, beside the published ones."""
+    """Return all cells, and averages: ours, of the most that the bounds allow, next to the published ones."""
     table = Table(title="Gain of our plans, simulated (AutoHet, figures 7 and 8)")
     for column in ("model", "devices", "batch", "ours s", "x Megatron-like", "x Whale-like", "x symmetric", "gap"):
         table.add_column(column, justify="right" if column != "model" else "left")
@@ -590,7 +590,7 @@ def breakdown(say: Say, model: str, sequences: int) -> Table:
         "+ grouping": groups,
         "+ mapping": [tuple(s.devices for s in p.stages) for p in planned.strategy.pipelines],
     }
-    table = Table(title=f"What each part adds: {model}, 4 A100 + 4 H800, {sequences} sequences (AutoHet, figure 9)")
+    table = Table(title=f"Gain from each part: {model}, 4 A100 + 4 H800, {sequences} sequences (AutoHet, figure 9)")
     for column in ("", "published", "s", "gain"):
         table.add_column(column, justify="right")
     base = math.nan
@@ -647,7 +647,7 @@ def grouped_by_power(costs: hg.Costs, workload: Workload) -> list[tuple[tuple[in
 
 @dataclass(frozen=True)
 class Straggling:
-    """Which ranks are slow, and how slow."""
+    """A case of slow ranks: which ranks, and their rates."""
 
     name: str
     rates: Mapping[int, float]
@@ -696,7 +696,7 @@ def straggling_table(
     memory: float = 1.0,
     bounds: bool = False,
 ) -> Table:
-    """Return our plans' times over the healthy one's, beside the ideal and the static plan.
+    """Return our plans' times over the healthy one's, next to the ideal and the static plan.
 
     Rows that are more than 5 % above the ideal say why (`reason_of`).
 
@@ -757,16 +757,16 @@ def straggling_table(
     counted = f"{near} of {len(above)} by at most 5 %"
     counted += "".join(f", {n} more for {reason}" for reason, n in reasons.items() if reason)
     if bounds:
-        counted += f"; for {reasoned} it is proven that nothing comes within 5 %"
+        counted += f"; for {reasoned} it is proven that no plan comes within 5 %"
     say(f"{title}: all {total[0] / total[1] - 1:.1%} above ideal, {counted}")
     table.caption = f"{counted} (see reason_of); the median {statistics.median(above):.1%} above it"
     if without:
-        table.caption += f"; nothing fits: {', '.join(without)}"
+        table.caption += f"; no plan fits: {', '.join(without)}"
     return table
 
 
 def roomy_costs(model: str, ranks: int, memory: float) -> hg.Costs:
-    """Return the costs of a model on nodes of A800s that have so many times the memory."""
+    """Return the costs of a model on nodes of A800s with `memory` times their memory."""
     size = min(8, ranks)
     nodes = (node("A800", size, size, ranks // size),)
     roomy = replace(TYPES["A800"], memory_bytes=int(memory * TYPES["A800"].memory_bytes))
@@ -784,11 +784,11 @@ def reason_of(model: str, ranks: int, case: Straggling, sequences: int, memory: 
         if above[reason] <= ABOVE_IDEAL - 1:
             return f"{reason} ({above[reason]:.1%})"
     nearest = min(above, key=lambda reason: above[reason])
-    return f"nothing that was tried: {nearest} ({above[nearest]:.1%})"
+    return f"none of these: {nearest} ({above[nearest]:.1%})"
 
 
 def above_ideal(model: str, ranks: int, case: Straggling, sequences: int, memory: float) -> float:
-    """Return how far above its ideal a plan is, with so many sequences and so many times the memory."""
+    """Return how far above its ideal a plan is, for `sequences` sequences and `memory` times the memory."""
     costs, healthy = healthy_of(model, ranks, sequences, memory)
     slow = costs.changed(health=Health(case.rates))
     seconds = hg.plan(slow, Workload(sequences, length_of(model)), method="straggler").seconds
@@ -797,7 +797,7 @@ def above_ideal(model: str, ranks: int, case: Straggling, sequences: int, memory
 
 @cache
 def healthy_of(model: str, ranks: int, sequences: int, memory: float) -> tuple[hg.Costs, Plan]:
-    """Return the costs of devices with so many times the memory, and the plan without stragglers."""
+    """Return the costs of devices with `memory` times their memory, and the plan without stragglers."""
     costs = roomy_costs(model, ranks, memory)
     return costs, hg.plan(costs, Workload(sequences, length_of(model)), method="straggler")
 
@@ -826,7 +826,7 @@ def replanning_table(say: Say, model: str, quick: bool) -> Table:
 
 
 def drawn_lengths(data: Path | None, tokens: int, batches: int, longest: int, seed: int) -> list[list[int]]:
-    """Draw mini-batches of about so many tokens: of web text, or from a lognormal where there is no data."""
+    """Draw mini-batches of about `tokens` tokens: lengths of web text, or of a lognormal if `data` is missing."""
     random = np.random.default_rng(seed)
     file = None if data is None else data / "length_distributions.json"
     quantiles = json.loads(file.read_text())["web_text"] if file is not None and file.exists() else None
@@ -846,7 +846,7 @@ def drawn_lengths(data: Path | None, tokens: int, batches: int, longest: int, se
 def beyond_table(
     say: Say, model: str, data: Path | None, quick: bool, cases: Sequence[str] = (), tokens: int = 2_000
 ) -> Table:
-    """Return "auto" beside each method alone, for mixed types, stragglers and varying lengths at once.
+    """Return a table of "auto" and each single method, for mixed types, stragglers and varying lengths at once.
 
     Each method is asked with what its paper knows, its plans once with its own shares of sequences and once with ours
     (`as_published`); and with all that `Costs` know.

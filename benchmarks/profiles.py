@@ -4,10 +4,10 @@
     python benchmarks/profiles.py --layers 24
 
 AutoHet measures stages of 1, 2, 4, ... layers and adds them up (its equation 5, `cost.powers`). We measure one block,
-in a chain of `CHAIN` as a stage would run it, and fit what lengths change (`cost.fitting`). Both are held against
-stages of every other number of layers, run as they are; ours also for micro-batches that it did not measure, of which
-equation 5 says nothing without being measured again. The clock is this process's CPU time: another's work then counts
-for nobody.
+in a chain of `CHAIN` as a stage would run it, and fit what lengths change (`cost.fitting`). Both are compared with
+measured stages of every other number of layers. Ours is also compared for micro-batches that it did not measure, which
+equation 5 can predict only after another measurement. Times are CPU times of this process, so other processes do not
+affect them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def circumstances(command: Sequence[str]) -> dict[str, str]:
         "load when it began": f"{os.getloadavg()[0]:.1f}",
         "versions": f"Python {platform.python_version()}, torch {version('torch')}, hydragraph {version('hydragraph')}",
         "commit": _said(["git", "describe", "--always", "--dirty"]) or "unknown",
-        # Where the interpreter lies here tells nobody how to run it elsewhere.
+        # The path of this interpreter is useless on other machines.
         "command": f"`{shlex.join('python' if each == sys.executable else each for each in command)}`",
     }
 

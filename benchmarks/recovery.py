@@ -4,8 +4,8 @@
     python benchmarks/recovery.py --slower 50        # places four times as fast: computing shows more
 
 The scenarios are those of AutoHet (its figure 10), with its bandwidths, both divided by the same number: a cloud store
-of 1200 MB/s that all nodes share, and a disk of 3500 MB/s in each. Host memory counts for nothing, as after a restart.
-N0 has the first half of every layer on its disk, N1 the second; the cloud has all.
+of 1200 MB/s that all nodes share, and a disk of 3500 MB/s in each. State in host memory is not used, as after a
+restart. N0 has the first half of every layer on its disk, N1 the second; the cloud has all.
 
     A  half of the data-parallel groups went: N0 and N1 need what they have
     B  N0 went: N1 needs everything, and has half
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        """Of the whole state."""
+        """Bytes of the whole state."""
         return sum(bucket.size for bucket in self.buckets) * sum(dtype.itemsize for dtype in COLUMNS.values())
 
 
@@ -161,7 +161,7 @@ def read(of: Model, folder: Path, scenario: Scenario, near: bool, cloud: float, 
     home = hg.Home(copies=scenario.copies, nodes=range(world.ranks) if scenario.copies > 1 else None)
     state = HomeState.allocate(cast(Program, of), HomeLayouts(home, world.ranks).by_name(of.buckets), world.rank)
     pieces = Pieces(memory=False, disk=folder / f"N{node}", store=f"file://{folder}/cloud")
-    # Files are the machine's, so that a place is nothing but its clock.
+    # All files lie on this machine, so places differ only in their simulated speeds.
     pieces.shelves[Tier.STORE] = Limited(DiskShelf(folder / "cloud"), cloud / world.ranks)
     pieces.shelves[Tier.DISK] = Limited(pieces.shelves[Tier.DISK], disk)
     if not near:

@@ -4,10 +4,10 @@
         python benchmarks/sharded.py config.yaml --output runs/sharded --until 10
 
 It is FSDP2 as a careful engineer uses it on a slow link: weights are gathered once a step and gradients reduced once a
-step, however many micro-batches a rank has (no resharding in between, no synchronisation but in the last backward);
-sequences are packed, attended to apart, and divided so that ranks end together, by the speeds that are given; layers
-recompute where asked. It writes `metrics.jsonl` as hydragraph does, a checkpoint every so many steps and at SIGTERM,
-and goes on from the newest one, on as many ranks as there are then.
+step, however many micro-batches a rank has (no resharding in between, synchronisation only in the last backward).
+Sequences are packed, attend only to themselves, and are divided by the given speeds so that ranks finish together;
+layers recompute if requested. It writes `metrics.jsonl` as hydragraph does, saves a checkpoint at regular steps and at
+SIGTERM, and resumes from the newest one on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Plans on ranks that are slow for real: predicted beside measured seconds of an iteration, and the losses.
+"""Plans on ranks that are really slowed down: predicted and measured seconds of an iteration, and the losses.
 
     python benchmarks/slowed.py                          # 4 local ranks over gloo, three cases; some minutes
     python benchmarks/slowed.py --rates 0=5.42 --rounds 5
 
-A process of its own (`Brake`) stops and continues the ranks (SIGSTOP, SIGCONT) so that in every 100 ms each computes
-for its share: a healthy one for `--share` of a core, one at rate x for 1 / x of that. What a rank computed is read from
-its CPU clock, so that whatever else the machine does takes nothing from its share, as long as all shares fit the cores.
+A separate process (`Brake`) stops and continues the ranks (SIGSTOP, SIGCONT) so that in every 100 ms each computes
+for its share: a healthy one for `--share` of a core, one at rate x for 1 / x of that. A rank's computation is read from
+its CPU clock, so other work on the machine does not reduce its share, as long as all shares fit the cores.
 
-The model is profiled here on ranks that nobody stops. `hg.plan` plans by that profile and the rates; its rivals are
-plans that anybody would write down: equal pipelines with equal layers and batches, and the same without the slow ranks.
-All train in turn on the same mini-batches, in the same processes, from the same weights. A step is predicted by the
-simulation of what it ran. Pairs of plans whose predictions differ by more than 10 % should be measured in that order.
-The exit code is 1 where losses differ by more than 1e-5.
+The model is profiled here on ranks that are not slowed down. `hg.plan` plans by that profile and the rates; its rivals
+are plans that anybody would write down: equal pipelines with equal layers and batches, and the same without the slow
+ranks. All train in turn on the same mini-batches, in the same processes, from the same weights. A step is predicted by
+the simulation of what it ran. Pairs of plans whose predictions differ by more than 10 % should be measured in that
+order. The exit code is 1 where losses differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def workload(self) -> hg.Workload:
-        """What plans are made for."""
+        """Workload to plan for."""
         return hg.Workload(self.sequences, self.length)
 
 
@@ -102,7 +102,7 @@ class Sizes:
 
 
 class Braked:
-    """One process that computes for so many seconds in every period.
+    """A process that may compute for `quota_s` seconds in every period.
 
     Args:
         pid: of the process.
@@ -132,7 +132,7 @@ class Braked:
             self._stopped = True
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let the process continue."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
         self._stopped = False
@@ -145,7 +145,7 @@ class Braked:
 def brake(folder: Path, period_s: float) -> None:
     """Brake the processes that are named in a folder, until it is gone.
 
-    A file RANK holds "PID SHARE"; removed, the process goes on unbraked.
+    A file RANK holds "PID SHARE"; when it is removed, the process is no longer slowed down.
 
     Args:
         folder: with the files.
@@ -201,7 +201,7 @@ class Brake:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank calls to be braked, and to go on unbraked."""
+    """Context in which a rank is slowed down: `enter` starts it, `leave` ends it."""
 
     folder: Path
     shares: tuple[float, ...]
@@ -210,7 +210,7 @@ class Entry:
         """Have this process braked from now on."""
         written = self.folder / f"of-{rank}"
         written.write_text(f"{os.getpid()} {self.shares[rank]}")
-        written.rename(self.folder / str(rank))  # it is there with its words or not at all
+        written.rename(self.folder / str(rank))  # rename is atomic: the file is complete or missing
         time.sleep(3 * PERIOD_S)
 
     def leave(self, rank: int) -> None:
@@ -273,7 +273,7 @@ def train(sizes: Sizes, sides: Mapping[str, Side], rounds: int, entry: Entry | N
     """Train by every side in turn; all ranks call it.
 
     Args:
-        entry: to the brake; None: nobody is slow.
+        entry: to the brake, or None if no rank is slow.
     """
     _alone()
     rank = join("cpu").rank
@@ -416,7 +416,7 @@ def print_slowed(
     """Print a table for every case; return whether all losses agree.
 
     Args:
-        kept: where the profile is read from if it is there, and written to otherwise.
+        kept: file of the profile: read if it exists, else written.
     """
     sizes = sizes or Sizes()
     console = Console(width=150, highlight=False)
@@ -485,7 +485,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", help="of slow ranks, as 1=2.57 3=5.42: this case alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--share", type=float, default=SHARE, help="of a core that a healthy rank has")
-    parser.add_argument("--profile", type=Path, help="read it if it is there; otherwise keep what is measured there")
+    parser.add_argument("--profile", type=Path, help="file of the profile: read if it exists, else measured and saved")
     parser.add_argument("--brake", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--period", type=float, default=PERIOD_S, help=argparse.SUPPRESS)
     given = parser.parse_args()

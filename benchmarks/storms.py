@@ -1,8 +1,8 @@
 """Odd ways to disturb a run, one after another: python benchmarks/storms.py [NAME ...] [--list]
 
-Each is a small run of three ranks with two copies of the state, disturbed in its own way. It must go on to its end with
-the losses of the undisturbed run, to rounding, or end with a sentence, and leave no process behind. `hydragraph chaos`
-draws such things at random; here are those that chance rarely meets.
+Each is a small run of three ranks with two copies of the state, disturbed in its own way. It must finish with the
+losses of the undisturbed run, up to rounding, or stop with a clear message, and leave no process running. `hydragraph
+chaos` draws such faults at random; these are the cases that chance rarely meets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Storm = Callable[[Victim], None]
 
 
 def first_step(run: Victim) -> None:
-    """Kill a rank as soon as ranks are told, before any step is done."""
+    """Kill a rank as soon as the run lists its ranks, before any step is done."""
     run.until(run.ranks)
     run.kill(1)
 
@@ -79,7 +79,7 @@ def all_but_the_leader_in_turn(run: Victim) -> None:
 
 
 def all_at_once(run: Victim) -> None:
-    """Kill all ranks: nobody is left, but the checkpoint."""
+    """Kill all ranks, so that only the checkpoint is left."""
     run.at(8)
     run.kill(0, 1, 2)
 
@@ -97,7 +97,7 @@ def replacement_at_once(run: Victim) -> None:
 
 
 def replacement_as_it_joins(run: Victim) -> None:
-    """Kill a replacement in the moment in which it is told to be a rank."""
+    """Kill another rank at the moment when the replacement joins."""
     run.at(5)
     run.kill(1)
     run.until(lambda: run.happened("join"))
@@ -113,7 +113,7 @@ def while_they_meet(run: Victim) -> None:
 
 
 def evaluation(run: Victim) -> None:
-    """Kill a rank just behind a step that evaluates."""
+    """Kill a rank just after a step that evaluates."""
     run.at(9)
     run.until(lambda: run.step() >= 9)
     time.sleep(0.15)
@@ -148,7 +148,7 @@ def while_slow(run: Victim) -> None:
 
 
 def another_while_slow(run: Victim) -> None:
-    """Stop one rank, kill another, and let the first go on."""
+    """Stop one rank, kill another, then let the first continue."""
     run.at(5)
     run.kill(0, signal_=signal.SIGSTOP)
     pids = run.ranks()
@@ -158,7 +158,7 @@ def another_while_slow(run: Victim) -> None:
 
 
 def stopped_20_s(run: Victim) -> None:
-    """Stop a rank for 20 s, longer than it is waited for, and let it go on."""
+    """Stop a rank for 20 s, longer than others wait for it, then let it continue."""
     run.at(8)
     pids = run.ranks()
     send(pids[1], signal.SIGSTOP)
@@ -265,7 +265,7 @@ def server_killed(run: Victim) -> None:
 
 
 def server_stopped(run: Victim) -> None:
-    """Stop the process that ranks are forked from, kill a rank, and let it go on 20 s later."""
+    """Stop the process that ranks are forked from, kill a rank, and let the process continue 20 s later."""
     run.at(8)
     server = run.server
     assert server is not None
@@ -285,13 +285,13 @@ def server_stopped_for_good(run: Victim) -> None:
 
 
 def two_stopped(run: Victim) -> None:
-    """Stop two of three ranks for good: a part of the state is lost with them."""
+    """Stop two of three ranks and never resume them: a part of the state is lost with them."""
     run.at(8)
     run.kill(0, 2, signal_=signal.SIGSTOP)
 
 
 def newcomer_stopped(run: Victim) -> None:
-    """Kill a rank, and stop the process that comes in its place for good."""
+    """Kill a rank, and stop the process that replaces it without ever resuming it."""
     run.at(5)
     known = set(run.children())
     run.kill(1)
@@ -302,7 +302,7 @@ def newcomer_stopped(run: Victim) -> None:
 
 
 def launcher_stopped(run: Victim) -> None:
-    """Stop the launcher for 20 s, and kill a rank meanwhile: nobody can go on without it, and all do after."""
+    """Stop the launcher for 20 s, and kill a rank meanwhile: the ranks wait for it and then continue."""
     run.at(8)
     launcher = run.supervisor
     send(launcher, signal.SIGSTOP)
@@ -312,7 +312,7 @@ def launcher_stopped(run: Victim) -> None:
     send(launcher, signal.SIGCONT)
 
 
-# Beside those that are to go on, some must end: with this exit code, and these words on the screen.
+# All other storms must continue; these must end with this exit code and these words on the screen.
 ENDS: Mapping[str, tuple[int, str]] = {
     "sigterm_to_all": (0, "stopped after step"),
     "stop_while_they_meet": (0, "stopped after step"),
@@ -358,7 +358,7 @@ STORMS: tuple[Storm, ...] = (
 
 
 def free_port() -> str:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return str(listening.getsockname()[1])
 
@@ -373,7 +373,7 @@ def ran(folder: Path, storm: Storm | None, under: str = "") -> tuple[Victim, int
 
     Args:
         folder: of the run and its config.
-        storm: what befalls it; None: nothing.
+        storm: the disturbance; None leaves the run undisturbed.
         under: "torchrun": that starts it, with one process on this machine, which starts the ranks.
     """
     settings: dict[str, Any] = {**SMALL, "evaluate_every": 10, "checkpoint_every": 10, "elastic": {"copies": 2}}

@@ -5,18 +5,18 @@
     python benchmarks/stragglers.py --only quiet --steps 1000
 
 Four ranks on the CPU train a small Llama. One of them is stopped (SIGSTOP) for a part of every 100 ms, from outside, so
-that it gets 1/2.57, 1/5.42 or 1/12.53 of its time: the rates of Malleus's stragglers. What was in fact done to it is
-measured twice: by the clock of the process that stops it, which may wake late; and, called the truth, by the rank's own
-CPU clock: what iterations took, by the CPU seconds that it has for one when it is well. All others wait for it, so that
-holds what stops cost besides: a late wake, and caches that others have filled meanwhile.
+that it gets 1/2.57, 1/5.42 or 1/12.53 of its time: the rates of Malleus's stragglers. The real slowdown is measured
+twice. One measure is the clock of the process that stops it, which may wake late. The other, called the truth, is the
+rank's own CPU clock: the seconds of an iteration divided by the CPU seconds of a healthy one. All others wait for the
+slow rank, so the truth includes the side effects of stops: late wakes, and caches filled by others meanwhile.
 
 - found: iterations from the first that is slow from its beginning until the rank is named, and the rate then.
-- quiet: nobody is slowed; every rank that is named is a false alarm. On a busy machine some other process may really
-  have slowed a rank for several iterations.
-- steady: `hydragraph train` on two ranks with a core each, of which one is slowed for good; steps once the run has done
-  what it does about it, by the healthy step, beside T_opt = N / ((N - n) + sum 1/x) and the same run that does nothing.
-- acted: a rank is slowed 5.42 times for a while, with the controller and without in turn: what steps take, and what was
-  decided. Costs are a datasheet's, so only their ratios are right.
+- quiet: no rank is slowed, so every rank that is named is a false alarm. On a busy machine some other process may
+  really have slowed a rank for several iterations.
+- steady: `hydragraph train` on two ranks with a core each, one of which stays slow: seconds of a step after the run has
+  adapted, divided by those of a healthy step, next to T_opt = N / ((N - n) + sum 1/x) and a run that does not adapt.
+- acted: a rank is slowed 5.42 times for a while, with and without the controller in turn: seconds of a step, and the
+  decisions. Costs are a datasheet's, so only their ratios are right.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def monitor_of(exe: hg.Executable) -> Monitor:
 
 
 def watched(sizes: Sizes, phases: Sequence[tuple[int, float, int]], folder: Path) -> list[Watched]:
-    """Train through phases of (rank, rate, iterations), rate 1: nobody is slowed; return what was seen."""
+    """Train through phases of (rank, rate, iterations), where rate 1 means healthy; return the observations."""
     exe = compiled(sizes)
     exe.watched = True
     (folder / f"pid-{exe.rank}").write_text(str(os.getpid()))
@@ -188,7 +188,7 @@ def load() -> str:
 
 
 def found(console: Console, sizes: Sizes, repeats: int) -> None:
-    """Slow ranks, and say when and at which rate they are found."""
+    """Slow ranks down, and report when they are found and with what rate."""
     phases: list[tuple[int, float, int]] = [(0, 1.0, WARM)]
     for i in range(repeats):
         for j, rate in enumerate(LEVELS):
@@ -248,7 +248,7 @@ def found(console: Console, sizes: Sizes, repeats: int) -> None:
 
 
 def quiet(console: Console, sizes: Sizes, steps: int) -> None:
-    """Slow nobody, and count who is named all the same."""
+    """Run without slow ranks, and count the ranks that are named anyway."""
     with tempfile.TemporaryDirectory() as name:
         seen = hg.launch(watched, RANKS, sizes, [(0, 1.0, steps)], Path(name), timeout=LIMIT)[0]
     alarms = [
@@ -292,7 +292,7 @@ def acted(console: Console, sizes: Sizes, repeats: int) -> None:
 
 
 def steady(console: Console, repeats: int, rates: Sequence[float], tokens: int) -> None:
-    """Slow one of two ranks of `hydragraph train` for good; compare steps with those of a run that does nothing."""
+    """Slow one of two ranks of `hydragraph train` permanently; compare its steps with those of an unadapted run."""
     columns = ("rate", "by stops", "T_opt", "with replan: true", "above T_opt", "does nothing", "a healthy step")
     table = Table(title="Two ranks on a core each, one slowed: steps by the healthy step (medians)")
     for column in columns:
@@ -359,7 +359,7 @@ def measured_in(folder: Path, tokens: int) -> Path:
 
 @dataclass(frozen=True)
 class Steady:
-    """Seconds of a healthy step, how many times as long steps took at last, the rate of one rank, and what was told."""
+    """Seconds of a healthy step, the final slowdown of steps, the rate of one rank, and the reported decisions."""
 
     healthy: float
     ratio: float
@@ -382,7 +382,7 @@ class Trained:
         )
 
     def slowed(self, rate: float, steps: int) -> Steady:
-        """Let it warm up, slow rank 1 for so many steps, and end it."""
+        """Let the run warm up, slow rank 1 for `steps` steps, and end the run."""
         try:
             self._wait(3)
             pids = [place["pid"] for place in json.loads((self._run / "ranks.json").read_text())]
@@ -462,7 +462,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("found", "quiet", "acted", "steady"))
-    parser.add_argument("--steps", type=int, default=1000, help="iterations in which nobody is slowed")
+    parser.add_argument("--steps", type=int, default=1000, help="iterations without slow ranks")
     parser.add_argument("--repeats", type=int, default=2, help="of every level")
     parser.add_argument("--rates", type=float, nargs="+", default=LEVELS, help="of --only steady")
     parser.add_argument("--tokens", type=int, default=4096, help="of a step of --only steady")

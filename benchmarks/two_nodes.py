@@ -4,7 +4,8 @@
     python benchmarks/two_nodes.py --per-node 2 --rates 400
 
 The nodes are network namespaces of this machine, joined by a link that tc makes slow (needs root; `tests/nodes.py`).
-Both share its cores: computing takes as long as on one machine with so many ranks, and only the link is slow.
+Both share its cores: computing takes as long as on one machine with the same number of ranks, and only the link is
+slow.
 
 Printed are, per rate and side, medians over the rounds: a step's wall time, its ratio to the two rivals, what a node
 sends over the link in it (headers included), and for how long that keeps the link busy at least. Of hydragraph's steps
@@ -195,7 +196,7 @@ def table(title: str, rate: float, found: Mapping[str, Sequence[Taken]]) -> Tabl
 
 
 def hidden(waited_s: float, busy_s: float) -> float:
-    """Return which part of the link's time nobody waited for."""
+    """Return the fraction of the link's time that was hidden, that is, without any rank waiting."""
     return max(0.0, 1 - waited_s / busy_s)
 
 

@@ -86,7 +86,7 @@ def cluster(devices: int) -> Cluster:
 
 @cache
 def costs_of(profile_name: str, devices: int) -> Costs:
-    """Return the costs of a profile that `known` was told of."""
+    """Return the costs of a profile that was passed to `known` before."""
     return Costs(with_blocks(_KNOWN[profile_name]), cluster(devices))
 
 

@@ -1,10 +1,10 @@
 """Table 1 of Improved Intra-Operator Parallelism for Distributed LLM Training, repeated: part `metis` of plans.py.
 
-Metis's search and the memory-aware one, by steps, time and cost, and beside them the exact optimum. Metis walks types
-of devices in the order of a Python set, which differs from run to run: each row is searched in both orders, and that is
-named whose cost is the published one. That cost is sometimes of a plan whose first stage alone was priced; what the
-best plan takes in full stands beside it. The second table is of the sound problem: no replica of several types,
-degrees up to 4 as profiled.
+Metis's search and the memory-aware one, by steps, time and cost, next to the exact optimum. Metis walks types
+of devices in the order of a Python set, which differs from run to run: each row is searched in both orders, and the row
+names the order whose cost is the published one. The published cost sometimes prices only the first stage of a plan, so
+the full cost of the best plan is printed next to it. The second table solves the corrected problem: no replica of
+several types, degrees up to 4 as profiled.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Timed:
 
 
 def timed(search: Callable[[], metis.Found], enough: float = 1.0) -> Timed:
-    """Search, at most three times as long as that takes together less than so many seconds; the fastest counts."""
+    """Search up to three times, until the sum of times reaches `enough` seconds; return the fastest."""
     every: list[Timed] = []
     while not every or (len(every) < 3 and sum(each.wall for each in every) < enough):
         began = time.perf_counter()

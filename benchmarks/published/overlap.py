@@ -35,8 +35,8 @@ class Breakdown:
 
     Attributes:
         propagation: P.
-        apart: O-P where nothing overlaps.
-        beside: O-P where pulls and pushes run beside computing.
+        apart: O-P without overlap.
+        beside: O-P with pulls and pushes that overlap computation.
         update: O.
     """
 

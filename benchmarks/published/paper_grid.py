@@ -54,7 +54,7 @@ FRAMEWORKS = {"F1": (16_384, 100_000), "F2": (32_768, 100_000), "F3": (32_768, 2
 
 @dataclass(frozen=True)
 class Cell:
-    """A model on so many devices, with lengths of a distribution cut at the context, and tokens per iteration."""
+    """A model, its number of devices, a length distribution cut at the context, and tokens per iteration."""
 
     model: str
     devices: int
@@ -123,7 +123,7 @@ class Result:
 
     @property
     def rivals(self) -> list[Mean]:
-        """Of the systems that the paper compares with."""
+        """Results of the systems that the paper compares with."""
         return [line for name, line in self.lines.items() if name not in "abcd"]
 
     def gain(self, what: str) -> float:
@@ -137,7 +137,7 @@ class Result:
 
     @property
     def at_most(self) -> float:
-        """What any plan could gain over the best rival at its least."""
+        """Bound on the speedup of any plan over the best rival with its cheapest traffic."""
         return min(rival.whole for rival in self.rivals) / self.bound
 
 
@@ -329,14 +329,14 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def anchors(results: Sequence[Result]) -> list[str]:
-    """Say what the paper tells of single cells in words, beside the same cell here."""
+    """Return the paper's statements about single cells, next to our results for these cells."""
     lines = []
     for r in results:
         if r.cell == Cell("7b", 8, "python_code", 16_384, 100_000):
             hotspa = r.lines["HotSPa"]
             lines.append(
                 f"HotSPa, {r.cell.title}: {hotspa.computing:.1f} s of computing, {hotspa.most:.1f} s at its most; "
-                "published (GitHub): 6.7 s, of which nearly 2 s are switching"
+                "published (GitHub): 6.7 s, including nearly 2 s of switching"
             )
         if r.cell == CASE:
             b, d = r.lines["b"], r.lines["d"]

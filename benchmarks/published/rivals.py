@@ -7,15 +7,16 @@ sequences are not padded, and attention is priced by sequence, both to their adv
     DeepSpeed    SP devices share a packed sequence of L tokens (Ulysses): each computes L / SP tokens with whole
                  matrices, and attention over all L for its part of the heads, as under tensor parallelism of that
                  degree. Four all-to-alls per layer forward and four backward move L / SP hidden states each. ZeRO-3
-                 gathers every layer's weights for each forward and backward and scatters gradients, so all devices go
-                 on together, micro-batch by micro-batch: a round takes its slowest group's computation, or the
+                 gathers every layer's weights for each forward and backward and scatters gradients, so all devices
+                 proceed together, micro-batch by micro-batch: a round takes its slowest group's computation, or the
                  traffic if that is longer (to its advantage: all of it hides otherwise). Where Table 3 says AC, the
                  forward is computed once more.
     HotSPa       sequences by length groups, one homogeneous strategy after another; between them weights are sharded
-                 again and gradients pushed, at the cluster's bandwidth and behind nothing
+                 again and gradients pushed, at the cluster's bandwidth, without overlap
 
-What traffic costs them is not known, so it is given twice: at its least, as said above, and at its most: nothing of
-ZeRO-3's hides, and HotSPa switches in a second per strategy, as the paper says ("nearly 2 s" for 7B on 8 GPUs).
+Their traffic costs are not known, so two values are given: the least, as described above, and the most: ZeRO-3's
+traffic never overlaps, and HotSPa takes a second to switch to each strategy, as the paper says ("nearly 2 s" for 7B on
+8 GPUs).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Spent:
 
     Attributes:
         computing: forward and backward.
-        moving: what moving and updating states adds to it, where as much of it hides as can.
-        unhidden: what it adds where nothing hides, and HotSPa switches as slowly as the paper says.
+        moving: added by moving and updating states, with as much overlap as possible.
+        unhidden: added without any overlap, and with HotSPa's switching as slow as the paper says.
     """
 
     computing: float
@@ -97,7 +98,7 @@ class Rival(Protocol):
 
 @dataclass(frozen=True)
 class Table3:
-    """What the paper's authors found to be best for each system (Table 3).
+    """Best strategy of each system as the paper's authors found it (Table 3).
 
     Attributes:
         sp: DeepSpeed's Ulysses degree.
@@ -113,7 +114,7 @@ class Table3:
 
 
 # (model, devices, context). Table 3 gives HotSPa's second strategy of 7B on 8 devices with 32K as DP4TP2PP2, which
-# needs 16, and names DP2TP4PP2 beside it, which does, too; read here as the pattern of all other rows.
+# needs 16 devices, and DP2TP4PP2, which also does; we follow the pattern of all other rows.
 TABLE_3 = {
     ("7b", 8, 16_384): Table3(4, (2, 2), ((2, 2), (1, 1))),
     ("7b", 8, 32_768): Table3(8, (4, 2), ((4, 2), (2, 2), (1, 1))),
@@ -137,8 +138,8 @@ class Megatron:
         profile: published constants.
         devices: how many.
         scheme: of every pipeline.
-        context: packed sequences have at most so many tokens.
-        typical: a mini-batch by which traffic is priced, once.
+        context: most tokens of a packed sequence.
+        typical: a mini-batch for which traffic is priced, once.
     """
 
     def __init__(self, profile: Profile, devices: int, scheme: Scheme, context: int, typical: Sequence[int]) -> None:
@@ -184,7 +185,7 @@ class DeepSpeed:
         profile: published constants.
         devices: how many.
         sp: devices that share a sequence.
-        context: packed sequences have at most so many tokens.
+        context: most tokens of a packed sequence.
         recompute: forward is computed once more in backward.
     """
 
@@ -255,7 +256,7 @@ class HotSpa:
         devices: how many.
         schemes: of each group, the longest first.
         context: the longest sequence.
-        tuning: mini-batches by which packed lengths are chosen: the group's bound, or all that memory holds.
+        tuning: mini-batches for choosing packed lengths: the group's bound, or all that memory holds.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ def bounds_of(context: int) -> list[int]:
 
 
 def resharded(profile: Profile, devices: int, old: Scheme, new: Scheme) -> float:
-    """Return the seconds from one homogeneous strategy to another: weights copied, gradients pushed, behind nothing."""
+    """Return the seconds to switch homogeneous strategies: copying weights and pushing gradients, without overlap."""
     costs = known(profile, devices)
     layouts = []
     for scheme in (old, new):
@@ -334,7 +335,7 @@ def together(transfers: Sequence[Transfers], ranks: int) -> Transfers:
     return Transfers(pairs // ranks, pairs % ranks, np.asarray(size, dtype=np.float64))
 
 
-# Tuned, where Table 3 says nothing: the sweeps.
+# Tuning for the sweeps, which Table 3 does not cover.
 
 
 def best_megatron(profile: Profile, devices: int, context: int, tuning: Sequence[Lengths]) -> Megatron:

@@ -11,13 +11,13 @@ Compared are, per iteration of 100K tokens, each tuned on iterations of its own:
     sequence and packed sequences are not padded, both to the advantage of (a);
 (b) the best homogeneous strategy with our assignment of sequences to pipelines and micro-batches;
 (c) the best candidate that takes the context length, one for all iterations;
-(d) the best candidate of every iteration, also of those that only shorter sequences fit.
+(d) the best candidate of every iteration, including candidates that fit only shorter sequences.
 
 Candidates are the proposed strategies and all homogeneous ones, and what `planner.refine` makes of them on the tuning
 iterations: together, and in groups of those that the same schemes take.
 
 Times are the 1F1B recurrence; an iteration whose pipelines are not all alike pays the profile's synchronisation on top,
-a constant; other pulls and pushes are left out on both sides. "Any strategy at most" goes by a lower bound of 1F1B.
+a constant; other pulls and pushes are left out on both sides. "Any strategy at most" uses a lower bound of 1F1B.
 "Spread" is (slowest - fastest) / slowest over all pipelines, idle ones included.
 """
 
