@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.check.emulated_stage import run_ranks
+from hydragraph.frontend.check.emulated_stage import generate_code, run_ranks
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
@@ -114,6 +114,7 @@ def check(
 
     ranks = variants(program, fused_head=fused_head)
     compiled = [ranks.get(block, StagePart(StageKind(tp, sequence_parallel), index)) for index in range(tp)]
+    generate_code(compiled)
 
     def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:
         index = collectives.index  # type: ignore[attr-defined]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hydragraph.cluster.collectives import head_loss, head_token_losses
+from hydragraph.passes.differentiate import Variant
 
 _END = "the end"
 
@@ -91,6 +92,18 @@ class EmulatedCollectives:
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0)
+
+
+def generate_code(variants: Iterable[Variant]) -> None:
+    """Generate the Python code of graphs that several threads are about to run.
+
+    PyTorch generates it on the first call (`private.tracing.code_when_called`), and two first calls of one graph at a
+    time disturb each other.
+    """
+    for variant in variants:
+        for graph in (variant.forward, variant.backward):
+            if isinstance(graph, fx.GraphModule):
+                _ = graph.code  # the property generates it
 
 
 def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:

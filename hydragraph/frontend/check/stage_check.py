@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.eager_and_captured import Common, backward
-from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, run_ranks
+from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, generate_code, run_ranks
 from hydragraph.frontend.check.loss_comparison import Difference, compare
 from hydragraph.frontend.check.numeric_check import Attempt, log
 from hydragraph.frontend.check.passed_checks import key_of, recall, remember
@@ -187,6 +187,7 @@ class StageCheck:
         whole = self._whole.get(block, StagePart())
         parts = form.parts()
         variants = [self._cut.get(block, part) for part in parts]
+        generate_code(variants)
         with torch.no_grad(), default_dtype(wide):
             values = self._values(block, form, attempt)
             tangent = _tangent(runner(whole.forward, wide)(*(values[n] for n in whole.inputs))[0], attempt.seed)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
 
-from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, run_ranks
+from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, generate_code, run_ranks
+from hydragraph.private.tracing import code_when_called
 
 
 def test_collectives_do_what_their_names_say() -> None:
@@ -57,3 +62,13 @@ def test_ranks_that_do_not_meet_are_told(calls: list[str], sentence: str) -> Non
 def test_shapes_that_differ_are_told() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1: all_reduce \[2\]"):
         run_ranks(2, lambda c: c.all_reduce(torch.zeros(c.index + 1)))
+
+
+def test_code_is_generated_before_threads_call_a_graph() -> None:
+    with code_when_called():
+        graph = fx.symbolic_trace(torch.nn.Linear(2, 3))
+    assert graph.forward.__name__ == "_lazy_forward"
+    variant: Any = SimpleNamespace(forward=graph, backward=None)
+    generate_code([variant])
+    assert graph.forward.__name__ == "forward"
+    assert [y.shape for y in run_ranks(3, lambda _: graph(torch.ones(1, 2)))] == [(1, 3)] * 3
