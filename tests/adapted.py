@@ -13,7 +13,7 @@ LAYERS = 3
 
 
 class Lora(nn.Module):
-    """A frozen linear layer with a trained product of two thin ones beside it."""
+    """A frozen linear layer plus a trained product of two thin linear layers."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Lora(nn.Module):
 
 
 class Detached(nn.Module):
-    """A projection that learns nothing, because what it makes is detached; one of its parameters is never used."""
+    """A projection whose weights never learn, because its output is detached; one of its parameters is never used."""
 
     def __init__(self, base: nn.Module, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Detached(nn.Module):
 
 
 def frozen(learns: Callable[[str], bool], tied: bool = False) -> nn.Module:
-    """Return a small Llama of which those parameters learn whose names `learns` accepts."""
+    """Return a small Llama that trains only the parameters whose names `learns` accepts."""
     model = llama(layers=LAYERS, tied=tied)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(name))
@@ -47,7 +47,7 @@ def frozen(learns: Callable[[str], bool], tied: bool = False) -> nn.Module:
 
 
 def hand_written_lora() -> nn.Module:
-    """Return a frozen Llama with adapters beside queries (cut by columns) and down projections (cut by rows)."""
+    """Return a frozen Llama with adapters on queries (cut by columns) and down projections (cut by rows)."""
     torch.manual_seed(1)
     model = frozen(lambda name: False)
     for layer in model.model.layers:  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def hand_written_lora() -> nn.Module:
 
 
 def unreached() -> nn.Module:
-    """Return a Llama with parameters that its loss does not reach, and some that nothing uses."""
+    """Return a Llama with parameters that its loss does not reach, and with unused ones."""
     torch.manual_seed(1)
     model = llama(layers=LAYERS)
     model.extra = nn.Linear(4, 4)

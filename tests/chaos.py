@@ -1,9 +1,9 @@
 """Real runs of `hydragraph train`, struck by faults at random instants: python -m tests.chaos --count 100 --seed 7
 
 A case is a function of its seed: a tiny run on two or three ranks, a fault (`tests/faults.py`), the moment and the
-rank that it strikes. Afterwards every process must have ended in time with a cause that is true, nothing may be left
-behind, and the run, resumed, must have the curve and the weights of a run that nobody disturbed, bit for bit. A table
-by kind of fault is printed, and each case that failed with its seed: `--count 1 --seed n` runs it again.
+rank that it strikes. Afterwards every process must have ended in time and named the true cause, no process or file may
+remain, and the resumed run must have the curve and the weights of an undisturbed run, bit for bit. The program prints a
+table by kind of fault, and the seed of each failed case: `--count 1 --seed n` runs it again.
 
 Runs share one fork server with everything imported, but for those whose launcher is killed. All of it happens in a
 mount namespace of its own, where that is permitted, so that /dev/shm and the disks that fill up are nobody else's.
@@ -53,7 +53,7 @@ from tests.train.plain import settings
 
 STEPS = 24
 STRATEGIES = {2: ["<[0]x1,[1]x1>", "<[0,1]x2>"], 3: ["<[0,1]x1,[2]x1>", "<[0]x2> + <[1]x1,[2]x1>"]}
-LIMIT_S = 120.0  # for a run that nothing strikes: beyond it, it hangs
+LIMIT_S = 120.0  # for an undisturbed run; after that it counts as hung
 ALONE = "HYDRAGRAPH_TEST_ALONE"  # set where this runs in a mount namespace of its own
 TIMES = {"checkpoint_every": 6, "evaluate_every": 8}
 # How often a moment comes in a run, and about how many seconds it lasts.
@@ -76,7 +76,7 @@ class Case:
         fault: what happens.
         order: when, and to which rank; its notice is a file's name.
         ranks: of the run.
-        asynchronous: whether it saves beside training.
+        asynchronous: whether it saves in the background.
         restarts: how many times it may begin again by itself.
     """
 
@@ -116,12 +116,13 @@ def draw_case(seed: int, mounts: bool = True) -> Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """Result of a case.
 
     Attributes:
         case: which.
         struck: whether the fault came before the run's end.
-        seconds: from the fault until the run ended, or said that it failed; None where it went on, or ended before.
+        seconds: from the fault until the run ended, or said that it failed; None if the run continued, or ended before
+            the fault.
         resumed: whether curve and weights were those of an undisturbed run in the end.
         problems: what was not as promised.
     """
@@ -156,7 +157,7 @@ class Made:
         """Read it from a run's folder."""
         metrics = folder / "metrics.jsonl"
         lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-        # A full disk cuts the line that was being written; a run that goes on writes it again.
+        # A full disk cuts the line that was being written; a resumed run writes it again.
         lines = [line for line in lines if line.endswith("\n")]
         files = sorted((folder / "model").glob("*.safetensors"))
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -198,7 +199,7 @@ class Laboratory:
         return ALONE in os.environ
 
     def undisturbed(self, ranks: int) -> Made:
-        """Return what a run that nothing strikes comes to."""
+        """Return the curve and weights of an undisturbed run."""
         if ranks not in self._wanted:
             folder = self._folder / f"undisturbed-{ranks}"
             config = self._configured(folder, ranks, asynchronous=False)
@@ -218,7 +219,7 @@ class Laboratory:
             problems = [*struck_run.left, *_judged(case, struck_run)]
             difference = Made.of(_output(folder)).differs_from(wanted)
             if difference and case.fault.outcome is Outcome.GOES_ON:
-                problems.append(f"it went on to {difference}")
+                problems.append(f"it continued with another result: {difference}")
             if difference:
                 again = self._run(["train", str(config), *_continuing(_output(folder))], folder)
                 problems += [f"resumed: {each}" for each in again.left]
@@ -328,10 +329,10 @@ def _judged(case: Case, run: Run) -> list[str]:
     if "Traceback (most recent call last)" in run.said:
         problems.append(f"it printed a traceback: {last}")
     if not run.struck:
-        return [*problems, *([] if run.code == 0 else [f"nothing struck it, and it ended with {run.code}: {last}"])]
+        return [*problems, *([] if run.code == 0 else [f"it was not struck, and ended with {run.code}: {last}"])]
     if fault.outcome is Outcome.GOES_ON or case.restarts:
         if run.code != 0:
-            problems.append(f"it did not go on: exit code {run.code}: {last}")
+            problems.append(f"it did not continue: exit code {run.code}: {last}")
     elif fault.outcome is Outcome.FAILS:
         if run.code == 0:
             problems.append("it ended with exit code 0")
@@ -355,7 +356,7 @@ def _forked(arguments: Sequence[str], environment: Mapping[str, str], said: Path
         arguments: of the command line.
         environment: beside this process's.
         said: the file for what it prints.
-        alone: it starts a fork server of its own, and uses none that outlives it.
+        alone: it starts a fork server of its own, and does not use one that outlives it.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -44,7 +44,7 @@ mock.patch.object(providers, "is_local_module_file", create=True, return_value=F
 # typer would build all commands anew in each test of the command line, for a tenth of a second.
 mock.patch.object(testing, "_get_command", functools.cache(main.get_command), create=True).start()
 
-# Ranks are forked from a process that has imported this: what tests import costs each of them nothing.
+# Ranks are forked from a process that has imported this: imports of tests do not cost time again in each rank.
 _SHARED = ["pytest", "hypothesis", "transformers.models.gpt2.modeling_gpt2", "tests.warm"]
 multiprocessing.get_context("forkserver").set_forkserver_preload([*launch.PRELOAD, *_SHARED])
 
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Spent(config.getoption("spent")))
     distributes = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
-    if not distributes:  # to workers, each of which starts a server of its own
+    if not distributes:  # otherwise each worker starts its own server
         forkserver.ensure_running()
 
 

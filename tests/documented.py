@@ -90,7 +90,7 @@ def follow(page: str, directory: Path, python: str = sys.executable, timeout_s: 
     Args:
         page: of `PAGES`.
         directory: where: new files land there.
-        python: the interpreter; the commands beside it, such as `hydragraph`, are found first.
+        python: the interpreter; the commands in its folder, such as `hydragraph`, are found first.
         timeout_s: for each block.
 
     Raises:

@@ -82,7 +82,7 @@ def misplaced(module: fx.GraphModule) -> list[str]:
 
 
 def interpret(variant: Variant, spec: VariantSpec) -> None:
-    """Run a variant's graphs on fake tensors of the GPU; assert that all results are there."""
+    """Run a variant's graphs on fake tensors of the GPU; assert that all results exist."""
     guard()
     fakes = _inputs(variant, spec)
     mode = mode_of(fakes.values())

@@ -3,8 +3,8 @@
 Inside `fake_nccl()`, a rank trains as it would on a GPU of its own:
 
 - a communicator runs its operations in order, on its own thread, each after the stream that started it;
-- what it writes is NaN until it is done and the reader's stream has waited for it; `wait()` does not block the host;
-- the first operation of a communicator blocks the host until all members are there; each pair of ranks has one;
+- its output is NaN until it has finished and the reader's stream has waited for it; `wait()` does not block the host;
+- the first operation of a communicator blocks the host until all members have arrived; each pair of ranks has one;
 - `abort()` ends pending operations without an error and leaves garbage;
 - an operation that fails before an abort never ends, and a watchdog ends the process, unless
   TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
@@ -43,11 +43,11 @@ _CONNECT_TAG = 1 << 20
 _COMPUTE = Stream.COMPUTE.value
 
 Entry = Callable[[], object]
-_ProcessGroup: Any = dist.ProcessGroup  # whose stubs lack names that PyTorch calls
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs do not have all names that PyTorch calls
 
 
 class Queue:
-    """A stream: its entries in order, of which any thread runs the next."""
+    """A stream: its entries in order; any thread may run the next one."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -56,7 +56,7 @@ class Queue:
         self._busy = False
 
     def add(self, entry: Entry) -> None:
-        """Run an entry if nothing is before it, else later."""
+        """Run an entry now if it is the first, else later."""
         self.entries.append(entry)
         if self.done == len(self.entries) - 1:
             self.run(len(self.entries))
@@ -201,7 +201,7 @@ class FakeWork(dist.Work):
         self._landing = threading.Lock()
 
     def begin(self) -> None:
-        """Keep what is reduced in place; leave nothing to read until the end."""
+        """Save a result that was reduced in place; make the output unreadable until the end."""
         if self._out is not None and self.arrives is not None:
             self.arrives.copy_(self._out)
             self._out.fill_(float("nan") if self._out.is_floating_point() else int(GARBAGE))
@@ -241,7 +241,7 @@ class Communicator:
                 if handling not in ("0", "2"):
                     sys.stderr.write(f"watchdog: {error}\n")
                     os.abort()
-                return  # the operation hangs until the abort, and so do those behind it
+                return  # this operation and the following ones hang until the abort
             work.ended.set()
             del operate, work
 

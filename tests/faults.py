@@ -1,8 +1,8 @@
-"""The faults that tests inject, and what is promised of each.
+"""The faults that tests inject, and the promised outcome of each.
 
 A fault strikes a run of `hydragraph train`, from outside or from inside a rank (`tests/struck.py`), at a moment of the
-run. What follows is one of four things, which `Outcome` names; in every case all processes end in time, nothing is left
-behind, and what can be resumed goes on with the same bits. `tests/chaos.py` draws from `FAULTS`,
+run. `Outcome` lists the four possible results; in every case all processes end in time and clean up,
+and a run that can be resumed continues with the same bits. `tests/chaos.py` draws from `FAULTS`,
 `tests/test_two_nodes.py` from `LINK_FAULTS`.
 """
 
@@ -32,7 +32,7 @@ def patience() -> float:
 
 
 class Moment(Enum):
-    """What a run is doing when a fault strikes."""
+    """Activity of a run when a fault strikes."""
 
     STARTING = "starting"  # from the ranks' first instruction on: they join, and read the data
     COMPILING = "compiling"
@@ -45,15 +45,15 @@ class Moment(Enum):
 class Outcome(Enum):
     """What must follow."""
 
-    GOES_ON = "goes on"  # as if nothing had happened: the same curve, exit code 0
+    GOES_ON = "goes on"  # as if undisturbed: the same curve, exit code 0
     FAILS = "fails"  # all processes end within END_S, and the message has the cause
     STOPS = "stops"  # the step is finished and saved; exit code 0, 130 or 143 within GRACE_S
-    ENDS = "ends"  # all processes end within END_S; nobody is left to say why
+    ENDS = "ends"  # all processes end within END_S, without a message
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a fault strikes.
+    """Target of a fault.
 
     Attributes:
         launcher: process id of `hydragraph train`.
@@ -185,7 +185,7 @@ def _vanish(target: Target) -> Undo:
     return undo
 
 
-# What is written after a disk fault began: checkpoints at the latest at the end, so the end itself is too late.
+# Writes that can still follow a disk fault: the last checkpoint is written at the end, so a fault there is too late.
 _BEFORE_THE_END = (Moment.STARTING, Moment.COMPILING, Moment.STEPPING, Moment.EVALUATING)
 # A folder vanishes only where there is one.
 _UNDER_WAY = (Moment.STEPPING, Moment.EVALUATING)
@@ -221,13 +221,13 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class LinkFault:
-    """What befalls two nodes with a rank or more each.
+    """A fault of two nodes with a rank or more each.
 
     Attributes:
         name: for tables and test ids.
         outcome: of the ranks that are left.
-        strike: does it, and returns the processes that it took out, which can say nothing.
-        spares: the nodes where ranks are left to say what happened; torchrun ends those beside one that was killed.
+        strike: does it, and returns the processes that it ended, which cannot report.
+        spares: the nodes whose ranks survive and report; torchrun ends the ranks next to a killed one.
         cause: regular expression for what each of them says.
     """
 

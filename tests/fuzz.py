@@ -1,6 +1,7 @@
 """Random models, strategies, lengths and dtypes against one device: python -m tests.fuzz --count 1000 --seed 7
 
-With --modules: modules of one's own, drawn from a grammar of right and wrong habits, each of which is right or refused.
+With --modules: custom modules, drawn from a grammar of right and wrong habits; each must give right gradients or be
+refused.
 
 A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
 capturing a model takes seconds: each launch draws one model and runs several cases with it.
@@ -26,7 +27,7 @@ from tests.ready import Ready
 
 PER_LAUNCH = 8
 RANKS = 4
-# Of the norm of all gradients: bfloat16 keeps 8 bits, and a whole backward adds its roundings up.
+# Relative to the norm of all gradients: bfloat16 keeps 8 bits, and a backward pass accumulates rounding errors.
 BFLOAT16_GRADIENTS, BFLOAT16_LOSS = 3e-2, 1e-2
 
 
@@ -186,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first launch")
-    parser.add_argument("--modules", action="store_true", help="modules of one's own on one rank; see module_cases.py")
+    parser.add_argument("--modules", action="store_true", help="custom modules on one rank; see module_cases.py")
     chosen = parser.parse_args()
     wrong: list[str] = []
     if chosen.modules:

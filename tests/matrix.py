@@ -27,7 +27,7 @@ README = ROOT / "README.md"
 FOLDER = ROOT / "build" / "matrix"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 
-# What depends on PyTorch's version: capture, passes, processes, parity; the demo comes after them.
+# Tests that depend on PyTorch's version: capture, passes, processes, parity; the demo runs after them.
 _PASSES = ("prove_sizes", "annotate", "shard", "differentiate", "accumulate", "clean", "fuse_head", "written_in_place")
 CORE = (
     *("tests/private", "tests/ir/test_graph_data.py", *(f"tests/passes/test_{name}.py" for name in _PASSES)),
@@ -49,7 +49,7 @@ class Row:
     Attributes:
         torch: its release; "2.13.0+cpu" is the CPU build, else what the package index has: on Linux a CUDA build.
         python: the minor release of the interpreter.
-        oldest: every other dependency at the lowest version that pyproject.toml admits, too.
+        oldest: every other dependency also at the lowest version that pyproject.toml admits.
     """
 
     torch: str

@@ -150,7 +150,7 @@ def mistral() -> nn.Module:
 
 
 def phi() -> nn.Module:
-    """Return a Phi: biases everywhere, attention and MLP side by side behind one norm."""
+    """Return a Phi: biases everywhere, attention and MLP in parallel after one norm."""
     return randomised(PhiForCausalLM(PhiConfig(**tiny(resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0))))
 
 
@@ -166,7 +166,7 @@ def granite() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Return a Mixtral: four experts, of which each token sees two."""
+    """Return a Mixtral: four experts, two for each token."""
     sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=96)
     return randomised(MixtralForCausalLM(MixtralConfig(**sizes)))
 

@@ -1,8 +1,8 @@
-"""Modules drawn from a grammar: what people write in a model of their own, and what a trace may lose of it.
+"""Modules drawn from a grammar of code that people write in their models, and that a trace may lose.
 
 A case is a function of its seed alone. Each is a small model of two blocks whose blocks, ends and parameters are drawn
-from lists of habits: right ones, and ones that hydragraph must refuse. What came out is either the gradients of one
-device, or `Unsupported`; `outcome` says which, and anything else is a finding.
+from lists of habits: right ones, and ones that hydragraph must refuse. The result must be either the gradients of one
+device, or `Unsupported`; `outcome` returns which, and any other result is a finding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Positive(nn.Module):
         return F.softplus(x)
 
 
-# What a block does with its hidden state [1, T, W] beside attention and MLP.
+# Operations of a block on its hidden state [1, T, W] besides attention and MLP.
 HABITS: dict[str, Callable[[Block, Tensor], Tensor]] = {}
 
 
@@ -258,7 +258,7 @@ def _gradient_hook(block: Block, x: Tensor) -> Tensor:
     return x
 
 
-# What is done to a model after it is built.
+# Changes to a model after it is built.
 def _frozen_embedding(model: Model) -> None:
     model.embed.weight.requires_grad_(False)
 
@@ -325,7 +325,7 @@ class Model(nn.Module):
 def alone(model: Model, data: Sequence[Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of plain PyTorch, one sequence at a time.
 
-    The model itself computes, and no copy of it: a function that holds one of its blocks would go on with the original.
+    This runs the model itself, not a copy: a function that holds one of its blocks would still use the original.
     """
     loss = torch.zeros(())
     targets = sum(len(ids) - 1 for ids in data)
@@ -339,7 +339,7 @@ def alone(model: Model, data: Sequence[Tensor]) -> tuple[float, dict[str, Tensor
 
 @dataclass(frozen=True)
 class ModuleCase:
-    """What one model is made of."""
+    """Habits and changes of one model."""
 
     seed: int
     habits: tuple[tuple[str, ...], ...]

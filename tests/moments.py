@@ -1,10 +1,10 @@
-"""Ranks that strike themselves at every moment: python -m tests.moments --count 100 --seed 7 [--copies 1]
+"""Ranks that kill or stop themselves at every moment: python -m tests.moments --count 100 --seed 7 [--copies 1]
 
-A strike is a call of one of hydragraph's own functions, or one that they make, counted from the beginning of a window
-of a training: a step, a part of state that sets out to move beside it, a save, going on after a loss, making room for a
-newcomer, being one. The rank that makes this call kills or stops itself there, for real. Another process takes its
-place, and the next strike follows, until all have hit; then every loss that any process has seen must be, bit for bit,
-that of the run without strikes, and no process may be left.
+A strike happens at a call of one of hydragraph's functions, or a call made by them, counted from the beginning of a
+window of training: a step, the start of a move of state during a step, a save, recovery after a loss, making room for a
+newcomer, or joining as one. The rank that makes this call really kills or stops itself. Another process takes its
+place, and the next strike follows, until all have hit. Then every loss of any process must equal that of the run
+without strikes, bit for bit, and no process may remain.
 
 How many calls a window has is counted in a first run, whose strikes come when their windows end.
 """
@@ -42,7 +42,7 @@ from tests.ready import Ready
 
 RANKS = 4
 TEXTS = ("2*<tp1,pp2>", "3*<tp1,pp1>", "2*<tp1,pp1>", "<tp1,pp1>")
-PROGRESS_S = 8.0  # after which a rank hangs that does not move on
+PROGRESS_S = 8.0  # a rank without progress for this long hangs
 LIMIT_S = 60.0  # for a strike and what follows from it
 SAVES = 4  # steps between two
 NEVER = 1 << 60  # calls: a strike comes when its window ends
@@ -50,12 +50,12 @@ NEVER = 1 << 60  # calls: a strike comes when its window ends
 How = Literal["kill", "stop", "hang"]
 Window = Literal["step", "move", "save", "recover", "room", "join"]
 WINDOWS: tuple[Window, ...] = get_args(Window)
-AFTER_A_LOSS = ("recover", "room", "join")  # which another rank's end opens
+AFTER_A_LOSS = ("recover", "room", "join")  # opened by another rank's end
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What one rank does to itself.
+    """Fault that a rank applies to itself.
 
     Attributes:
         window: what it is doing then.
@@ -76,7 +76,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Plan:
-    """What befalls a training.
+    """Faults of one training run.
 
     Attributes:
         strikes: in turn.
@@ -185,7 +185,7 @@ def home_of(step: int, ranks: int, copies: int) -> hg.Home:
 
 
 def train(prepared: Ready, plan: Plan) -> int:
-    """Train, strike oneself, go on; return how many steps were done."""
+    """Train, apply this rank's strikes, continue; return the number of steps done."""
     member = here()
     comes = member is not None and member.late
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +214,7 @@ def train(prepared: Ready, plan: Plan) -> int:
 def one_more(plan: Plan, exe: hg.Executable, promised: dict[int, list[Tensor]]) -> bool:
     """Train one step more, with all that is between two, and wait for newcomers; False where it was the last.
 
-    Every second step is promised, and nothing comes before it.
+    Every second step is promised, without any other call before it.
     """
     saved, told = plan.folder / "saved", plan.folder / f"told-{os.getpid()}"
     with exe.world.calling("train"):
@@ -263,7 +263,7 @@ def drawn(
     chance = random.Random(seed)
     kinds = [windows[number % len(windows)] for number in range(count)]
     chance.shuffle(kinds)
-    ended = [how for how in hows if how != "hang"] or ["kill"]  # nobody waits for a newcomer that hangs on its way in
+    ended = [how for how in hows if how != "hang"] or ["kill"]  # a hung newcomer is not awaited
     return [
         Strike(
             each,
@@ -277,7 +277,7 @@ def drawn(
 
 @dataclass(frozen=True)
 class Came:
-    """What became of a training.
+    """Result of a training run.
 
     Attributes:
         losses: by step, all that any process has seen of it.

@@ -1,8 +1,8 @@
 """Ranks of `hydragraph train` that strike themselves within its loop: python -m tests.moments_train --count 40 --seed 7
 
-As `tests/moments.py`, with other windows: a step and its log, a save, an evaluation, going on after a loss (of which
-taking over the run's folder, finding the mini-batch, and telling are parts), and a newcomer's whole way in. The curve
-must be, bit for bit, that of the run that nobody disturbs, and no process may be left.
+As `tests/moments.py`, with other windows: a step and its log, a save, an evaluation, recovery after a loss (which
+includes taking over the run's folder, finding the mini-batch, and reporting), and the whole join of a newcomer. The
+curve must equal that of the undisturbed run, bit for bit, and no process may remain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.moments import LIMIT_S, PROGRESS_S, RANKS, How, Plan, Strike, window
 from tests.train.plain import settings
 
 PLAN = "HYDRAGRAPH_TEST_PLAN"  # the plan, in the environment of a run
-# What of the loop is a window, and how many calls it has at most.
+# Functions of the loop that are windows, and the most calls of each.
 CALLS = {
     "_train_step": 20_000,
     "checkpoint": 3_000,
@@ -186,7 +186,7 @@ def struck(plan: Plan, config: TrainConfig, folder: Path, about: dict[str, Any])
     for problem in problems:
         print(f"not as promised: {problem}")
     if not problems:
-        print("every loss is, bit for bit, that of the run that nobody disturbs")
+        print("every loss equals that of the undisturbed run, bit for bit")
     return bool(problems)
 
 

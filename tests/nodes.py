@@ -3,7 +3,7 @@
     node 0 (10.77.N.1) --veth-- node 1 (10.77.N.2)        three nodes are joined by a bridge instead
 
 A node has its own network, host name, process ids, /dev/shm and directory for temporary files; it sees the files of
-this machine, but for those directories that are to be its own. What listens on one node's loopback is not reachable
+this machine, except for the directories that are given as its own. Servers on one node's loopback are not reachable
 from the other. Needs root and `ip` (iproute2); `refusal()` says what is missing.
 
     with TwoNodes(folder) as nodes:
@@ -113,7 +113,7 @@ class Node:
             environment: beside this process's own.
 
         Returns:
-            The process; its exit code is the command's. What it started may outlive it, as on any machine.
+            The process; its exit code is the command's. Its descendants may outlive it, as on any machine.
         """
         surroundings = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, "TMPDIR": str(self.folder), MARK: self.mark}
         where = ["nsenter", "--target", str(self.init), "--net", "--mount", "--uts", "--pid", f"--wd={os.getcwd()}"]
@@ -140,7 +140,7 @@ class Node:
     def ranks(self) -> dict[int, int]:
         """Return the process id, as seen from outside, of each rank that a launcher has started here."""
         running = {pid: e for pid, e in self.processes().items() if "RANK" in e and _state(pid) not in ("Z", "")}
-        # Processes that a rank has started have its environment, too.
+        # Processes started by a rank also have its environment.
         return {int(e["RANK"]): pid for pid, e in running.items() if b"runtime.failure" not in _command(pid)}
 
 
@@ -317,7 +317,7 @@ def torchrun(node: Node, nodes: TwoNodes, per_node: int, *, rendezvous: str = "s
         node: whose.
         nodes: all.
         per_node: ranks of each.
-        rendezvous: "static": node 0 keeps the store, and each is told its number; "c10d": they find theirs.
+        rendezvous: "static": node 0 keeps the store, and each node gets its number; "c10d": they find theirs.
         restarts: how many times torchrun starts all ranks anew.
     """
     first, port = nodes[0].address, "29511"
@@ -352,7 +352,7 @@ def _run(*command: str) -> str:
 
 
 def _environment(process: Path) -> dict[str, str]:
-    """Return the environment that a process was started with; nothing where it has gone or is another user's."""
+    """Return the environment that a process was started with; empty if it has ended or belongs to another user."""
     try:
         data = (process / "environ").read_bytes()
     except OSError:

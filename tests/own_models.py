@@ -1,4 +1,4 @@
-"""A module that is no Hugging Face model, and losses of one's own, with a plain PyTorch twin of each."""
+"""A custom module and custom losses, each with a plain PyTorch twin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """A language model or token classifier of one's own; its blocks pass the hidden state as [T, H]."""
+    """A custom language model or token classifier; its blocks pass the hidden state as [T, H]."""
 
     def __init__(
         self,

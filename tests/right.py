@@ -1,6 +1,6 @@
 """Right models that the check must not refuse: python -m tests.right --count 1000 --seed 7
 
-Modules of one's own with right habits, mixtures of experts whose routers nearly tie, and tiny models of transformers,
+Custom modules with right habits, mixtures of experts whose routers nearly tie, and tiny models of transformers,
 in fp32 and bf16: each is captured and compared with itself, every block. A case is a function of its seed alone.
 """
 
@@ -43,7 +43,7 @@ EXPERTS = 4
 
 
 class Routed(nn.Module):
-    """Experts of one's own: every token gets those that its router likes best, and many routers like all alike."""
+    """Custom experts: every token gets those with the best scores of its router, and many routers score all alike."""
 
     def __init__(self, spread: float, k: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class RightCase:
     """A model that is right.
 
     Attributes:
-        family: of transformers; "": a module of one's own.
+        family: of transformers; "": a custom module.
         spread: deviation of its routers' weights; 0: no experts.
     """
 

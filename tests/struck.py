@@ -1,7 +1,7 @@
 """The rank that a fault strikes, seen from inside: it waits for its moment, says so, and does what only it can do.
 
 `order` travels in the environment of a run. The launcher's process runs `train_rank` of this module in the place of
-the command's own; every rank but the one that is meant goes on with that.
+the command's own; every rank except the target continues with that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _genuine = train.train_rank  # what ranks run; in the launcher's process this mo
 
 
 class Struck(RuntimeError):  # noqa: N818
-    """What a rank raises that is struck."""
+    """Error that a struck rank raises."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What a newcomer passes by mistake is answered in one sentence: what, where, and what to write instead.
+"""Mistakes of a newcomer give an error of one sentence: what, where, and what to write instead.
 
-What is typed at the command line, and what answers it, is in bad_inputs.txt.
+Commands with mistakes, and their errors, are in bad_inputs.txt.
 """
 
 # mypy: disable-error-code="arg-type, list-item"
@@ -40,7 +40,7 @@ def ready(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.25)
 
 
-# What is passed -> what is said, as a regular expression; every sentence ends in a way out.
+# Call -> regular expression for its error; every error ends with a remedy.
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a model's name": (lambda: hg.compile("gpt2", STRATEGY), "'gpt2'; pass transformers.AutoModel.*from_pretrained"),
     "no model": (lambda: hg.capture(None), "model is NoneType; pass a torch.nn.Module"),
@@ -173,7 +173,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_typed_is_answered_in_a_sentence(
     heading: str, command: str, sentence: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(odd)  # where nothing is called as these commands say
+    monkeypatch.chdir(odd)  # a folder without the files that these commands name
     config = write(tmp_path)
 
     def placed(text: str) -> str:

@@ -55,7 +55,7 @@ def test_json_is_json(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of("yaml"))
 def test_yaml_is_what_hydragraph_reads(block: Block, tmp_path: Path) -> None:
-    """A config or a part of one, a strategy, a cluster: with fields that are there, and values that they take."""
+    """A config or a part of one, a strategy, a cluster: with existing fields and valid values."""
     content = yaml.safe_load(block.text)
     assert isinstance(content, Mapping)
     path = tmp_path / "block.yaml"

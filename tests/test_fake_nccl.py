@@ -49,7 +49,7 @@ def traffic() -> dict[str, Any]:
             seen["received"] = (received + 0).tolist()
             seen["summed"] = (collectives.all_reduce(torch.ones(2)) + 0).tolist()
             seen["on the host"] = groups.reduce_to_host(Role.COMMIT, torch.ones(3)).tolist()
-        seen["first uses amid this"] = device.first_uses - connected
+        seen["first uses during this"] = device.first_uses - connected
         groups.close()
         return seen
 
@@ -64,12 +64,12 @@ def test_groups_connect_first_and_then_queue() -> None:
             "received": [11.0 - rank],
             "summed": [2, 2],
             "on the host": [2, 2, 2],
-            "first uses amid this": 0,
+            "first uses during this": 0,
         }
 
 
 STRATEGY = "<[0,1]x1s,[2]x1>"
-SERVING = "<[0]x1,[1]x1>"  # rank 2 owns state, and computes nothing
+SERVING = "<[0]x1,[1]x1>"  # rank 2 only owns state
 
 
 def trained(ready: Ready, text: str) -> tuple[list[float], dict[str, torch.Tensor]]:

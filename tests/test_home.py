@@ -47,7 +47,7 @@ def batches(count: int = len(STRATEGIES)) -> list[list[Tensor]]:
 
 @dataclass
 class Seen:
-    """What a rank saw under one home.
+    """Observations of a rank under one home.
 
     Attributes:
         gradients: under each strategy, at the starting weights; on rank 0.
@@ -197,7 +197,7 @@ def test_what_one_home_saved_another_loads_bit_for_bit(seen: list[list[Seen]]) -
         for name, found in zip(HOMES, seen[rank], strict=True):
             same, loss, wanted = found.resumed
             assert same, name
-            assert loss == wanted, f"home {name}: goes on as the one that saved"
+            assert loss == wanted, f"home {name}: must continue like the run that saved"
 
 
 @thorough
@@ -236,7 +236,7 @@ def test_homes_that_do_not_fit_are_refused_on_all_ranks(ranks: list[tuple[list[S
 @thorough
 @pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adam", "NAdam", "RMSprop", "SGD"])
 def test_an_update_does_not_depend_on_where_an_element_lies(kind: str) -> None:
-    """What both owners' identical bits rest on: no other sum or product at the end of a tensor than inside."""
+    """The end of a tensor is computed with the same sums and products as its inside, so both owners get equal bits."""
     generator = torch.Generator().manual_seed(0)
     weights, gradients = (torch.randn(1000, generator=generator) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""What a package says of its names to type checkers is what it has."""
+"""Packages export exactly the names that their stubs declare to type checkers."""
 
 from __future__ import annotations
 

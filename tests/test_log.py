@@ -1,4 +1,4 @@
-"""What a run says while it works: each kind of event, on which rank and in which step, and nothing unless asked."""
+"""What a run says while it works: each kind of event, on which rank and in which step, and silence by default."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shown_lines(text: str) -> list[tuple[str, str, str]]:
 def test_a_run_tells_its_events_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing was checked in an earlier run
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # an empty cache: no earlier check
     plain, recomputed = (hg.Strategy.parse(text, layers=1) for text in ("<tp1,pp1>", "<[0]x1r>"))
     log.at_step(0)
     log.show("info")

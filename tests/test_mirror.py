@@ -36,7 +36,7 @@ ELSEWHERE = {
     ),
     "commands/bench/link_report.py": ("commands/bench/test_command.py", "what `bench link` prints"),
     "commands/captured_model.py": ("commands/test_check.py", "models that are checked without weights"),
-    "commands/chaos.py": ("test_elastic_run.py", "a run that is struck, beside one that nobody disturbs"),
+    "commands/chaos.py": ("test_elastic_run.py", "a run with faults, compared with an undisturbed one"),
     "commands/compile_ahead.py": ("commands/test_compile.py", "what is compiled, and proven"),
     "commands/compile_data.py": ("commands/test_show_folder.py", "what a folder knows of a model"),
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
@@ -69,15 +69,15 @@ ELSEWHERE = {
     "engine/planning_worker.py": ("engine/test_planning_service.py", "worker processes, and their deaths"),
     "engine/state_transition.py": (
         "engine/test_state_transfer.py",
-        "what ranks have after moves, also those that are cut off",
+        "state of ranks after moves, including interrupted ones",
     ),
     "engine/step_planner.py": ("engine/test_planning_service.py", "plans made ahead, now, or late"),
     "frontend/check/eager_and_captured.py": ("frontend/check/test_numeric_check.py", "both sides of a comparison"),
     "frontend/check/passed_checks.py": (
         "frontend/check/test_check_once.py",
-        "what is remembered, and of what nothing is",
+        "checks that are remembered, and checks that are not",
     ),
-    "frontend/check/probe_sequences.py": ("frontend/check/test_probe_lengths.py", "what is drawn, of which lengths"),
+    "frontend/check/probe_sequences.py": ("frontend/check/test_probe_lengths.py", "drawn sequences and their lengths"),
     "frontend/check/reduced_model.py": (
         "frontend/check/test_numeric_check.py",
         "models are checked with few of their blocks",
@@ -85,7 +85,7 @@ ELSEWHERE = {
     "frontend/check/wide_dtype.py": ("frontend/check/test_stage_check.py", "stages in double precision"),
     "frontend/model_description.py": (
         "frontend/compiled_folder/test_model_record.py",
-        "what of a model can be told from another",
+        "features that distinguish models",
     ),
     "frontend/packed_inputs.py": ("frontend/test_capture.py", "packed batches and the loss"),
     "frontend/parameter_shards.py": ("frontend/test_capture.py", "how parameters are cut across blocks"),
@@ -103,14 +103,14 @@ ELSEWHERE = {
     "planner/assignment/problem.py": ("planner/exact/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("planner/exact/test_dispatching.py", "the search against the bound"),
     "planner/exact/exact_assignment.py": ("planner/exact/test_dispatching.py", "it is the oracle there"),
-    "planner/explanation.py": ("planner/test_plan.py", "what a plan says of itself"),
+    "planner/explanation.py": ("planner/test_plan.py", "the explanation of a plan"),
     "planner/policy.py": ("engine/test_planning_service.py", "one strategy stays, or one is chosen every step"),
     "planner/request.py": ("engine/test_planning_service.py", "what planning processes are sent"),
     "private/argument_trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),
     "private/graph_values.py": ("ir/test_graph_data.py", "values of graphs, there and back"),
     "private/hooks_and_overrides.py": ("frontend/test_untraceable.py", "hooks and backwards that no trace sees"),
     "private/optimizers.py": ("runtime/test_elementwise.py", "hooks that are refused until they are removed"),
-    "private/process_groups.py": ("engine/test_recovery.py", "groups of ranks of which some are lost"),
+    "private/process_groups.py": ("engine/test_recovery.py", "groups with lost ranks"),
     "private/tracing.py": ("passes/test_prove_sizes.py", "symbolic sizes; every capture traces"),
     "report/candidate_comparison_text.py": ("report/test_candidate_comparison.py", "the report as text and JSON"),
     "report/facts.py": ("report/test_page.py", "what a page is made from"),
@@ -192,7 +192,7 @@ def sees(test: str, source: str) -> bool:
 def test_every_source_file_has_its_test(source: str) -> None:
     here = (ROOT / "tests" / mirror(source)).exists()
     if source not in ELSEWHERE:
-        assert here, f"nothing tests hydragraph/{source}: write tests/{mirror(source)}, or say in ELSEWHERE what does"
+        assert here, f"no test of hydragraph/{source}: write tests/{mirror(source)}, or say in ELSEWHERE what does"
         return
     assert not here, f"tests/{mirror(source)} exists: delete {source} from ELSEWHERE"
     test, why = ELSEWHERE[source]

@@ -47,7 +47,7 @@ def test_who_hangs_at_any_moment_of_a_meeting_is_given_up(tmp_path: Path) -> Non
     prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
     for folder in (struck, calm):
         folder.mkdir()
-    # Before it says that it comes, while it waits, having agreed, amid connecting, amid moving state.
+    # Before it announces itself, while it waits, after agreeing, while connecting, while moving state.
     calls = [(window, call) for window in ("recover", "room") for call in (5, 40, 150, 600, 2000)]
     plan = Plan(tuple(Strike(*each, number % 4, "hang") for number, each in enumerate(calls)), struck)
     came = run(prepared, plan)

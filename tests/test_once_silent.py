@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[str, Place]] = {
             "program=",
         ),
     ),
-    # What a trace loses.
+    # Code that a trace loses.
     "backwards of autograd.Function": (
         "refused",
         ("frontend/test_untraceable.py", "test_what_a_block_does_unseen_is_refused_by_name", "Reversed.apply"),
@@ -182,7 +182,7 @@ WAYS: dict[str, tuple[str, Place]] = {
         "right",
         ("frontend/test_untraceable.py", "test_a_loss_of_shape_one_is_a_number", "reshape(1, 1)"),
     ),
-    # What was refused, or crashed, though users expect it.
+    # Features that users expect, but that were refused or crashed.
     "dynamic NTK and longrope": (
         "either",
         (

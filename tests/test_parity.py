@@ -60,7 +60,7 @@ def ready(model: str, strategies: list[str]) -> Ready:
 
 
 def train(prepared: Ready, strategies: list[str], steps: int, options: dict[str, Any]) -> Run:
-    """On every rank: gradients under each strategy first (nothing is updated), then training across all of them."""
+    """On every rank: gradients under each strategy first (without updates), then training across all of them."""
     chosen = [hg.Strategy.parse(s, layers=LAYERS) for s in strategies]
     exe = prepared.executable(chosen[0], lambda named: torch.optim.SGD(named, lr=0.05), **options)
     data = batches(steps)

@@ -61,7 +61,7 @@ def ready(strategies: list[str], kind: str, several: bool = False) -> Ready:
 
 @dataclass
 class Run:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]

@@ -32,7 +32,7 @@ def broken() -> Iterator[Tensor]:
     raise OSError("no such shard")
 
 
-# What no step takes, and what is said of it.
+# Invalid mini-batches, and their errors.
 DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "an id too large": (lambda: [ids, ids * 1000], "sequence 1: input_ids is 1000 at position 0"),
     "a negative id": (lambda: [-ids], "sequence 0: input_ids is -1 at position 0"),

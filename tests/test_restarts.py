@@ -82,7 +82,7 @@ def ranks(pid: int, torchrun: bool) -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The curve of a run that nobody disturbs."""
+    """The curve of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
     result = run("train", configured(folder, False))
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""A few right models, of which the check refuses none; `python -m tests.right --count 1000` draws many."""
+"""A few right models, all of which must pass the check; `python -m tests.right --count 1000` draws many."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def on_one_device() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def on_a_rank(checkpoint: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Train two steps, one under each strategy, save, and go on from the checkpoint; every rank runs this."""
+    """Train two steps, one under each strategy, save, and continue from the checkpoint; every rank runs this."""
     strategies = [hg.Strategy.parse(text, layers=1) for text in (COPIES, CUT)]
     program = hg.capture(tiny())  # traced once; both executables below run it
 

@@ -38,7 +38,7 @@ def loss(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def batch(model: nn.Module) -> list[dict[str, Any]]:
-    """Draw answers behind prompts of three tokens, and older log-probabilities, of which many ratios are clipped."""
+    """Draw answers after prompts of three tokens, and older log-probabilities that make many ratios clipped."""
     generator = torch.Generator().manual_seed(3)
     drawn = []
     for i, ids in enumerate(sequences(LENGTHS)):

@@ -25,7 +25,7 @@ CLIP, STEPS = 0.05, 4
 
 @dataclass
 class Run:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     gradients: list[dict[str, Tensor]]
     norms: list[float]
@@ -126,7 +126,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(name: str, tmp_path: Path
     "name", first(["unreached and unused"], ["frozen lower layers", "norms alone", "unreached and unused"])
 )
 def test_alone_in_16_bits(name: str, backend: str) -> None:
-    """Nothing that does not learn is decayed or rounded, also by the optimizer that writes 16-bit copies."""
+    """Frozen weights are never decayed or rounded, even by the optimizer that writes 16-bit copies."""
     if backend == "inductor" and name != "frozen lower layers":
         pytest.skip("once is enough for a compiler")
     model = MODELS[name]()

@@ -1,4 +1,4 @@
-"""Training on two nodes with networks of their own equals one machine's, and what befalls link and nodes is told.
+"""Training on two nodes with separate networks equals one machine's, and faults of link and nodes are reported.
 
 `make thorough` runs all of it.
 """
@@ -85,7 +85,7 @@ class Job:
         return (self.folder / f"{number}.log").read_text(errors="replace")
 
     def until_step(self, step: int, limit_s: float = LIMIT_S) -> None:
-        """Wait until so many steps are done."""
+        """Wait until `step` steps are done."""
         deadline = time.monotonic() + limit_s
         while len(self.curve()) < step:
             codes = [process.poll() for process in self.processes]
@@ -110,7 +110,7 @@ def local_curve(folder: Path, strategies: Sequence[str], steps: int, ranks: int,
 
 
 def strike(fault: LinkFault, nodes: TwoNodes, job: Job) -> None:
-    """Have a fault strike a job, and see that all ranks that are left say what happened in time, or go on."""
+    """Strike a job with a fault, and check that all surviving ranks report it in time, or continue."""
     began = time.monotonic()
     struck = fault.strike(nodes)
     if fault.outcome is Outcome.GOES_ON:

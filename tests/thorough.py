@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make thorough`: further cases of what it shows with one."""
+"""Tests that run only in `make thorough`: further cases of properties that `make test` shows with one case."""
 
 from __future__ import annotations
 

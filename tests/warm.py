@@ -15,7 +15,7 @@ from hydragraph.frontend.check import check_once
 from tests.models import llama
 
 check_once.AUTO = "off"  # as in tests/conftest.py
-tqdm.monitor_interval = 0  # `torch.fx.Interpreter` makes a bar that nobody sees, and that would start a thread
+tqdm.monitor_interval = 0  # `torch.fx.Interpreter` makes an invisible progress bar, which would start a thread
 
 hg.capture(llama(layers=2))
 

@@ -1,4 +1,4 @@
-"""What is compared in benchmarks/everything.py, and how its rival divides sequences."""
+"""The comparisons in benchmarks/everything.py, and how its rival divides sequences."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_deepspeed_by_hand() -> None:
     rival = DeepSpeed(PROFILE, 8, 4, 1000)
     linear = 2 * PUBLISHED.schemes[1, 2].b * 1000 / 4
     attention = PUBLISHED.schemes[4, 1].a * (700**2 + 300**2)
-    # 8 all-to-alls per layer of a quarter of 1,000 tokens' hidden states, of which three quarters leave each device
+    # 8 all-to-alls per layer of a quarter of 1,000 tokens' hidden states; three quarters leave each device
     exchanged = 8 * 8 * (1000 / 4 * 1024 * 2 * 3 / 4 / 200e9 + 5e-6)
     expected = linear + attention + 2 * PUBLISHED.schemes[1, 2].c + exchanged
     assert rival.micro_batch([700, 300]) == pytest.approx(expected)

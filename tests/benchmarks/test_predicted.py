@@ -22,7 +22,7 @@ ASSIGNMENT = Assignment.even([2, 1], [300, 500])
 
 
 def rounds(slower: float, *profiles: Profile) -> list[Round]:
-    """Return rounds between profiles, of steps that take so many times as long as the first of them says."""
+    """Return rounds between profiles, whose steps take `slower` times as long as the first profile predicts."""
     real = profiles[0].cluster(2)
     trace = traced(hg.Costs(profiles[0], real), STRATEGY, ASSIGNMENT)
     step = replace(trace.steps[0], seconds=slower * trace.steps[0].seconds)

@@ -1,4 +1,4 @@
-"""What a benchmark prints is kept with the circumstances, however it ends; every benchmark can be named."""
+"""Output of a benchmark is saved with date, machine and versions, however it ends; every benchmark has a name."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def failing(error: BaseException) -> Any:
 
 
 def save_and_go_on(folder: Path) -> tuple[Snapshot, Snapshot]:
-    """Begin to save, train while nothing can be written yet, then let it be written and load it."""
+    """Start a save, train while writing is blocked, then unblock it and load the checkpoint."""
     groups, saver = groups_and_saver()
     rank, event = groups.world.rank, threading.Event()
     home, optimizer = trained(groups.world, "adamw")
@@ -132,7 +132,7 @@ def fail_in_the_background(folder: Path) -> list[tuple[str, str]]:
     with failing(full) if rank == 1 else nullcontext():
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {"number": 2}, groups)))
         outcomes.append(outcome(saver.wait))
-    outcomes.append(outcome(saver.wait))  # it is told once
+    outcomes.append(outcome(saver.wait))  # the error is raised once
     rename = mock.patch.object(Path, "rename", side_effect=PermissionError(errno.EACCES, "Permission denied"))
     with rename if rank == 0 else nullcontext():
         saver.start(path, home, optimizer, {"number": 3}, groups)
@@ -204,7 +204,7 @@ def save_while_training(ready: Ready, folder: Path) -> tuple[list[tuple[str, str
             threading.Event().wait(0.01)
         outcomes.append(outcome(lambda: exe.step(batch)))
     same.append(all(torch.equal(held_back[n], w) for n, w in exe.home.weights.items()))
-    exe.step(batch)  # the run goes on
+    exe.step(batch)  # the run continues
     assert exe.load(folder / "c") == {"note": "one"}
     found = exe.full_state_dict()
     same.append(all(torch.equal(found[n], t) for n, t in before.items()))

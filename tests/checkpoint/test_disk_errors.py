@@ -1,4 +1,4 @@
-"""What goes wrong with files is told as an OSError that says what and where."""
+"""Failures of file operations raise an OSError that names the cause and the file."""
 
 from __future__ import annotations
 

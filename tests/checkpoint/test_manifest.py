@@ -1,4 +1,4 @@
-"""What is damaged, incomplete or of another model is named, and nothing of it is loaded."""
+"""Damaged or incomplete checkpoints, and those of another model, are named and not loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's metadata: what PyTorch wrote is read, and a forged file runs nothing."""
+"""A checkpoint's metadata: files written by PyTorch are read, and a forged file cannot run code."""
 
 from __future__ import annotations
 

@@ -100,14 +100,14 @@ def _far(fetch: Fetch, nodes: list[int], rank: int) -> int:
 
 
 def test_what_is_read_once_serves_all() -> None:
-    """One node has a disk with everything, another nothing, both need it."""
+    """One node's disk has everything, the other node has no files, and both need the state."""
     held = {Place(Tier.DISK, (0,)): [Piece("layer.0", 0, SIZE)], Place(Tier.STORE, (0, 1)): []}
     plan = fetch_plan(Holdings.of(held), [0, 1], {"layer.0": home(SIZE, [0, 1], [1, 1], 2, 1)})
     assert [(fetch.reader, fetch.receivers, fetch.size) for fetch in plan] == [(0, (0, 1), SIZE)]
 
 
 def test_reads_are_shared_by_those_who_could() -> None:
-    """Two ranks of one node need nothing in common; a third, elsewhere, needs what both could send."""
+    """Two ranks of one node need no common pieces; a third rank, elsewhere, needs pieces that both could send."""
     pieces = [Piece("layer.0", at, at + 1) for at in range(SIZE)]
     held = {Place(Tier.DISK, (0, 1)): pieces}
     layout = home(SIZE, [2], align=1)

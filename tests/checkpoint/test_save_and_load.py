@@ -117,7 +117,7 @@ def save_and_load_all(root: Path) -> tuple[dict[int, Any], dict[tuple[int, int],
 
 @dataclass(frozen=True)
 class Results:
-    """What ranks saved and loaded.
+    """States that ranks saved and loaded.
 
     Attributes:
         root: a folder per number of ranks, in it a checkpoint per kind.
@@ -156,7 +156,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(n: int, m: int, kind: st
         assert torch.equal(tensor, expected[key]), key
     owners = [(s, name) for s in saved for name in MODEL.parameters if s.shards[name][1].numel()]
     scalars = {k: v for s, name in owners for k, v in s.scalars.items() if k.split(".", 1)[1] == name}
-    assert all(before.scalars == scalars for before, _, _ in read)  # also where nothing is owned
+    assert all(before.scalars == scalars for before, _, _ in read)  # also on ranks that own no elements
     assert all(before.groups == saved[0].groups for before, _, _ in read)
     assert all(extra == {"step": 2, "rank": 0} for _, _, extra in read)
 

@@ -69,7 +69,7 @@ def test_hosts_with_directories_of_their_own_are_refused_or_read_what_was_saved(
         assert len(damages) == RANKS + 2  # a file of each rank, .metadata and complete.json
         for kind, words in damages:  # a copy's damage is found by those who read the copy, whoever wrote that file
             assert kind, words
-    assert [p.name for p in (tmp_path / "here").iterdir()] == ["c"]  # a refused save leaves nothing
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["c"]  # a refused save leaves no files
     assert [p.name for p in (tmp_path / "there").iterdir()] == ["c"]  # but the copy
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in pieces: written whole, read in part, listed by what is there, kept as long as was asked."""
+"""Checkpoints in pieces: written whole, read in part, listed from the existing files, kept as long as requested."""
 
 from __future__ import annotations
 

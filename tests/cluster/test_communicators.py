@@ -282,7 +282,7 @@ class Watched:
             raise RankFailure(1, "commit", "killed", "host")
 
     def waiter(self) -> None:
-        """Return none: nothing waits here."""
+        """Return None: this group never waits."""
 
 
 class Queueing(Groups):

@@ -1,4 +1,4 @@
-"""launch: what ranks return and raise, what happens when they die, and that nothing of them remains."""
+"""launch: what ranks return and raise, what happens when they die, and that no process remains."""
 
 from __future__ import annotations
 

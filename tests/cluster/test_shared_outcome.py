@@ -24,7 +24,7 @@ def test_every_rank_gets_what_each_has_made() -> None:
     world: Any = Pair(("theirs", None))
     assert together(world, "making", True, lambda: "mine") == ["mine", "theirs"]
     idle = together(world, "making", False, lambda: "mine")
-    assert idle == [None, "theirs"], "a rank that does not act calls nothing"
+    assert idle == [None, "theirs"], "a rank that does not act does not call the function"
 
 
 def test_an_error_of_another_rank_is_raised_here() -> None:

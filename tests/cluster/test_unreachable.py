@@ -1,4 +1,4 @@
-"""Errors of hosts that cannot reach each other, from made-up stores and from a port where nothing listens."""
+"""Errors of hosts that cannot reach each other, from made-up stores and from a closed port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hydragraph compile`: its files read back as what they were written from, and misfits are told."""
+"""`hydragraph compile`: its files read back unchanged, and files that do not fit are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hydragraph init` writes a config that trains, and no file that is there already."""
+"""`hydragraph init` writes a config that trains, and never overwrites a file."""
 
 from __future__ import annotations
 

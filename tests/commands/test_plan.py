@@ -197,7 +197,7 @@ def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) ->
     assert "not measured: datasheet of fast at 45% of 1000 TFLOP/s" in told.stdout
     assert "memory from the sizes of compiled graphs" in told.stdout
     assert "3 sequences of 32 tokens on 4 devices" in told.stdout  # a step of the config
-    # What it wrote is what a run takes, with the options that it told.
+    # A run accepts the written file with the printed options.
     (said,) = (line for line in told.stdout.splitlines() if "hydragraph train" in line)
     options = shlex.split(said.partition("hydragraph train config.yaml ")[2])
     config = TrainConfig.load(uneven / "config.yaml", options[1::2])

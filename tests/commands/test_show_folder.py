@@ -1,4 +1,4 @@
-"""`hydragraph show DIR`: what it says of a folder is what the folder was compiled from; mistakes are sentences."""
+"""`hydragraph show DIR`: it describes what a folder was compiled from; mistakes give one-sentence errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of three strategies on four ranks, of which the first owns most."""
+    """A folder of three strategies on four ranks; rank 0 owns most of the state."""
     path = tmp_path_factory.mktemp("shown")
     config = write(path, ranks=4, strategies=STRATEGIES, home=HOME)
     result = run("compile", config, "--output", path / "out", "--micro-batches", "3")
@@ -96,7 +96,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_graphs(folder: Path) -> No
         by_kind = traffic_by_kind(opened, each, 640)
         assert by_kind["pull"].total == each.record.pull_bytes
         assert by_kind["push"].total == each.record.push_bytes
-    # One rank's hidden state, of 16 floats per token, goes on to the next stage's ranks, and a gradient comes back.
+    # One rank's hidden state, of 16 floats per token, is sent to the next stage's ranks, and a gradient comes back.
     first, second, third = (traffic_by_kind(opened, each, 640) for each in opened.strategies)
     assert first["pp"].pairs == {(2, 3): 3 * 640 * 16 * 4, (3, 2): 3 * 640 * 16 * 4}
     assert set(second["pp"].pairs) == {(0, 2), (1, 3), (2, 0), (3, 1)}

@@ -118,7 +118,7 @@ def test_exposed_pulls_by_hand() -> None:
 
 
 def test_exposed_pushes_by_hand() -> None:
-    """Layer 1's gradients leave from 3 to 4 s, beside computation; layer 0's from 4 to 7, when nothing is left."""
+    """Layer 1's gradients are sent from 3 to 4 s, during computation; layer 0's from 4 to 7 s, after it has ended."""
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
     assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, {}, pushes, {}), Interconnect(4.0, 0.0)) == [
         [0, 3, 0],
@@ -127,7 +127,7 @@ def test_exposed_pushes_by_hand() -> None:
 
 
 def test_exposed_activations_by_hand() -> None:
-    """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back, after which its sender commits."""
+    """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back; then its sender commits."""
     assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Interconnect(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
 
 
@@ -144,7 +144,7 @@ def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:
         if "│" in line
     ]
     assert shown == ["2*<tp1,pp1>", "<tp1,pp2>", "<tp1,pp1>"]
-    assert "0-1 100%" in result.stdout  # two pipelines leave nobody idle
+    assert "0-1 100%" in result.stdout  # two pipelines leave no rank idle
     assert "0 100%, 1 0%" in result.stdout
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [each for each in events if each["ph"] == "X"]
@@ -186,7 +186,7 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert result.stdout == ""
 
 
-# Whatever computes takes time and nothing else does, or the reverse: by what one number changes, one knows which.
+# On COMPUTING only computation takes time, on SENDING only messages: each change of a number shows in one of them.
 COMPUTING = Cluster((SLOW, SLOW), INSTANT, INSTANT)
 SENDING = Cluster(tuple(Device(1e300, int(1e12), 1e300, node=node) for node in (0, 1)), INSTANT, Interconnect(1e3, 0.0))
 

@@ -25,7 +25,7 @@ from tests.thorough import thorough
 def test_train_on_two_ranks(trained: tuple[Path, Result]) -> None:
     folder, result = trained
     assert result.exit_code == 0, result.output
-    assert "[rank" not in result.output  # nobody asked for it by --log-level
+    assert "[rank" not in result.output  # --log-level does not request it
     history = read_metrics(folder / "run" / "metrics.jsonl")
     assert [m.step for m in history] == [1, 2, 3, 4, 5, 6]
     assert [m.strategy.split("@")[0] for m in history[:2]] == ["<tp1,pp2>", "<tp2,pp1>"]
@@ -56,7 +56,7 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
 @thorough
 def test_a_strategy_chosen_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     plan = {"choose": True, "gain": 0.0, "sample": 2}
-    # Shares of the state that are unequal, too.
+    # Also with unequal shares of the state.
     config = write(
         tmp_path, ranks=2, strategies=[*LOPSIDED, "2*<tp1,pp1>"], steps=4, checkpoint_every=2, plan=plan, home="3,1"
     )

@@ -76,7 +76,7 @@ def test_a_pipelines_seconds_are_the_simulated_ones(drawn: tuple[Strategy, int],
 
 @st.composite
 def uneven(draw: st.DrawFn) -> tuple[Strategy, Costs]:
-    """Draw pipelines of uneven stages that recompute or not, on ranks of which some are slow, each with a card."""
+    """Draw pipelines of uneven stages that recompute or not, on ranks with a card each, some of them slow."""
     layers = draw(st.integers(3, 8))
     found = []
     ranks = 0
@@ -97,13 +97,13 @@ def uneven(draw: st.DrawFn) -> tuple[Strategy, Costs]:
 @settings(max_examples=25, deadline=None)
 @given(uneven(), st.lists(st.integers(50, 3000), min_size=6, max_size=16))
 def test_a_planned_iteration_takes_what_is_simulated(drawn: tuple[Strategy, Costs], lengths: list[int]) -> None:
-    """Whole iterations, pulls, pushes, commit and update included: within 1 % where nothing is shared."""
+    """Whole iterations, pulls, pushes, commit and update included: within 1 % if pipelines share no stage."""
     from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 
     strategy, found = drawn
     plan = assign_pipelines([found.pipeline(p) for p in strategy.pipelines], lengths)
     assert found.seconds(strategy, plan) == pytest.approx(hg.simulate(found, strategy, plan).seconds, rel=0.01)
-    # What is not pulled, pushed or agreed upon is the recurrence of the slowest pipeline, exactly.
+    # Without pulls, pushes and the commit, the time is exactly the recurrence of the slowest pipeline.
     work = Without(found.work(strategy, plan), "pull", "push", "ending")
     alone = found._timeline(strategy, plan.counts, work).seconds
     assert found.seconds(strategy, plan) - found.fixed(strategy) == pytest.approx(alone)
@@ -131,7 +131,7 @@ SHARED = [
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(SHARED), st.tuples(LENGTHS, LENGTHS))
 def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths: tuple[list[list[int]], ...]) -> None:
-    """Ranks lowered one by one give what stages do as one; computing alone is no shorter than a shared stage's load."""
+    """Lowering ranks one by one equals lowering whole stages; computation takes at least the load of a shared stage."""
     strategy = Strategy.parse(text, 4)
     found = costs(4, cluster(4)).changed(home=hg.Home())
     assignment = assigned(*lengths)
@@ -157,7 +157,7 @@ def test_a_shared_stage_is_kept_busy() -> None:
     }
     programs = rank_programs(costs(2, cluster(3)).outline, strategy, [8, 8], ranks=3)
     timeline = simulate(programs, cluster(3, outer=INSTANT), Work(seconds))
-    # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and behind them one backward of 4 s.
+    # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and after them one backward of 4 s.
     assert timeline.seconds == pytest.approx(2 + 16 * 3 + 4)
 
 
@@ -178,7 +178,7 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
     batches = micro_batches_of(strategy, Assignment.even(counts, longest))
     shared = [rank for rank in range(4) if len(strategy.places(rank)) > 1]
     walks = [Walk(found.blocks, strategy, batches, r, 4, messages=False, home_of=found.home_of) for r in shared]
-    # What every micro-batch keeps from begin to end comes on top of what `max_len` counts: ids, positions and labels,
+    # Memory that a micro-batch keeps from start to end is added to that of `max_len`: ids, positions and labels,
     # and its loss, which these made-up costs take to be as large as a hidden state.
     kept = sum((4 * 8 + HIDDEN) * n * m for n, m in zip(counts, longest, strict=True))
     assert max(walk.peak().total for walk in walks) <= 10**7 + kept
@@ -243,7 +243,7 @@ def test_what_is_fixed_by_hand() -> None:
     strategy = Strategy.parse("<tp1,pp1>", 2)
     elements = 4000 + 2 * 1000 + 4000
     assert alone.fixed(strategy) == pytest.approx(5e-5 + 1e-5 + 1e-9 * elements)
-    # Of two equal pipelines each rank owns a half, and pulls and pushes the other half of every bucket.
+    # With two equal pipelines each rank owns a half of every bucket, and pulls and pushes the other half.
     two = costs(2, cluster(2, outer=INSTANT), elements=10**6)
     pair = Strategy.parse("2*<tp1,pp1>", 2)
     parts = found_traffic(two, pair)
@@ -277,7 +277,7 @@ def test_copies_are_on_the_nodes_of_the_cluster_and_cost_what_they_move() -> Non
         work = found.work(strategy, Assignment.even([1], 100))
         handed = sum(work.handed_on(bucket.name).total for bucket in found.buckets)
         pushed.append((sum(work.moved(Op.PUSH, bucket.name).total for bucket in found.buckets), handed))
-    # What others are the first owners of, and then everything once.
+    # First the elements whose first owners are other ranks, then every element once.
     assert pushed[0] == pytest.approx((4 * elements * 2 / 3, 0), rel=1e-3)
     assert pushed[1] == pytest.approx((4 * elements * 0.75, 4 * elements), rel=1e-3)
     assert [m.state for m in twice.memory(strategy)] == [12 * twice.owned(rank) for rank in range(3)]
@@ -355,7 +355,7 @@ def test_memory_is_walked_over_time() -> None:
     strategy = Strategy.parse("<tp1,pp2>", 4)
     timeline = hg.simulate(found, strategy, Assignment.even([4], 1000))
     curve, peaks = timeline.memory[0], found.memory(strategy, Assignment.even([4], 1000))
-    assert curve.peak.total <= peaks[0].total  # nothing is known there of when messages are over
+    assert curve.peak.total <= peaks[0].total  # which assumes that messages stay until the end
     assert curve.peak.total - curve.peak.messages == pytest.approx(peaks[0].total - peaks[0].messages, rel=0.1)
     assert 0 <= curve.peak_s <= timeline.seconds
     assert max(size for _, size in curve.points) <= curve.peak.total

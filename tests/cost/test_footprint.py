@@ -1,4 +1,4 @@
-"""What blocks of a small Llama are expected to hold, against storages that are really there."""
+"""Expected memory of the blocks of a small Llama, compared with the storages that really exist."""
 
 from __future__ import annotations
 

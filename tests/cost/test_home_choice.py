@@ -137,8 +137,8 @@ def test_by_hand() -> None:
     assert chosen("<[0]x2,[1]x2>", ranks=2) == Home(buckets=halves)
     assert chosen("<[0]x2,[1]x2> + <[2]x2,[3]x2>") == Home(buckets={name: two * 2 for name, two in halves.items()})
     assert chosen("4*<tp1,pp1>") == Home()
-    assert chosen("<[0]x4>") == Home([1, 0, 0, 0])  # idle ranks own nothing
-    # Shares say how much an owner has beside the others; buckets that are given stay.
+    assert chosen("<[0]x4>") == Home([1, 0, 0, 0])  # idle ranks do not own state
+    # Shares divide the state among owners; buckets given by the user stay.
     assert chosen("4*<tp1,pp1>", home=Home([1, 2, 3, 4], rule="auto")) == Home([1, 2, 3, 4])
     assert chosen("2*<tp1,pp1>", home=Home(buckets={"embed": [0, 0, 0, 1]}, rule="stages")) == Home(
         buckets={"embed": [0, 0, 0, 1]}
@@ -160,7 +160,7 @@ def test_a_second_owner_is_on_another_node(text: str, per_node: int) -> None:
         for rank, lo, hi, copy in zip(layout.rank, layout.lo, layout.hi, layout.copy, strict=True):
             owners[copy, lo:hi] = nodes[rank]
         assert (owners[0] != owners[1]).all(), bucket.name
-    # A stage on one node has a copy beside it: it pulls nothing.
+    # A stage within one node has a copy on that node, so it does not pull.
     strategy = Strategy.parse(text, LAYERS)
     if len(strategy.pipelines) == 1 and all(stage.tp == 1 for stage in strategy.pipelines[0].stages):
         work = priced.changed(home=placed).work(strategy, Assignment.even([1], 64))

@@ -84,7 +84,8 @@ def test_a_pull_brings_each_rank_what_it_lacks(program: Program, text: str, home
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("home", [*HOMES, TWICE], ids=str)
 def test_a_push_brings_each_owner_all_contributions_once(program: Program, text: str, home: Home) -> None:
-    """Of a replica one holder sends, the owner itself where it is one; of a partial gradient all do.
+    """One holder of a replicated gradient sends it (the owner itself, if it holds one); all holders of a partial one
+    do.
 
     A second owner gets the sum from the first one.
     """
@@ -111,7 +112,7 @@ def test_a_push_brings_each_owner_all_contributions_once(program: Program, text:
 
 
 def replicas(program: Program, strategy: Strategy, bucket_name: str) -> dict[int, set[int]]:
-    """Return by pipeline the elements of a bucket of which every holder in a stage has the same gradient."""
+    """Return, by pipeline, the elements of a bucket whose gradient is the same on every holder in a stage."""
     bucket = next(b for b in program.buckets if b.name == bucket_name)
     block = next(b for b in program.blocks if b.name in bucket.blocks)
     found: dict[int, set[int]] = {}

@@ -19,7 +19,7 @@ LAYERS = 14
 
 
 def costs_of(memory: tuple[int, int], home: Home | None = None) -> Costs:
-    """Return costs of sixteen ranks in two nodes whose devices have so many bytes."""
+    """Return costs of sixteen ranks in two nodes, with this much memory per device."""
     types = {name: DeviceType(1e15, each, 1e12) for name, each in zip(("fast", "slow"), memory, strict=True)}
     nodes = tuple(Node(name, 8, priced.FAST, priced.SLOW, cards=8) for name in types)
     return priced.costs(LAYERS, Cluster.of(types, nodes), elements=10**6, home=home)

@@ -19,7 +19,7 @@ def test_the_most_tokens_of_any_lines_wherever_the_search_begins(
     peak = Peak(bytes_at, step)
     for limit in limits:  # each search begins near where the last one ended
         exact = min((limit - fixed) // each for fixed, each in lines)
-        # Between two steps the peak is taken to be a line, which lies above it: nothing that is too long is allowed.
+        # Between two steps the peak is bounded by a line above it, so lengths that do not fit are never allowed.
         found = peak.most(limit)
         assert found == 0 if exact < step else exact - step < found <= exact
         assert found == Peak(bytes_at, step).most(limit)

@@ -1,4 +1,4 @@
-"""When a pipeline ends: beside the closed form of equal stages, and beside relaxation over every dependency."""
+"""End of a pipeline, compared with the closed form for equal stages and with relaxation over all dependencies."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def exchanged(forward: Rows, backward: Rows, ahead: Rows, back: Rows, buffered: 
             first, second = (slot - s) / 2, (slot - 2 * stages + 1 + s) / 2
             kind, m = ("f", first) if first.is_integer() else ("b", second)
             now = (kind, int(m)) if 0 <= m < count else ("", -1)
-            # In front of a forward: the last gradient goes back, and a hidden state comes. Of a backward: the reverse.
+            # Before a forward, the last gradient is sent back and a hidden state arrives; before a backward, the
+            # reverse.
             side = s - 1 if first.is_integer() else s + 1
             if 0 <= side < stages:
                 gone = ("send", side, before[1]) if before[0] else None
@@ -97,7 +98,7 @@ def exchanged(forward: Rows, backward: Rows, ahead: Rows, back: Rows, buffered: 
             before = now
         programs.append(program)
     clock, at = [0.0] * stages, [0] * stages
-    posted: dict[tuple[int, int, int], float] = {}  # buffered messages: when their senders went on
+    posted: dict[tuple[int, int, int], float] = {}  # buffered messages: when their senders continued
     while any(at[s] < len(programs[s]) for s in range(stages)):
         for s in range(stages):
             if at[s] == len(programs[s]):

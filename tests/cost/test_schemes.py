@@ -21,7 +21,7 @@ LENGTHS = [100, 900, 300, 2500, 40, 700, 1200, 60] * 4
 
 
 def measured(elements: int = 1000) -> Profile:
-    """Return a profile with blocks; what it says of whole schemes is wrong, so that nobody can have gone by it."""
+    """Return a profile with blocks; its constants of whole schemes are wrong, so a result that used them would show."""
     return replace(profile(4, elements=elements), schemes=dict.fromkeys(SCHEMES, Constants(1.0, 1.0, 1.0)))
 
 

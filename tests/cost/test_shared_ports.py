@@ -1,4 +1,4 @@
-"""Flows that share a resource: none is lost, none is faster than alone, and what is full goes on at full speed."""
+"""Flows that share a resource: all arrive, none is faster than alone, and a full resource stays at full speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared stages take of each pipeline."""
+"""Costs of shared stages for each of their pipelines."""
 
 import pytest
 from hypothesis import given

@@ -183,7 +183,7 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
         for stream in Stream:
             queue = [s for s in spans if s.instruction.stream is stream and s.instruction.op is not Op.RECEIVE]
             for a, b in pairwise(queue):
-                # Of pushes, the next begins when the sums of one are there, and ends after these were handed on.
+                # A push begins when the sums of the previous one have arrived, and ends after these were handed on.
                 beside = handed and stream is Stream.PUSH
                 assert (a.start_s if beside else a.end_s) <= b.start_s <= b.end_s
                 assert a.end_s <= b.end_s

@@ -1,4 +1,4 @@
-"""What an exchange copies, where that can be said by hand."""
+"""Bytes that an exchange copies, in cases that can be computed by hand."""
 
 from __future__ import annotations
 

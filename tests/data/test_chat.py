@@ -45,7 +45,7 @@ def oracle(pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
 
 
 def chatml(turns: list[dict[str, Any]], last: bool = False, newline: bool = False) -> list[tuple[str, bool]]:
-    """ChatML by hand; `newline`: the line end behind an answer counts, too, as where a turn is what it adds."""
+    """ChatML by hand; `newline`: the line end after an answer also counts, as if a turn were all that it adds."""
     pieces: list[tuple[str, bool]] = []
     final = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
     for i, turn in enumerate(turns):
@@ -200,7 +200,7 @@ def test_tools_are_offered_and_called() -> None:
     found = Encoder(TOKENIZER, END, Template(TOOLS)).encode(chat(said, [tool]), "here")
     text = TOKENIZER.decode(list(found.ids), skip_special_tokens=False)
     assert '"parameters": {"type": "object"' in text
-    assert '<call>{"name": "look", "arguments": {"at": "it"}}' in text, "arguments are no text in a text"
+    assert '<call>{"name": "look", "arguments": {"at": "it"}}' in text, "arguments are JSON, not quoted text"
     assert found.targets is not None
     counted = TOKENIZER.decode(
         [i for i, t in zip(found.ids, found.targets, strict=True) if t], skip_special_tokens=False

@@ -1,4 +1,4 @@
-"""Documents come from every kind of file, in one order, and nothing is left out without a word."""
+"""Documents come from every kind of file, in one order, and every omission is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records become texts, pairs and conversations, or are told in a sentence with their place."""
+"""Records become texts, pairs and conversations, or give a one-sentence error with their place."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Lengths = st.lists(st.integers(1, 40), min_size=1, max_size=20).filter(lambda le
 
 @contextmanager
 def token_file(lengths: list[int]) -> Iterator[TokenFile]:
-    """A file whose documents have these lengths, and no two chunks of which are equal."""
+    """A file whose documents have these lengths, and whose chunks all differ."""
     with tempfile.TemporaryDirectory() as folder:
         texts = [chr(33 + i) * (length - 1) for i, length in enumerate(lengths)]
         yield write_tokens(Path(folder) / "tokens", texts, BYTES)

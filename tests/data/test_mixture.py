@@ -1,4 +1,4 @@
-"""Every corpus has its part of the tokens at any time, and the stream goes on from any point."""
+"""Every corpus has its part of the tokens at any time, and the stream resumes from any point."""
 
 from __future__ import annotations
 

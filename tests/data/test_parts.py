@@ -1,4 +1,4 @@
-"""A preparation that is interrupted anywhere goes on, and ends with the same tokens."""
+"""A preparation that is interrupted anywhere resumes, and ends with the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compile` takes besides a model and a strategy: a program that was captured before."""
+"""Arguments of `compile` besides a model and a strategy: a program that was captured before."""
 
 from __future__ import annotations
 

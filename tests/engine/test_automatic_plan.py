@@ -1,6 +1,6 @@
 """`hg.compile(model, "auto")` over two gloo ranks: it measures, plans, explains, trains, and starts from the cache.
 
-Speeds of devices are pretended. Blocks are timed for real once; how long they take decides nothing here.
+Speeds of devices are made up. Blocks are really timed once, but the tests do not depend on the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What coming strategies need, made beside training: real ranks that then compile nothing, and what may go wrong."""
+"""Upcoming strategies are compiled during training: on real ranks, which then need not compile, and with failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AFTER = 3  # steps of the new strategy
 
 
 def trained(model: Any) -> list[str]:
-    """Train until ranks have switched, which they are kept from once; they may compile nothing that is coming."""
+    """Train until ranks have switched, after one refused switch; they must not compile upcoming variants themselves."""
     exe = hg.compile(
         model,
         [RUNNING, hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)],
@@ -57,7 +57,7 @@ def trained(model: Any) -> list[str]:
     ask()
     while together(exe.rank == 0 and exe.changing):
         step()
-    assert len(names) > 3, "steps go on while it is made"
+    assert len(names) > 3, "steps continue while it is compiled"
     assert exe.rank or exe.change_refused == "it computes something else"
     assert names.count(str(OTHER)) == 0
 

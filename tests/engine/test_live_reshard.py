@@ -1,4 +1,4 @@
-"""State goes to other owners beside a step: to the bits of a move behind the step, whoever is lost while it does."""
+"""State moves to other owners during a step: with the same bits as a move after it, whichever rank is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.thorough import thorough
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-# Homes in turn, from one to the next beside each step.
+# Homes in turn; the state moves to the next one during each step.
 ONE = [hg.Home(), hg.Home([1, 0, 2, 5]), hg.Home([0, 3, 1, 1], buckets={"layer.0": [0, 0, 0, 1]}), hg.Home()]
 TWO = [TWICE, hg.Home([1, 0.5, 2, 5], copies=2), hg.Home([1, 3, 0, 1], copies=2), hg.Home([2, 0, 0, 1]), TWICE]
 
@@ -118,7 +118,7 @@ def struck(prepared: Ready) -> tuple[list[float], list[float], list[bool]]:
             try:
                 exe.rehome(home)
                 losses.append(exe.step(batch(len(losses))).loss)
-                exe.step(batch(len(losses)))  # who has come to the end cannot go on without the others
+                exe.step(batch(len(losses)))  # a rank that has finished cannot continue without the others
             except (hg.RankFailure, StruckError):
                 pass
         exe.leave()

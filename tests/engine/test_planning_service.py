@@ -132,7 +132,7 @@ def test_another_planner_takes_over_the_processes_and_forgets_what_they_were_tol
         assert before._service is not None
         pids = before._service.pids
         for batch in BATCHES[:2]:
-            before.announce(batch)  # as many as there may be, and nobody will take them
+            before.announce(batch)  # as many as allowed, and never taken
         after.take_over(before)
         before.close()
         assert after._service is not None

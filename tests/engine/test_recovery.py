@@ -1,4 +1,4 @@
-"""Ranks are lost, leave and come, at any moment; the others go on in the same processes, with the same losses."""
+"""Ranks are lost, leave and come, at any moment; the others continue in the same processes, with the same losses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepared() -> Ready:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank has seen."""
+    """Observations of one rank."""
 
     pid: int
     losses: Mapping[int, float]
@@ -56,7 +56,7 @@ class Plan:
 
     Attributes:
         killed: at a step's beginning.
-        killed_at: amid a step: the kind of the instruction.
+        killed_at: during a step: the kind of the instruction.
         asked: to leave, at a step's beginning.
         killed_moving: at the beginning of their first move, or in its end.
         stopped: by SIGSTOP.
@@ -268,7 +268,7 @@ def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() 
     lengths = [[24] * 12, [200, 12]]
     exe: Any = SimpleNamespace(given="auto", program=program, planning=Planning(lengths=lengths))
     ran = hg.Strategy.parse("<[0]x1,[1]x3> + <[2]x2,[3]x2>", 4)
-    # A newcomer leads, which has seen nothing: another rank tells it what ran in seats 0 to 3.
+    # The leader is a newcomer without history: another rank tells it what ran in seats 0 to 3.
     eras = Past().ended([ran], 4).eras
     world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value, eras] if value == () else [value])
     (found,) = strategies_for(exe, world, hg.Home(), left, Past(), [0, 2, 3])

@@ -66,7 +66,7 @@ def test_every_rank_learns_at_the_commit_how_each_spent_its_time() -> None:
 
 
 def differing(ready: Ready) -> list[str]:
-    """What each difference between two ranks is answered with; none of them leaves the other rank waiting."""
+    """Return the error for each difference between two ranks; in no case may one rank wait for the other."""
     rank = torch.distributed.get_rank()
     strategy = hg.Strategy.parse("<[0]x1,[1]x1>", layers=LAYERS)
 

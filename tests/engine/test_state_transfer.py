@@ -106,7 +106,7 @@ def strike(exe: hg.Executable, wanted: Op, act: Callable[[], None]) -> None:
 
 
 class StruckError(Exception):
-    """What a rank meets that is lost."""
+    """Raised in a rank that is lost."""
 
 
 def stop() -> None:
@@ -144,7 +144,7 @@ def struck_everywhere(prepared: Ready, ops: Sequence[Op]) -> list[float]:
         if own == victim:
             strike(exe, op, stop)
         try:
-            losses.append(exe.step(batch(len(losses))).loss)  # those who have updated go on to the next step
+            losses.append(exe.step(batch(len(losses))).loss)  # ranks that have updated continue with the next step
             exe.step(batch(len(losses)))
         except (hg.RankFailure, StruckError):
             pass
@@ -177,7 +177,7 @@ def test_a_rank_lost_at_any_instruction_costs_the_step_under_way_and_no_bit_more
 
 
 def at_the_commit(prepared: Ready) -> tuple[list[float], bool, bool]:
-    """Rank 3 is lost when it has updated, rank 1 has not heard of the commit, and rank 2 breaks amid its update."""
+    """Rank 3 is lost when it has updated, rank 1 has not heard of the commit, and rank 2 breaks during its update."""
     exe = compiled(prepared)
     losses = train(exe, [0, 1])
     optimizer = exe.optimizer
@@ -309,7 +309,7 @@ def test_state_moves_a_part_between_every_two_steps(prepared: Ready, smooth: lis
 
 
 def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
-    """One rank fails amid a move, before any has everything; then one misses its end, which the others do not."""
+    """One rank fails during a move, before any rank has all state; then one rank misses the end of a move."""
     exe = compiled(prepared, clip=None)
     losses, outcomes = train(exe, [0]), []
     everybody: list[int | None] = [*range(RANKS)]
@@ -324,7 +324,7 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
                 patch.setattr(exe._holding, "take", stop)
             try:
                 exe.move(world, hg.Home([1, 2, 3, 4], copies=2), everybody)
-                exe.step(batch(number))  # those who have ended it cannot go on alone
+                exe.step(batch(number))  # ranks that have finished it cannot continue alone
             except (hg.RankFailure, StruckError) as error:
                 outcomes.append((exe._holding.generation, type(error).__name__))
         exe.leave()

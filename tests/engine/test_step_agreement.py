@@ -71,7 +71,7 @@ def test_ranks_meet_before_the_first_step_alone_and_train_to_the_same_bits() -> 
         assert (losses, counted) == (met, 1)
 
 
-# What is not as promised, each between steps that are right.
+# Broken promises, each between correct steps.
 
 
 def refusals(ready: Ready) -> list[float]:
@@ -82,7 +82,7 @@ def refusals(ready: Ready) -> list[float]:
     def step(given: list[Tensor]) -> None:
         losses.append(exe.step(given).loss)
 
-    # One rank promises something else, or nothing: they meet as ever, and say so.
+    # One rank promises another batch, or none: ranks agree as without promises, and report the difference.
     for promised in (batch(9), None):
         if not first or promised is not None:
             exe.promise(promised if first else (coming := batch(1)))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def refusals(ready: Ready) -> list[float]:
         exe.step([])
     step(coming)
     exe.evaluate(batch(0))
-    # All promise what no step takes; it is refused by all, and they go on.
+    # All ranks promise an invalid batch; all refuse it and continue.
     wrong = [torch.tensor([1, -5])]
     exe.promise(wrong)
     step(batch(2))
@@ -129,7 +129,7 @@ def another(ready: Ready) -> str:
     exe.promise(coming)
     exe.step(batch(0))
     try:
-        exe.step(batch(1) if exe.rank == 1 else coming)  # equal numbers, which nobody has compared
+        exe.step(batch(1) if exe.rank == 1 else coming)  # equal numbers, but not compared
     except RankFailure as failure:
         return f"{type(failure).__name__}: {failure}"
     except ValueError as error:
@@ -234,7 +234,7 @@ def alone(ready: Ready) -> list[float]:
     losses = []
     for step in range(3):
         exe.promise(batch(step + 1))
-        losses.append(exe.step(batch(step)).loss)  # another object: one rank has nobody to keep a promise to
+        losses.append(exe.step(batch(step)).loss)  # another object: a single rank need not keep promises
     assert exe.rank == join("cpu").rank
     return losses
 
@@ -243,7 +243,7 @@ def test_one_rank_promises_nothing() -> None:
     assert len(alone(small_llama())) == 3
 
 
-# What ranks say at a commit.
+# Numbers that ranks exchange at a commit.
 
 
 def says(digest: int, stopping: int = 0, failed: bool = False) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ def test_what_is_said_fits_the_numbers_that_carry_it_and_is_read_back(digest: in
     assert RanksCompared.of(said) == RanksCompared(True, True, CALLED)
     for other in (digest ^ 1, digest ^ (1 << 61), -1):
         assert not RanksCompared.of([*said, says(other)]).same
-    assert not RanksCompared.of([says(-1)] * 3).same, "nobody has promised anything"
+    assert not RanksCompared.of([says(-1)] * 3).same, "no rank has made a promise"
 
 
 def test_a_promise_is_of_the_very_object_and_strategy() -> None:

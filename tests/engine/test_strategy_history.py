@@ -1,4 +1,4 @@
-"""What ran among earlier ranks is known by seats, whatever numbers ranks have now."""
+"""The history of strategies names seats, so it does not depend on the present numbers of ranks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ KEPT_BACK: list[tuple[str, ...]] = [  # what a family's own checks may not let b
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one family.
+    """Result for one family.
 
     Attributes:
         family: its name in transformers.

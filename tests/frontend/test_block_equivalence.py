@@ -24,7 +24,7 @@ TABLE: dict[int, float] = {}
 
 
 class Scaled(Layer):
-    """A block that scales what it returns by what a test says of it."""
+    """A block that multiplies its result by a number that a test computes from the block."""
 
     def __init__(self, index: int, scale: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(32, 4, 2, True)

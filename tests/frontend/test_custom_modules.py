@@ -1,4 +1,4 @@
-"""Modules of one's own: how they are called, what they compute when packed, and what of theirs is refused."""
+"""Custom modules: how they are called, what they compute when packed, and which of their habits are refused."""
 
 from __future__ import annotations
 

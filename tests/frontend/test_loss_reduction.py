@@ -83,7 +83,7 @@ MIXED = {
     "a softmax over what a mask picks": lambda x, b: (
         each(x, b)[counted(b)[0]] * each(x, b)[counted(b)[0]].softmax(0)
     ).sum(),
-    "a softmax over tokens, of which a mask picks": lambda x, b: (x.softmax(1) * x)[counted(b)].sum(),
+    "a softmax over tokens, then a mask": lambda x, b: (x.softmax(1) * x)[counted(b)].sum(),
     "the largest that a mask picks": lambda x, b: x[counted(b)].amax(0).sum(),
     "the norm of what a mask picks": lambda x, b: each(x, b)[counted(b)[0]].norm(),
     "each by the sum of all": lambda x, b: (x * x.sum(1, keepdim=True)).sum(),

@@ -1,4 +1,4 @@
-"""Meta models: every rank count starts alike, like the model's own initialiser would, and nothing unset passes."""
+"""Meta models: all rank counts start with the weights of the model's initialiser, and unset weights are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_values_whatever_was_drawn_before() -> None
 
 
 class Unset(nn.Module):
-    """A module that nothing initialises."""
+    """A module whose parameter is never initialised."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step does with the mini-batch that it is given, at every degree."""
+"""Use of the given mini-batch by a step, at every degree."""
 
 from __future__ import annotations
 

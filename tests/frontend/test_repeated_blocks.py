@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two lists of blocks, the larger one behind the smaller one."""
+    """Two lists of blocks, a small one followed by a large one."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

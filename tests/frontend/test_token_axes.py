@@ -1,4 +1,4 @@
-"""What is said to keep tokens apart does so by numbers, and what mixes them is found; see also test_token_order.py."""
+"""Operators listed as token-wise are so numerically, and those that mix tokens are found; see test_token_order.py."""
 
 from __future__ import annotations
 

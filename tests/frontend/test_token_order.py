@@ -18,7 +18,7 @@ EXPERTS, WIDTH = 4, 8
 
 
 class Traced(nn.Module):
-    """What a block computes of x [1, T, 8], with a router and the weights of experts."""
+    """A function of x [1, T, 8] that a block computes, with a router and the weights of experts."""
 
     def __init__(self, compute: Callable[[Traced, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What no trace sees is refused by name; forwards of instances are honoured."""
+"""Code that tracing cannot see is refused by name; forwards of instances are honoured."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_computation_that_is_left_out_still_waits_for_its_message_over_nccl() 
 def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
     iteration: tuple[Outline, Strategy, list[int], Mode, int], random: Random
 ) -> None:
-    """With instructions moved, too, except messages without their other end, which gloo alone lets be."""
+    """Also with moved instructions, except for messages without a counterpart, which only gloo tolerates."""
     outline, strategy, counts, mode, ranks = iteration
     programs = list(rank_programs(outline, strategy, counts, mode, ranks=ranks))
     assert not any(find_deadlock(programs, transport) for transport in QUEUED[:2])

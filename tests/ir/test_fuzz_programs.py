@@ -1,10 +1,10 @@
 """Rank programs broken in one place: `ir.verify` and `ir.deadlock` catch them all, and name the instruction.
 
 A drawn set of programs (layers, tied and frozen weights, pipelines, degrees, schedules, micro-batches, modes) is edited
-once. Some edits change nothing that anybody could see: freeing later, pulling earlier. What an edit has changed is told
-by `replayed`, which runs programs on symbols and shares no rule with the verifier: whoever passes the verifier must
-replay to the same results. (Where state lives is not in a program: an exchange names its bucket, whatever the home.)
-`make thorough` draws a thousand of each kind.
+once. Some edits have no visible effect: freeing later, pulling earlier. `replayed` finds the effect of an edit: it runs
+programs on symbols and shares no rule with the verifier. Programs that pass the verifier must replay to the same
+results. (Programs do not say where state lives: an exchange names its bucket, whatever the home.) `make thorough` draws
+a thousand of each kind.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _wait_less(random: Random, programs: Programs) -> Programs | None:
     return _edited(programs, place, replace(_at(programs, place), after=tuple(after)))
 
 
-# What always breaks a set of programs, and what may leave it as good as it was.
+# Edits that always break a set of programs, and edits that may leave it equivalent.
 BREAKS: dict[str, Callable[[Random, Programs], Programs | None]] = {
     "a dropped receive": _drop(Op.RECEIVE),
     "a dropped send": _drop_send,
@@ -276,7 +276,7 @@ class Replay:
             if len({tuple(each for each in mine if each[0] is op) for mine in self.exchanges}) > 1:
                 raise BrokenError("an exchange in two orders")
         if any(self.wires.values()):
-            raise BrokenError("a message that nobody takes")
+            raise BrokenError("a message without a receiver")
         return self.results
 
     def _now(self, rank: int) -> Instruction | None:
@@ -389,7 +389,7 @@ class Replay:
     def _check_order(self, rank: int, instruction: Instruction) -> None:
         done = self.results[rank]
         if (Op.COMMIT, "") in done and instruction.op not in (Op.UPDATE, Op.FREE):
-            raise BrokenError("work behind the commit")
+            raise BrokenError("work after the commit")
         if instruction.op is Op.UPDATE and (Op.COMMIT, "") not in done:
             raise BrokenError("an update before the commit")
         if instruction.op is Op.COMMIT and any(value.kind is ValueKind.MESSAGE for value in self.alive[rank]):
@@ -421,7 +421,7 @@ def equal(one: Programs, other: Programs) -> bool:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-# Of what is not there, or not as often as it should be, there is no index; its name stands in the message.
+# A missing instruction, or a wrong number of them, has no index; the message names it.
 MISSING = re.compile(
     r"(forward|backward) \S+ \[\d+\] is missing|the pu(ll|sh) of \S+ is missing|\d+ commits and \d+ updates"
 )
@@ -484,7 +484,7 @@ def test_another_order_is_caught_or_comes_to_the_same(kind: str, case: Iteration
 
 
 def test_most_other_orders_break_something() -> None:
-    """Of a hundred moves in an ordinary iteration at least half do, and some that come to the same do not."""
+    """At least half of a hundred moves in an ordinary iteration break it; equivalent orders do not."""
     outline = Outline(
         ("embed", "layer.0", "layer.1", "head"), (("word", ("embed", "head")), ("l", ("layer.0", "layer.1")))
     )

@@ -66,7 +66,7 @@ def test_home_partitions_the_bucket(size: int, ranks: list[int], align: int, dat
     layout = home(size, ranks, shares, copies, align, nodes)
     assert (owned(layout, ranks) == copies).all()
     for rank in ranks:
-        assert len(np.unique(elements(layout, rank))) == layout.local_size(rank)  # nothing twice on one rank
+        assert len(np.unique(elements(layout, rank))) == layout.local_size(rank)  # no element twice on one rank
     for copy in range(copies):
         covered = [element for _, lo, hi, _, c, _ in rows(layout) if c == copy for element in range(lo, hi)]
         assert sorted(covered) == list(range(size))

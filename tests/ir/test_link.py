@@ -258,7 +258,7 @@ def test_values_come_from_the_same_node_where_it_has_them() -> None:
             assert set(slices.where(slices.dst == rank).src.tolist()) == expected
             one, whole_table = link.copy(home(16, range(4), copies=2, nodes=nodes), users, rank), slices
             assert one.of(rank)[1].src.tolist() == whole_table.of(rank)[1].src.tolist()
-    check_copy(home(16, range(4), copies=2, nodes=[0, 0, 1, 1]), whole(16, 9))  # which the source knows nothing of
+    check_copy(home(16, range(4), copies=2, nodes=[0, 0, 1, 1]), whole(16, 9))  # the source layout ignores nodes
 
 
 @given(cases(), st.data())

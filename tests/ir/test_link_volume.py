@@ -1,4 +1,4 @@
-"""What each rank sends to each other, against the slices of the link themselves."""
+"""Volume between each pair of ranks, compared with the slices of the link."""
 
 from __future__ import annotations
 

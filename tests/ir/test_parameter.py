@@ -29,7 +29,7 @@ def parameters(draw: st.DrawFn, name: str = "p") -> Parameter:
 
 
 def holders(rule: ShardRule, n: int, unit: int, tp: int) -> list[int]:
-    """Return who holds a unit of a segment of `n`, by counting: groups of ranks per head, or floors."""
+    """Return the ranks that hold a unit of a segment of `n`, by counting: groups of ranks per head, or floors."""
     if rule.heads and n < tp:
         return [j for j in range(tp) if j // (tp // n) == unit]
     return [j for j in range(tp) if math.floor(j * n / tp) <= unit < math.floor((j + 1) * n / tp)]

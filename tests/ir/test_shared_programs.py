@@ -1,4 +1,4 @@
-"""Programs that ranks share: nothing is lost, and what differs in more than peers is not shared."""
+"""Programs that ranks share: no information is lost, and programs that differ in more than peers are not shared."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_tampered_programs_are_caught(rank, edit, message):
 def task(body, m):
     """Return where the forward of micro-batch m starts and ends in a rank's instructions."""
     mine = [i for i, each in enumerate(body) if each.op is Op.FORWARD and each.micro_batch == m]
-    return mine[0], mine[-1] + 2  # with the free behind it
+    return mine[0], mine[-1] + 2  # including the free that follows
 
 
 def test_other_order_on_one_tensor_parallel_rank_is_a_deadlock():

@@ -13,7 +13,7 @@ from hydragraph.kernels.triton_jit import KernelVariant
 
 @dataclass(frozen=True)
 class Report:
-    """What one compiled kernel needs.
+    """Resources of one compiled kernel.
 
     Attributes:
         name: of the variant.

@@ -56,7 +56,7 @@ def _prepare() -> None:
     mend()
 
 
-# What follows mends Triton's interpreter (3.6 and 3.9): it multiplies bf16 as if its bits were integers, truncates
+# Corrections of Triton's interpreter (3.6 and 3.9): it multiplies bf16 as if its bits were integers, truncates
 # where a GPU rounds to nearest even, and takes a scalar bool in a mask for an int.
 
 

@@ -1,4 +1,4 @@
-"""Which backend serves an attention call, and what each hands to its library."""
+"""Choice of the backend for an attention call, and the arguments that each backend passes to its library."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.kernels.interpreter import needs_triton
 from tests.thorough import first
 
 # Bytes of shared memory that one block of threads may have on the GPUs that launch these variants: 227 KB on sm_90.
-# What sm_80 runs also runs on sm_86 and sm_89, which have 99 KB (CUDA C programming guide, "Compute Capabilities").
+# Code for sm_80 also runs on sm_86 and sm_89, which have 99 KB (CUDA C programming guide, "Compute Capabilities").
 SHARED_BYTES = {90: 232_448, 80: 101_376}
 
 

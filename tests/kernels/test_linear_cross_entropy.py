@@ -224,7 +224,7 @@ def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
     assert results_bytes == 4 + x.nbytes + weight.nbytes
     beside = live.peak - before - results_bytes
     told = working_bytes(2048, 64, 512, torch.float32)
-    assert 0.7 * told <= beside <= 1.3 * told, (beside, told)  # statistics and labels are small beside them
+    assert 0.7 * told <= beside <= 1.3 * told, (beside, told)  # statistics and labels are small
     assert len(kept) == 3
     assert working_bytes(2048, 64, 512, torch.bfloat16) > 512 * 64 * 4  # the head's gradient is added up in fp32
 

@@ -1,4 +1,4 @@
-"""numba's cache, damaged and unwritable: results are the same, a line says so, and nothing fails."""
+"""numba's cache, damaged and unwritable: results are the same, a line reports it, and calls succeed."""
 
 from __future__ import annotations
 

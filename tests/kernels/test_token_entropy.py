@@ -1,4 +1,4 @@
-"""Entropies of tokens, also of distributions that exclude some words."""
+"""Entropies of tokens, including distributions that exclude some words."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_sums_equal_those_of_returned_gradients(family: str, recompute: bool) ->
 def compare(program: Program, block: Block, plain: Variant, adding: Variant, contiguous: bool) -> None:
     values = weights(program, block, contiguous) | fed(program, block)
     expected = backward(plain, values, [])
-    # What was there must not count.
+    # The previous contents must not count.
     totals = {n: torch.empty_like(values[n], memory_format=torch.preserve_format).fill_(math.nan) for n in adding.added}
     for turn in (1, 2):
         found = backward(adding, values, [(totals[n], float(turn > 1)) for n in adding.added])

@@ -1,4 +1,4 @@
-"""Communicate placeholders: where they stand in a layer, and who gets a gradient."""
+"""Communicate placeholders: where they stand in a layer, and which parameters get a gradient."""
 
 from __future__ import annotations
 

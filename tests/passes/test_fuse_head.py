@@ -86,7 +86,7 @@ CASES = list(product(["llama", "tied", "gpt2", "weighed", "smoothed"], [torch.fl
 @pytest.mark.parametrize(("name", "dtype", "recompute"), first(CASES[::5], CASES))
 def test_loss_and_gradients_are_those_of_head_and_loss(name: str, dtype: torch.dtype, recompute: bool) -> None:
     program, model = captured(name, dtype)
-    for tokens in (2, 300):  # of which the second takes several chunks
+    for tokens in (2, 300):  # 300 tokens take several chunks
         found = run(program, model, True, recompute, tokens)
         wanted = run(program, model, False, recompute, tokens)
         for a, b in zip(found, wanted, strict=True):

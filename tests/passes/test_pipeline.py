@@ -39,7 +39,7 @@ def check_golden(name, text):
     assert text == path.read_text(encoding="utf-8"), f"{path} differs; if that is meant, see this file's first line"
 
 
-# `stream` changes nothing here; `test_stream.py` has its golden text.
+# `stream` has no effect here; `test_stream.py` has its golden text.
 @pytest.mark.parametrize("count", [i for i, (name, _) in enumerate(PASSES, start=1) if name != "stream"])
 def test_golden_text_after_each_pass(count):
     placement = place(model(2), SMALL, [2, 1])
@@ -95,7 +95,7 @@ def iterations(draw):
 
 @st.composite
 def shared(draw):
-    """Draw an iteration of pipelines that may go on, at any layer, in a stage that another one has."""
+    """Draw an iteration of pipelines that may continue, at any layer, in a stage of another pipeline."""
     layers = draw(st.integers(1, 6))
     devices = itertools.count()
     pipelines: list[Pipeline] = []

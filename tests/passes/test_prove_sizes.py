@@ -23,7 +23,7 @@ T = EXAMPLES[0]["T"]
 
 
 def hint(x: Tensor) -> int:
-    """Read a size behind the trace's back."""
+    """Read a size without the trace noticing."""
     size = x.shape[0]
     return tracing.hint_of(size)
 
@@ -32,7 +32,7 @@ BAKED: dict[str, Callable[[Tensor], Tensor]] = {
     "a size turned into a number": lambda x: x.view(int(x.shape[0]), 2, 2).flatten(1),
     "the length in Python": lambda x: x * torch.ones(len(x), 1),
     "a decision on a size": lambda x: x * 2 if x.shape[0] > 100 else x,
-    "a size read behind the trace's back": lambda x: x + torch.zeros(hint(x), 1),
+    "a size read without the trace noticing": lambda x: x + torch.zeros(hint(x), 1),
     "a mean over the example's tokens": lambda x: x / hint(x),
     "one token less": lambda x: x * (hint(x) - 1),
     "the inverse of a size": lambda x: x * (1.0 / hint(x)),

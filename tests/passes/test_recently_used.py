@@ -1,4 +1,4 @@
-"""What is kept is what a list of all that was asked for says, whatever the order."""
+"""The cache keeps the most recently requested keys, in any order of requests."""
 
 from __future__ import annotations
 

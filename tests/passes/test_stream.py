@@ -1,4 +1,4 @@
-"""Streaming: every rank enters the same exchanges, nothing deadlocks, and weights live for one use."""
+"""Streaming: every rank enters the same exchanges, there are no deadlocks, and weights live for one use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ STREAMS: list[bool | str] = [False, True, True, "gradients"]
 
 @st.composite
 def iterations(draw: st.DrawFn) -> tuple[Outline, Strategy, list[int], int]:
-    """Draw a model, a strategy of up to three pipelines, some of which share a stage, and numbers of micro-batches."""
+    """Draw a model, a strategy of up to three pipelines that may share a stage, and numbers of micro-batches."""
     layers = draw(st.integers(1, 4))
     outline = model(layers, tied=draw(st.booleans()))
     names = [name for name, _ in outline.buckets]

@@ -1,4 +1,4 @@
-"""Which compiled templates are kept, and how shards lie in memory."""
+"""Compiled templates that are kept, and the memory layout of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks hold which elements of a bucket, and that blocks which share a parameter must agree on its gradient."""
+"""Elements of a bucket that each rank holds; blocks that share a parameter must agree on its gradient."""
 
 from __future__ import annotations
 

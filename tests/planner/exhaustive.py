@@ -1,9 +1,9 @@
-"""The best of all plans of small clusters, by looking at every pipeline there can be; and plans held against it.
+"""The best of all plans of small clusters, by trying every possible pipeline; and comparison of plans with it.
 
     python -m tests.planner.exhaustive                        # all clusters up to 6 devices, 6 layers; hours
     python -m tests.planner.exhaustive --devices 4 --layers 4
     python -m tests.planner.exhaustive --drawn 1000           # drawn clusters: every promise of a plan
-    python -m tests.planner.exhaustive --drawn 1000 --devices 64   # of so many devices
+    python -m tests.planner.exhaustive --drawn 1000 --devices 64   # of up to 64 devices
 
 Equal devices (of one type, node and rate) are interchangeable, so a pipeline is a sequence of groups of kinds with
 layers. E(u, m), the end of the quickest pipeline that uses the devices u for m micro-batches, is looked up for every u

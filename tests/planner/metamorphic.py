@@ -25,7 +25,7 @@ from tests.cost import priced
 
 SLOWER = {"fast": 1.0, "slow": 2.5, "odd": 20.0}
 BANDWIDTHS = (1e6, 1e7, 1e8, 1e9, 1e10, 5e10)
-# What a plan may become slower by: less is noise of the search.
+# Slowdown of a plan that counts as noise of the search.
 SAME = 0.01
 
 
@@ -56,7 +56,7 @@ class Situation:
 
     @property
     def costs(self) -> Costs:
-        """What plans of it are priced by."""
+        """Costs for pricing its plans."""
         types = {name: DeviceType(1e15, memory, 1e12) for name, memory in self.memory.items()}
         rates = [rate for machine in self.machines for rate in machine.rates]
         names = {machine.node.type for machine in self.machines}
@@ -65,7 +65,7 @@ class Situation:
         return Costs(Profile.merge(profiles), cluster, hg.Health(dict(enumerate(rates))))
 
     def seconds(self, method: Method = "auto") -> float:
-        """Return those of its plan; infinite where nothing fits."""
+        """Return the seconds of its plan, or infinity if no plan fits."""
         try:
             return hg.plan(self.costs, self.work, method).seconds
         except hg.Unsupported:
@@ -130,7 +130,7 @@ def without_the_first(s: Situation) -> Situation:
 
 
 def links(factor: float, some: slice = slice(None)) -> Callable[[Situation], Situation]:
-    """Return what makes links between some nodes so many times as fast."""
+    """Return a change that multiplies the speed of links between some nodes by `factor`."""
 
     def changed(s: Situation) -> Situation:
         machines = list(s.machines)
@@ -143,7 +143,7 @@ def links(factor: float, some: slice = slice(None)) -> Callable[[Situation], Sit
 
 
 def memory(factor: float) -> Callable[[Situation], Situation]:
-    """Return what gives all devices so many times the memory."""
+    """Return a change that multiplies the memory of all devices by `factor`."""
     return lambda s: replace(s, memory={name: int(factor * each) for name, each in s.memory.items()})
 
 
@@ -161,7 +161,7 @@ def healthier(s: Situation) -> Situation:
     return replace(s, machines=tuple(replace(m, rates=tuple(map(fewer, m.rates))) for m in s.machines))
 
 
-# What changes nothing: the same seconds; what helps; and what the situation itself is an improvement of.
+# Changes that keep the seconds, changes that must not increase them, and changes that must not decrease them.
 SAME_SECONDS = (reversed_nodes, shuffled_nodes, reversed_devices)
 BETTER = {
     "links x2": links(2),

@@ -28,7 +28,7 @@ TYPES = {"fast": 1.0, "slow": 2.5, "odd": 20.0}
 
 
 def profile_of(layers: int, type_: str, degrees: Sequence[int], recompute: bool, ends: float) -> Profile:
-    """Return a profile of some kinds of stages, whose embedding and head are so many times as large and slow."""
+    """Return a profile of some kinds of stages, whose embedding and head are `ends` times as large and slow."""
     made = priced.profile(layers, type_, TYPES[type_], 1000)
     kinds = {kind: dict(of) for kind, of in made.pieces.items() if kind.tp in degrees and recompute >= kind.recompute}
     for pieces in kinds.values():
@@ -68,7 +68,7 @@ def situations(draw: st.DrawFn, ranks: int | None = None) -> tuple[Costs, hg.Wor
     layers = draw(st.sampled_from([1, 2, 5, 13]))
     degrees = st.sampled_from([(1,), (1, 2), (1, 2, 4)])
     ends = draw(st.sampled_from([0.01, 1.0, 30.0]))
-    # What was measured may differ by type.
+    # The measured kinds may differ by type.
     profiles = [profile_of(layers, name, draw(degrees), draw(st.booleans()), ends) for name in cluster.types]
     lengths = st.lists(st.sampled_from([16, LENGTH, 3000]), min_size=1, max_size=8)
     fixed = st.builds(hg.Workload, sequences=st.sampled_from([1, 2, 7, 20]), length=st.sampled_from([16, LENGTH, 3000]))
@@ -78,7 +78,7 @@ def situations(draw: st.DrawFn, ranks: int | None = None) -> tuple[Costs, hg.Wor
 
 @st.composite
 def _sizes(draw: st.DrawFn, ranks: int) -> list[int]:
-    """Draw sizes of nodes that come to so many ranks."""
+    """Draw sizes of nodes that sum to `ranks`."""
     sizes: list[int] = []
     while sum(sizes) < ranks:
         sizes.append(min(draw(st.sampled_from([1, 2, 3, 4, 6, 8, 8])), ranks - sum(sizes)))
@@ -118,7 +118,7 @@ def keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str, alone
         assert memory.total - memory.messages <= costs.memory_of(rank)
         assert plan.memory[rank] <= plan.limits[rank]
     assert not any(owned.owned(rank) for rank in lost)
-    # Seconds are those of a simulation, and nothing beats the bound.
+    # Seconds are those of a simulation, and never below the bound.
     if not workload.lengths:
         assert plan.seconds == pytest.approx(owned.simulate(strategy, plan.assignment).seconds)
     assert plan.bound <= plan.seconds * (1 + 1e-9)

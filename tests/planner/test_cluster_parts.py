@@ -17,7 +17,7 @@ TYPES = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 
 
 
 def costs_of(nodes: list[tuple[str, int]], bytes_per_s: float = 1e6, health: hg.Health | None = None) -> Costs:
-    """Return costs of nodes of so many devices, behind links of so many bytes per second."""
+    """Return costs of these (type, devices) nodes, with links of `bytes_per_s` between them."""
     outer = Interconnect(bytes_per_s, 1e-5)
     every = tuple(Node(name, count, priced.FAST, outer, cards=1) for name, count in nodes)
     return priced.costs(8, Cluster.of({name: TYPES[name] for name, _ in nodes}, every), health)

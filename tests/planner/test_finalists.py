@@ -63,7 +63,7 @@ def test_of_equally_good_plans_the_one_that_moves_least_is_looked_at_first() -> 
 
     assert first(0.0, None) == some[0]
     assert first(0.005, of_first_rank) == some[1]
-    # What takes longer is not taken for moving nothing.
+    # A slower strategy is not chosen just because it moves no state.
     assert first(0.005, lambda home: 1 - int(home == hg.Home((1, 1, 0, 0)))) in some[:2]
 
 

@@ -22,7 +22,7 @@ STRATEGIES = ("4*<tp1,pp1>", "2*<tp1,pp1> + <tp2,pp1>", "<[0]x3,[1]x3> + <[2]x4,
 
 
 def without_constants(profile: Profile) -> Profile:
-    """Return a profile whose micro-batches take nothing by themselves, as in one from a datasheet."""
+    """Return a profile without fixed costs of micro-batches, like one from a datasheet."""
 
     def free(piece: Piece) -> Piece:
         assert isinstance(piece.forward, Constants)
@@ -57,12 +57,12 @@ def test_a_promise_runs_every_sequence_once_and_is_seldom_behind_the_best(
         for end in {end for each in ends for end in each}
         if sum(max(n for n, e in enumerate(each) if e <= end) for each in ends) >= sequences
     )
-    # It goes by the slowest stage alone, and counts the others as slow.
+    # The promise uses the slowest stage, and counts the others as equally slow.
     assert best * (1 - 1e-9) <= costs.pipelines_end(strategy, found) <= best * 1.35
 
 
 def test_a_pipeline_of_one_stage_is_promised_one_micro_batch() -> None:
-    """Nothing waits to be filled, and traffic hides best behind a long one, even where micro-batches cost nothing."""
+    """One stage has no bubble, and traffic overlaps best with a long micro-batch, even without fixed costs."""
     costs = priced.costs(6, priced.cluster(4))
     for profile in (costs.profile, without_constants(costs.profile)):
         found = promised(costs.changed(profile=profile), Strategy.parse("4*<tp1,pp1>", 6), [100] * 32)

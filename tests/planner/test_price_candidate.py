@@ -1,4 +1,4 @@
-"""What stages need is told by few micro-batches, and pipelines end when their costs say."""
+"""A few micro-batches suffice to find the needs of stages, and pipelines end when their costs say."""
 
 from __future__ import annotations
 

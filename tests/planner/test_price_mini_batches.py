@@ -59,7 +59,7 @@ def test_the_best_by_estimate_are_settled_until_enough_fit() -> None:
     assert isinstance(exact, Settled)
     assert only.assignments == exact.assignments
     assert 0.95 * exact.seconds <= only.seconds <= 1.05 * exact.seconds
-    # What another way of searching found is then enough, too.
+    # A result of another search method is then also enough.
     others = {hg.Strategy.parse("2*<tp1,pp2>", 6): "another"}
     settle_best(Varied(costs, BATCHES), others, time.monotonic() - 1, hurried)
     assert list(hurried) == [next(iter(origins))]
@@ -75,7 +75,7 @@ def test_owners_that_are_given_stay() -> None:
 
 @pytest.mark.parametrize("text", ["<[0]x1>", "2*<tp1,pp1>", "<tp2,pp1>"])
 def test_memory_is_that_of_the_mini_batches_as_assigned_and_fits(text: str) -> None:
-    # The labels of all sequences take a tenth of a device, which MaxLen knows nothing of.
+    # The labels of all sequences take a tenth of a device, which MaxLen does not include.
     nodes = (Node("fast", 2, priced.FAST, priced.SLOW, cards=2),)
     cluster = Cluster.of({"fast": DeviceType(1e15, 20_000_000, 1e12)}, nodes)
     costs = Costs(profile_of(1, "fast", (1, 2), recompute=False, ends=1.0), cluster)

@@ -1,4 +1,4 @@
-"""The quick plan: every sequence once, nothing too long, and as many micro-batches as finish first."""
+"""The quick plan: every sequence once, no micro-batch too long, and the number of micro-batches that finishes first."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_two_copies_fill_as_the_linear_program_in_which_no_node_has_more_than_ha
 
 @pytest.mark.parametrize("count", [(4, 2), (1, 3), (5, 1)])
 def test_what_two_copies_on_unequal_nodes_take_is_what_ranks_own(count: tuple[int, int]) -> None:
-    """The node with less devices, behind a slow link, owns a whole copy all the same: there is no third node."""
+    """The node with less devices, behind a slow link, owns a whole copy all the same: a third node is missing."""
     types = {"fast": DeviceType(1e15, 10**9, 1e12)}
     slow = Interconnect(1e6, 1e-6)
     nodes = (Node("fast", count[0], priced.FAST, priced.SLOW), Node("fast", count[1], priced.FAST, slow))

@@ -16,7 +16,7 @@ def test_no_plan_of_all_is_quicker_and_the_simple_bound_is_no_nearer(
     best = best_seconds(costs, SEQUENCES)
     found = whole_bound(costs, SEQUENCES, LENGTH, (1,))
     assert bound(costs, [[LENGTH] * SEQUENCES]) <= found <= best * (1 + 1e-9)
-    # What is relaxed makes no bound larger; a plan's own seconds end the search.
+    # Relaxing never increases the bound; a plan's own seconds end the search.
     assert whole_bound(costs, SEQUENCES, LENGTH, (1,), Relaxed(layers=True)) <= found * 1.003
     assert whole_bound(costs, SEQUENCES, LENGTH, (1,), below_s=best) == pytest.approx(found, rel=0.005)
 

@@ -25,7 +25,7 @@ def test_a_graph_is_compiled_to_machine_code(arch: str) -> None:
     assert compiled.used[0].registers > 0
     assert compiled.used[0].stack_bytes == 0
     assert kernel.bytes == 2 * TUNED * WIDTH * 2, "it reads and writes a bf16 tensor in place"
-    assert not compiled.available, "PyTorch says again that there is no GPU"
+    assert not compiled.available, "PyTorch must report no GPU again afterwards"
 
 
 @thorough

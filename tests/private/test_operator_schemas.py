@@ -1,4 +1,4 @@
-"""What is an operator, and what its schema and its tags say of it."""
+"""Operators, and the facts that their schemas and tags give."""
 
 from __future__ import annotations
 

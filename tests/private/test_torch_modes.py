@@ -1,4 +1,4 @@
-"""Whatever mode of PyTorch a caller is in, numbers are the same or the call is refused."""
+"""In every mode of PyTorch that a caller may use, results are the same or the call is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain_losses() -> list[float]:
 )
 def test_modes_change_nothing(mode: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain_losses()
-    monkeypatch.setattr("hydragraph.passes.variants._shared", {})  # nothing that was compiled before
+    monkeypatch.setattr("hydragraph.passes.variants._shared", {})  # forget earlier compilations
     assert two_steps(mode) == expected
     assert len(set(expected)) == 4  # the evaluation and the first step have the same weights
 

@@ -1,4 +1,4 @@
-"""Which PyTorch is too old, tested, or new; and that pyproject.toml and README say the same."""
+"""Versions of PyTorch that are too old, tested, or newer; pyproject.toml and README must agree with them."""
 
 from __future__ import annotations
 

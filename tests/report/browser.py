@@ -50,7 +50,7 @@ class Page:
             self._call(f"{domain}.enable")
 
     def open(self, path: Path) -> None:
-        """Load a file and wait until it is there."""
+        """Load a file and wait until it is complete."""
         self._loaded = False
         self._call("Page.navigate", url=path.absolute().as_uri())
         self._until(lambda: self._loaded)

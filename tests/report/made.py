@@ -20,7 +20,7 @@ from tests.cost.priced import cluster, costs, mixed
 TOKENS = 900
 LAYERS = 4
 TEXTS = (("<tp2,pp2>", [6]), ("2*<tp1,pp2>", [3, 3]), ("<[0,1]x1,[2]x3>", [6]))
-# What a page must never run: as text between tags, in an attribute, in a script, and in a style.
+# Text that a page must never execute: between tags, in an attribute, in a script, and in a style.
 EVIL = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>\"'--></style>"
 
 

@@ -1,4 +1,4 @@
-"""The report in a browser: nothing is loaded, nothing goes wrong, and what can be clicked does what it says."""
+"""The report in a browser: it loads no other file, has no errors, and its controls do what they say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def shown(page: Page, tmp_path: Path) -> Iterator[Page]:
-    """A report on the screen; whatever is done with it, it asks for nothing and complains of nothing."""
+    """A report on the screen; it must never request a file or log an error, whatever a test does."""
     path = tmp_path / "report.html"
     write_report(report(), path)
     page.emulate(1100, 800)

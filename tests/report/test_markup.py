@@ -12,7 +12,7 @@ from hydragraph.report.markup import Markup, join, script_data, tag
 
 
 class Reader(HTMLParser):
-    """What a browser makes of it."""
+    """The page as a browser parses it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

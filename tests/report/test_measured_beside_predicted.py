@@ -23,7 +23,7 @@ ASSIGNMENT = Assignment.even([4, 3], [900, 700])
 
 
 def truth(priced: Costs, ratios: dict[Kind, float], health: hg.Health | None = None, types: bool = False) -> Costs:
-    """Return costs of which each kind takes so many times as long, on every rank or on those of the slow type."""
+    """Return costs that multiply the time of each kind by its ratio, on every rank or on those of the slow type."""
     names = tuple(priced.cluster.type_of(rank) for rank in range(priced.ranks))
     known = Corrections(names)
     for _ in range(5):

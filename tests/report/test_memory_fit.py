@@ -1,4 +1,4 @@
-"""What fits, on made-up models: advice that is followed works, and nothing fits where it says so."""
+"""Memory fits of made-up models: the advice works when followed, and "nothing fits" is reported only if true."""
 
 from __future__ import annotations
 

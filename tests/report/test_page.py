@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing, names of strangers as text, and small enough for a thousand ranks."""
+"""The page: one file that loads no others, foreign names as plain text, and small enough for a thousand ranks."""
 
 from __future__ import annotations
 

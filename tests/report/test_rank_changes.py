@@ -1,4 +1,4 @@
-"""What a report says of the ranks of a run."""
+"""A report's account of the ranks of a run."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def test_one_mark_for_all_that_happened_after_a_step() -> None:
     found = happened(*storm())
     assert found is not None
     marks = marks_of(found)
-    assert [(mark.x, mark.style) for mark in marks] == [(3, "m-lost"), (5, "m-back")], "what was not done is no mark"
+    assert [(mark.x, mark.style) for mark in marks] == [(3, "m-lost"), (5, "m-back")], "dry runs have no mark"
     assert marks[0].title == "after step 3\nrank lost: rank 1"
     keys = mark_keys(marks)
     assert keys is not None

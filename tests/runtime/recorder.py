@@ -1,8 +1,8 @@
-"""A device that only writes down: what each queue reads and writes, and what may run beside it.
+"""A device that only records what each queue reads and writes, and what may run at the same time.
 
 Every queue has a vector clock; marks carry clocks from one to another. Two accesses to the same memory, one of them a
 write, must be ordered by these clocks, and memory that is dropped must not be in use by a queue that the allocator
-does not know of. Whatever else a GPU does, it can then not read too early or overwrite too soon.
+does not know of. If both hold, a GPU cannot read too early or overwrite too soon, in whatever order it runs the queues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RaceError(AssertionError):
 
 @dataclass
 class Memory:
-    """Who used a piece of memory when.
+    """Accesses to a piece of memory.
 
     Attributes:
         home: the queue it was allocated for, which gets it again when it is dropped.
@@ -274,7 +274,7 @@ class RecordingGroups:
         return self._message(f"from {peer}", [], [tensor])
 
     def connect(self, program: object) -> None:
-        """Do nothing: there is nobody to connect with."""
+        """Do nothing: there are no other ranks to connect with."""
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], RecordingCollectives]:
         mine = [ranks for ranks in rank_sets if self.world.rank in ranks]
@@ -302,7 +302,7 @@ class RecordingCollectives:
 
 
 class Unwatched:
-    """A failure watch of a rank that nobody watches."""
+    """A failure watch whose methods have no effect."""
 
     def at(self, index: int) -> None:
         """Do nothing."""

@@ -268,7 +268,7 @@ def test_a_debuggers_stop_of_all_ranks_is_no_failure(tmp_path: Path) -> None:
     debugger.join()
 
 
-# What lives and stands still.
+# Ranks that live but make no progress.
 
 
 def endless(seconds: float) -> None:

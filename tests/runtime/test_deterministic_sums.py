@@ -31,7 +31,7 @@ from tests.thorough import thorough
 
 LIMIT = timedelta(seconds=120)
 STEPS = 3
-LAST = 5  # the step before which all strikes have hit, and all ranks are there again
+LAST = 5  # before this step all strikes have hit, and all ranks are back
 CLUSTER = Cluster.homogeneous(4, device=Device(1e9, int(8e9), 1e10), within_node=Interconnect(2e9, 1e-6))
 ONE = ["<[0]x1,[2]x1> + <[1]x2>", "4*<tp1,pp1>", "<[3]x2>", "<[1]x1r,[2]x1> + <[0]x2>"]
 TWO = ["<[0,1]x2>", "<[2,0]x1,[1,3]x1>", "2*<tp2,pp1>"]
@@ -102,7 +102,7 @@ def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
 
 
 class Sideways(Layer):
-    """A layer whose output lies in memory column by column, where nobody sends it."""
+    """A layer whose output is column-major in memory, unless it is sent."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, heads=4, kv=2, causal=True)

@@ -65,7 +65,7 @@ def test_types_are_of_ranks_next_to_each_other_in_speed(speeds: list[float]) -> 
 def test_devices_are_probed_again_only_while_speed_makes_types(
     probes: tuple[float, ...], memory: float, count: int, types: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This rank is probed beside one that reaches 100 products per second every time."""
+    """This rank is probed together with one that reaches 100 products per second every time."""
     monkeypatch.setattr(device_reports, "device_memories", lambda groups: [1e9])
     gathered: list[float] = []
 

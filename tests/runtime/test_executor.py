@@ -1,4 +1,4 @@
-"""The executor when things go wrong, over real gloo processes: nothing is lost, and everybody says the same."""
+"""The executor when things go wrong, over real gloo processes: no state is lost, and all ranks give the same error."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fail(ready: Ready, victim: int, op: Op, occurrence: int, how: str) -> tuple[
 @pytest.mark.parametrize(
     ("victim", "op", "occurrence", "how", "text"),
     [
-        (3, Op.PULL, 1, "kill", "link W."),  # it computes nothing and only owns a shard
+        (3, Op.PULL, 1, "kill", "link W."),  # it only owns a shard, without computing
         (1, Op.RECEIVE, 0, "raise", "receive"),
     ],
 )

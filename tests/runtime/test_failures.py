@@ -1,4 +1,4 @@
-"""What goes wrong in training, on real processes: every rank says the same, and what need not end goes on."""
+"""What goes wrong in training, on real processes: every rank reports the same error, and whatever can continue does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = "<[2]x1,[1,0]x1>"
 LIMIT = timedelta(seconds=120)  # against a hang; a failure is noticed within 10 s of happening
 REPORTS = "HYDRAGRAPH_TEST_REPORTS"
 
-# Who is killed at each kind of instruction: ranks 0 and 1 share a stage, 2 has the next one. Add a kind, add a case.
+# Rank to kill at each kind of instruction: ranks 0 and 1 share a stage, 2 has the next one. Add a case with a kind.
 VICTIMS = {
     Op.PULL: 2,
     Op.FORWARD: 1,
@@ -143,7 +143,7 @@ def test_a_rank_without_memory_is_named_by_all(tmp_path: Path, monkeypatch: pyte
             assert "OutOfMemoryError: tried to allocate" in message
 
 
-# What a run survives.
+# Failures that a run survives.
 
 
 def hold_the_interpreter() -> None:
@@ -185,7 +185,7 @@ def slowly(exe: hg.Executable) -> tuple[list[float], list[float]]:
 
 
 def save_to_a_full_disk(exe: hg.Executable, folder: Path) -> tuple[list[str], bool, float]:
-    """Save well, fail to save over it and beside it, go on, and read what was saved well."""
+    """Save, fail to overwrite it and to save elsewhere, continue, and load the good checkpoint."""
     kept, errors = weights(exe), []
     exe.save(folder / "c", {"note": "whole"})
     exe.step(batch(2))
@@ -232,7 +232,7 @@ def test_slow_ranks_and_a_full_disk_end_nothing(tmp_path: Path) -> None:
 
 
 def differing(ready: Ready) -> list[str]:
-    """Differ between ranks in several ways, one after another; return what this rank is told."""
+    """Differ between ranks in several ways, one after another; return this rank's errors."""
     rank = dist.get_rank()
     strategy, other = (hg.Strategy.parse(text, layers=LAYERS) for text in (STRATEGY, OTHER))
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Links: which are measured, over two gloo ranks in two pretended nodes; and what messages say of network cards."""
+"""Links that are measured, over two gloo ranks in two pretended nodes; and network cards counted from messages."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Groups(RecordingGroups):
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank trains."""
+    """Training of one rank."""
 
     model: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Prepared iterations are built once, and only as many are kept as there is room for."""
+"""Prepared iterations are built once, and kept up to a limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_least_recently_used_iteration_is_forgotten_and_prepared_again() -> 
         again = prepares.get(strategy, (2,), "train")
         assert again is not second
         assert again.program == second.program
-        assert again.blocks["layer.0"].variant is second.blocks["layer.0"].variant  # nothing is compiled twice
+        assert again.blocks["layer.0"].variant is second.blocks["layer.0"].variant  # no block is compiled twice
         assert prepare.call_count == 4
 
 

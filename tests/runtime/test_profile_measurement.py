@@ -1,4 +1,4 @@
-"""Measuring a tiny model on two local ranks; nothing here depends on how fast they are."""
+"""Measuring a tiny model on two local ranks; the tests do not depend on their speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = MeasureSettings(
 
 
 def measured_rank(settings: MeasureSettings) -> tuple[Profile, list[str]]:
-    """Return the profile and what was told meanwhile."""
+    """Return the profile and the progress messages."""
     model = llama(layers=LAYERS)
     program = capture(model)
     groups = Groups(join("cpu"), timedelta(minutes=2))

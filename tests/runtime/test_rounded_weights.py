@@ -38,7 +38,7 @@ def test_losses_are_those_of_rounding_at_every_pull(tmp_path: Path) -> None:
     without.load(tmp_path / "saved")
     assert with_copies.evaluate(batch(3)).loss == without.evaluate(batch(3)).loss
     with torch.no_grad():
-        for exe in (with_copies, without):  # as a user may: behind the optimizer's back
+        for exe in (with_copies, without):  # as a user may: without telling the optimizer
             exe.home.parameters["lm_head.weight"].mul_(0.5)
     assert with_copies.evaluate(batch(3)).loss == without.evaluate(batch(3)).loss
 

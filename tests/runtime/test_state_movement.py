@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def momentum_of_some(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Of two groups, of which one keeps nothing per element."""
+    """Return an optimizer of two groups, only one of them with state per element."""
     first, second = named[::2], named[1::2]
     return torch.optim.SGD([{"params": first, "momentum": 0.9}, {"params": second}], lr=0.1)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ class Exchanges:
 
 
 class RankGroups:
-    """What a rank sees of them."""
+    """One rank's view of the exchanges."""
 
     def __init__(self, exchanges: Exchanges, world: World) -> None:
         self.exchanges = exchanges
@@ -82,7 +82,7 @@ class RankGroups:
 
     def all_to_all(self, role: Role, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         exchanges, rank = self.exchanges, self.world.rank
-        assert in_splits[rank] == out_splits[rank] == 0, "nothing travels to oneself"
+        assert in_splits[rank] == out_splits[rank] == 0, "a rank does not send to itself"
         exchanges.sent[rank] = list(inp.split(in_splits))
         exchanges.meeting.wait()
         out.copy_(torch.cat([exchanges.sent[peer][rank] for peer in range(exchanges.ranks)]))
@@ -117,7 +117,7 @@ def trained(owners: Home, ranks: int, factory: Callable[..., torch.optim.Optimiz
 
 
 def gathered(states: Sequence[OwnedState | None]) -> dict[tuple[str, str], Tensor]:
-    """Put columns together, canonical, nan where nobody has them; owners of an element have the same bits."""
+    """Assemble columns in canonical order, nan for missing elements; all owners of an element have the same bits."""
     found: dict[tuple[str, str], Tensor] = {}
     for state in states:
         for name, columns in state.columns.items() if state else ():
@@ -192,7 +192,7 @@ def test_whatever_is_left_is_where_it_is_to_be_and_nothing_else_has_changed(
         weights = [kept.get((p.name, ""), torch.full((p.size,), torch.nan)) for p in bucket.parameters]
         assert int(torch.cat(weights).isnan().sum()) == lost.get(bucket.name, 0)
     if before == list(range(ranks)) and wanted == owners:
-        assert received == [0] * ranks, "who has something already is sent nothing"
+        assert received == [0] * ranks, "elements that a rank already has are not sent to it"
 
 
 def test_ranks_that_stepped_differently_are_told() -> None:

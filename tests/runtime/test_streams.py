@@ -160,7 +160,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, streams
 
 
 def test_computation_never_waits_for_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What an instruction reads, a buffer that it takes, and the commit, which needs all of them.
+    # The values that an instruction reads, a buffer that it takes, and the commit, which needs all streams.
     asked_for(monkeypatch, Executor, "_arrive", lambda executor: executor.streams)
     asked_for(monkeypatch, Executor, "_commit", lambda executor: executor.streams)
     asked_for(monkeypatch, Buffers, "take", lambda buffers: buffers._streams)

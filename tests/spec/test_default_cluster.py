@@ -1,4 +1,4 @@
-"""The cluster that is assumed where none is named."""
+"""The default cluster."""
 
 from __future__ import annotations
 

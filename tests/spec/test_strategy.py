@@ -204,7 +204,8 @@ def test_what_repeats_a_device_otherwise_is_refused(text: str, message: str) -> 
         Strategy.parse(text, 4)
 
 
-# What construction refuses --------------------------------------------------------------------------------------------
+# Strategies that construction
+# refuses--------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

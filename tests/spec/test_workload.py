@@ -1,4 +1,4 @@
-"""What a user may pass as one sequence, and how its labels are aligned."""
+"""Values that a user may pass as one sequence, and how its labels are aligned."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def compile_plain(model: nn.Module, strategy: Strategy, *, optimizer: Callable[.
 
 
 class Watched:
-    """A watcher that remembers what it was told."""
+    """A watcher that records its messages."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -142,7 +142,7 @@ class Watched:
 def settings(folder: Path) -> dict[str, Any]:
     """Return the YAML of a tiny run on a corpus that is written to the folder."""
     texts = folder / "texts"
-    if not texts.exists():  # rewriting would change what the cache goes by
+    if not texts.exists():  # rewriting would change the modification times, which the cache uses
         texts.mkdir()
         for i in range(12):
             (texts / f"{i}.txt").write_text(" ".join(f"{'abc'[j % 3]}{(i * j) % 7}" for j in range(40)))

@@ -1,4 +1,4 @@
-"""Data that newcomers have by mistake: each is told in one sentence, before anything is encoded."""
+"""Data that newcomers have by mistake: each is reported in one sentence, before encoding starts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_data_is_a_sentence(case: str, tmp_path: Path) -> Non
     if "later" not in case and "text" not in sentence and "vocab" not in sentence and "assistant" not in sentence:
         with pytest.raises(ValueError, match=sentence):
             check_data(config)
-    assert not list((tmp_path / "run").rglob("*.bin")), "nothing half made is left"
+    assert not list((tmp_path / "run").rglob("*.bin")), "partial files are removed"
 
 
 @pytest.mark.parametrize(

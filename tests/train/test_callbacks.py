@@ -1,4 +1,4 @@
-"""A run's callbacks: which are called with what, and what is told of those that cannot be."""
+"""A run's callbacks: calls and their arguments, and errors for callbacks that cannot be called."""
 
 from __future__ import annotations
 

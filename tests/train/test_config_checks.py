@@ -1,4 +1,4 @@
-"""What a config asks for that cannot be is told before any data is read, in a sentence that says what to write."""
+"""Impossible requests in a config are refused before any data is read, in a sentence that says what to write."""
 
 from __future__ import annotations
 

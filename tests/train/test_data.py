@@ -224,7 +224,7 @@ def test_mixtures_and_evaluation_sets_have_files_of_their_own(tmp_path: Path) ->
     assert text / chat == pytest.approx(3, rel=0.1)
     (pairs,) = evaluation_batches(run, tokens)["pairs"]
     assert len(pairs) == 9
-    assert set(evaluation_batches(run, tokens)) == {"pairs"}, "nothing is held out beside sets of their own"
+    assert set(evaluation_batches(run, tokens)) == {"pairs"}, "no sequences are held out if evaluation sets are given"
     verify(run, directory)
 
 
@@ -294,7 +294,7 @@ def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: 
 
     def interrupt(what: str, done: int, part: float) -> None:
         if what == "writing the token file":
-            assert part == pytest.approx(done / 40, abs=0.1), "by which the time that is left is told"
+            assert part == pytest.approx(done / 40, abs=0.1), "the time left is computed from it"
             if done >= 24:
                 raise KeyboardInterrupt
 

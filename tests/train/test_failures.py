@@ -1,4 +1,4 @@
-"""`hydragraph train` when files are damaged or a disk is full: one sentence, and nothing that was there is lost."""
+"""`hydragraph train` when files are damaged or a disk is full: one sentence, and existing files are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goodput: what wall time consists of, and that nothing of it is missing."""
+"""Goodput: the parts of wall time, and that they add up to all of it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_night_between_a_stop_and_its_resumption_is_no_time_of_the_run() -> No
     undone = [events[0], replace(events[1], step=0)]
     lost = account(steps(1, 2, 3, 30_002, 30_003), undone)
     assert lost is not None
-    assert lost.seconds == pytest.approx(30_002), "what went on from an earlier checkpoint had failed"
+    assert lost.seconds == pytest.approx(30_002), "a run that resumed from an earlier checkpoint had failed"
 
 
 def test_steps_beside_a_slow_rank_are_not_undisturbed() -> None:

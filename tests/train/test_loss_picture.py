@@ -46,7 +46,7 @@ def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
     for name, marked in (("plain", []), ("dry", dry), ("marked", events)):
         write_picture(history, tmp_path / f"{name}.png", marked)
         pictures.append(image.imread(tmp_path / f"{name}.png"))
-    assert (pictures[0] == pictures[1]).all(), "what was not done is no mark"
+    assert (pictures[0] == pictures[1]).all(), "dry runs have no mark"
     assert pictures[2].shape[0] > pictures[0].shape[0], "there are rows for what happened"
 
 

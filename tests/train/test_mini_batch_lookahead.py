@@ -1,4 +1,4 @@
-"""Reading ahead changes neither the mini-batches nor where a resumed run goes on."""
+"""Reading ahead changes neither the mini-batches nor the position where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_mini_batches_and_positions_are_those_without_it(count: int) -> None:
         assert coming.position == {"at": step}
         assert (number(coming.following) == step + 1) if coming.following else step == 5
         assert announced == list(range(1, min(step + count, 5) + 1)) if count else not announced
-    assert source.at == 5  # nothing is read that no step needs
+    assert source.at == 5  # it never reads more than steps need

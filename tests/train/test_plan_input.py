@@ -1,4 +1,4 @@
-"""What a config's `plan` names: costs for the ranks there are, or a sentence that names the field."""
+"""A config's `plan` gives costs for the run's ranks, or an error that names the field."""
 
 from __future__ import annotations
 

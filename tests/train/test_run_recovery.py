@@ -1,4 +1,4 @@
-"""A run goes on without ranks that were lost: who leads, what is told of it, what is known of those that stay."""
+"""A run continues without lost ranks: its new leader, its reports, and the measurements of ranks that stay."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
 
 
 class Began:
-    """A callback that must begin before it is told of a step."""
+    """A callback that must start before it gets a step."""
 
     seen: list[str] = []  # noqa: RUF012 - of all instances
 
@@ -83,7 +83,7 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
 
 
 def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Path) -> None:
-    """Else callbacks are told of a folder that is not there, once something is saved again."""
+    """Otherwise callbacks would get a folder that does not exist, after the next save."""
     nothing: Any = None
     folder = RunFolder(tmp_path / "run")
     run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Pa
         run.saving.append((step, folder.place(step)))
     (folder.place(2) / "complete.json").write_text("{}")
     forget_unsaved(run)
-    assert run.saving == [(2, folder.place(2))], "it is whole: callbacks are yet to be told"
+    assert run.saving == [(2, folder.place(2))], "it is complete: callbacks must still get it"
 
 
 def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:

@@ -1,4 +1,4 @@
-"""What is known of slow ranks outlives the rank that knew it."""
+"""Measurements of slow ranks outlive the rank that kept them."""
 
 from __future__ import annotations
 

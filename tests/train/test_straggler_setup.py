@@ -1,4 +1,4 @@
-"""What watches a run's ranks is made by the costs of the devices that they have."""
+"""Creation of a run's straggler monitor from the costs of its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows, with and without a terminal."""
+"""Screen output of a run, with and without a terminal."""
 
 from __future__ import annotations
 

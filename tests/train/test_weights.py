@@ -1,4 +1,4 @@
-"""Runs that start from a directory of which each rank reads its own part, on a model without weights."""
+"""Runs that start from a directory: each rank reads its own part into a model without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of heads: those of the classes beside the model's own, with its own config, and no others."""
+"""Names of heads: those of other classes of the model's family that use its config, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_heads_are_those_of_the_classes_beside_the_models() -> None:
     names = frozenset({POOLER, PAIRS, "pooler.dense.bias", "qa_outputs.weight"})
     assert family.heads(names) == names
     others = frozenset({"bert.encoder.layer.1.output.dense.weight", "score.weight", "transformer.h.0.ln_1.weight"})
-    assert family.heads(names | others) == names, "deeper layers and other models are no heads"
+    assert family.heads(names | others) == names, "deeper layers and other models are not heads"
     assert not family.heads(frozenset())
 
 

@@ -1,4 +1,4 @@
-"""What a directory of safetensors files holds, and boxes of its tensors."""
+"""Contents of a directory of safetensors files, and boxes of its tensors."""
 
 from __future__ import annotations
 

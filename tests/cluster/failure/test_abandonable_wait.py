@@ -52,4 +52,4 @@ def test_a_wait_goes_on_until_it_is_abandoned(waiter: Waiter) -> None:
         waiter.run(work.wait, lambda: next(answers))
     assert next(answers, None) is None, "it was asked three times"
     work.done.set()
-    waiter.run(finished().wait, lambda: False)  # the thread is free again, and the late answer is nobody's
+    waiter.run(finished().wait, lambda: False)  # the thread is free again, and the late answer is discarded

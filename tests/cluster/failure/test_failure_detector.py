@@ -67,7 +67,7 @@ def test_a_process_that_computes_between_stops_is_slow_and_not_stopped() -> None
 def test_a_debuggers_stop_of_all_is_no_failure() -> None:
     launcher = Judge()  # which is not stopped
     assert looks(launcher, {0: seen(STOPPED), 1: seen(STOPPED)}, 1000) is None
-    assert looks(launcher, {0: seen(), 1: seen(STOPPED)}, 10) is None, "they go on one after the other"
+    assert looks(launcher, {0: seen(), 1: seen(STOPPED)}, 10) is None, "a debugger resumes them one after the other"
     rank = Judge()  # which was stopped with the others: of its pause half a second counts
     assert rank.look(30.0, {0: seen(), 1: seen(STOPPED)}) is None
     elsewhere = Judge()

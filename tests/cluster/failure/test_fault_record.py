@@ -1,4 +1,4 @@
-"""The first fault stands, whoever asks."""
+"""All readers get the first fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody waits for a store that does not answer, or is gone."""
+"""Clients do not wait for a store that does not answer or has gone."""
 
 from __future__ import annotations
 

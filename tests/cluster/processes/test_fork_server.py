@@ -1,4 +1,4 @@
-"""What a fork server leaves behind when its launcher is killed, and that signals to all of its group spare ranks."""
+"""A fork server cleans up when its launcher is killed, and signals to its whole group do not reach ranks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.thorough import first
 
 ROOT = Path(__file__).parents[3]
 
-# What somebody types: functions, a model and a result's class of `__main__`, and a global that a function reads.
+# An interactive session: functions, a model and a result's class of `__main__`, and a global that a function reads.
 TYPED = """
 import torch
 from torch import nn

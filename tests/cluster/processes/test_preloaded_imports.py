@@ -1,4 +1,4 @@
-"""Which classes of transformers a rank's function will import, read from its code."""
+"""Find the classes of transformers that a rank's function will import, by reading its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first ranks made reaches those that come later, whole, from a private folder, or is made again."""
+"""Later ranks read what the first ranks made from a private folder, complete, or make it again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.cluster.processes.restart_cache import KEPT, keep, kept
 
 
 def made() -> dict[str, object]:
-    raise AssertionError("it is there already")
+    raise AssertionError("it already exists")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_what_was_kept_is_not_made_again(folder: Path) -> None:
     found = kept("capture", "key", made)
     assert found["name"] == "a"
     assert torch.equal(found["weights"], torch.arange(5.0))  # type: ignore[arg-type]
-    assert [path.name for path in folder.iterdir()] == ["key"], "nothing half written is left"
+    assert [path.name for path in folder.iterdir()] == ["key"], "partial files are removed"
     assert kept("capture", "another key", lambda: 7) == 7
 
 

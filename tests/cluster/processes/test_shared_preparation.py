@@ -39,7 +39,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def changed(prepared: dict[str, torch.Tensor], value: float) -> tuple[list[float], bool, list[float]]:
-    """Change one's own weights, look whether their other name follows, and run a backward."""
+    """Change this rank's weights, check that their other name follows, and run a backward pass."""
     prepared["w"] += dist.get_rank() * value
     dist.barrier()
     tied = prepared["w"].data_ptr() == prepared["tied"].data_ptr()

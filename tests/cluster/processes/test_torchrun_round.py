@@ -69,7 +69,7 @@ def test_an_attempt_that_failed_while_it_started_confuses_nobody(arrived: set[in
 def test_a_rank_that_is_started_again_while_the_others_wait() -> None:
     store = server()
     others = [Rank(store, rank, 3) for rank in (0, 2)]
-    died = Rank(store, 1, 3, limit=timedelta(0))  # it has said that it is there, and no more
+    died = Rank(store, 1, 3, limit=timedelta(0))  # it registers once and then stops
     died.join()
     time.sleep(0.2)
     again = Rank(store, 1, 3)

@@ -45,7 +45,7 @@ class World:
 
 
 def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
-    """Yield everything that may happen next, by name; kills and requests to leave are no progress."""
+    """Yield everything that may happen next, by name; kills and requests to leave do not count as progress."""
     said = {m: member.said for m, member in enumerate(world.members) if member.lives}
     record = decide(world.record, said, rules)
     if record != world.record:
@@ -81,7 +81,7 @@ def answer_of(member: Member, generation: Generation) -> Said:
 
 
 def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[Said]:
-    """Yield what a member that works may say when it leaves its generation; nothing while it has no reason to."""
+    """Yield what a working member may say when it leaves its generation, or no value if it has no reason to leave."""
     member = world.members[m]
     number = member.at
     assert number is not None
@@ -134,7 +134,7 @@ def check(world: World) -> None:
 
 
 def settled(world: World, size: int) -> bool:
-    """Say whether this is a good end: as many as there are to be work in one generation, or nobody need meet again."""
+    """Return whether this is a good end: the required number works in one generation, or no meeting is needed."""
     alive = {m for m, member in enumerate(world.members) if member.lives and not member.said.left}
     if world.orders.over or not alive:
         return True
@@ -168,12 +168,12 @@ def prove(size: int, newcomers: int, kills: int, leaves: int = 0) -> int:
 
 
 def ends(world: World) -> bool:
-    """Say whether anybody is left that should go on."""
+    """Return whether some member is alive and should continue."""
     return any(member.lives and not member.said.left for member in world.members)
 
 
 def test_while_nobody_has_begun_all_are_waited_for() -> None:
-    """Process 1 of three was lost before there was any state: whoever comes in its place is waited for."""
+    """Process 1 of three was lost before there was any state: its replacement is waited for."""
     rules = Rules(3)
     met = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
     left = {m: Said(after=1, ready=True) for m in (0, 2)}
@@ -184,7 +184,7 @@ def test_while_nobody_has_begun_all_are_waited_for() -> None:
         assert whole.members == (0, 2, 3)
         assert not whole.holds
     holding = {m: replace(each, holds=1) for m, each in left.items()}
-    assert decide(met, holding, rules, coming=1).orders.proposal.members == (0, 2), "whoever has state goes on without"
+    assert decide(met, holding, rules, coming=1).orders.proposal.members == (0, 2), "they continue alone"
 
 
 def test_two_members_and_one_newcomer_with_a_kill_at_any_moment() -> None:
@@ -208,9 +208,9 @@ def test_larger_worlds(world: tuple[int, int, int, int]) -> None:
 def test_who_is_waited_for_is_known() -> None:
     working = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {1: (0, 1, 2)})
     train, back, new = Said(agreed=1, entered=1), Said(after=1, agreed=1, entered=1), Said(ready=True)
-    assert awaited(working, {0: train, 1: train, 2: train, 3: new}) == ()  # nobody waits yet: they are called
+    assert awaited(working, {0: train, 1: train, 2: train, 3: new}) == ()  # none waits yet: all are called
     assert awaited(working, {0: back, 1: train, 2: back, 3: new}) == (1,)
-    assert awaited(working, {0: back, 2: back, 3: new}) == ()  # the lost are nobody's matter any more
+    assert awaited(working, {0: back, 2: back, 3: new}) == ()  # lost members are not awaited
     assert awaited(working, {0: train, 1: Said(agreed=1), 2: train}) == (1,)  # the others cannot connect to it
     proposed = decide(working, {0: back, 1: back, 2: back}, Rules(3))
     assert proposed.orders.proposal.number == 2

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh`: it refuses where there is no GPU, before it does anything."""
+"""`benchmarks/gpu.sh`: without a GPU it stops before it does anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sides are timed, what is refused, and how targets are judged; one real run on the CPU."""
+"""Sides that are timed, refused cases, and how targets are judged; one real run on the CPU."""
 
 from __future__ import annotations
 

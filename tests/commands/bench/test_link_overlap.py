@@ -1,4 +1,4 @@
-"""What overlap means, and that it is simulated within its bounds."""
+"""The definition of overlap, and its simulation within its bounds."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_gradients_of_a_whole_step_equal_the_cpus(dtype: torch.dtype, bound: flo
 def test_what_a_device_runs_in_bf16_was_checked(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known from an earlier run
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache: no earlier run
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
         strategy = hg.Strategy.parse("<[0]x2r>", layers=2)
         exe = hg.compile(llama(layers=2), strategy, device=DEVICE, dtype=torch.bfloat16, check="full")

@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     program, model = captured("llama")
     assert check_once.check_here(CheckedModel(model, program), "full").startswith("checked LlamaForCausalLM")
-    # What was compiled for the check is what a stage of one rank runs.
+    # A stage of one rank runs the variants that were compiled for the check.
     monkeypatch.delattr(graph_passes, "differentiate")
     for block in program.blocks:
         assert Variants(program, added=True).get(block, StagePart()).gradients is not None

@@ -1,4 +1,4 @@
-"""The worst difference is found, whatever comes in pieces, in other dtypes, as nothing, or not finite."""
+"""The worst difference is found for values in pieces, of other dtypes, missing, or not finite."""
 
 from __future__ import annotations
 

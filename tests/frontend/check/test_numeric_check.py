@@ -222,7 +222,7 @@ def test_a_window_that_only_the_mask_makes_is_captured() -> None:
 
 
 def test_zeros_hide_nothing() -> None:
-    """What stands behind a matrix that starts at zero is compared all the same."""
+    """Operators that follow a matrix initialised to zero are compared as well."""
     model = llama(layers=2)
     with torch.no_grad():
         for layer in model.model.layers:  # type: ignore[union-attr]

@@ -147,7 +147,7 @@ def test_what_is_never_finite_is_named(caplog: pytest.LogCaptureFixture, monkeyp
 
 
 def refused_then_trained() -> tuple[str, float]:
-    """Return what a rank is told of a strategy whose graphs are wrong, and the loss of the next step without it."""
+    """Return the error for a strategy whose graphs are wrong, and the loss of the next step without it."""
     right = StageCheck.check
 
     def check(self: StageCheck, strategy: hg.Strategy) -> None:

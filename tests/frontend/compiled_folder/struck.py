@@ -1,4 +1,4 @@
-"""Changes of a compiled folder's graphs by somebody who can sign it anew: each is refused, or changes no bit.
+"""Changes to a compiled folder's graphs with a valid new signature: each is refused, or changes no bit of results.
 
 python -m tests.frontend.compiled_folder.struck --count 500 --seed 7
 """
@@ -25,7 +25,7 @@ from tests.frontend.compiled_folder.folders import edit, written
 from tests.models import captured, llama, sequences
 
 STRATEGY = "<[0]x2>"
-# Numbers that are near one that stood there, and such as nobody expects.
+# Numbers close to typical ones, and unexpected ones.
 _NUMBERS = (0, 1, -1, 2, 3, 1 << 40)
 
 

@@ -54,7 +54,7 @@ def test_nothing_is_written_where_nothing_was_compiled(tmp_path: Path, monkeypat
 
 
 def hydragraph(folder: Path, cache: str, *arguments: str) -> str:
-    """Run the command line with an Inductor cache of its own; return what Inductor says of that."""
+    """Run the command line with an Inductor cache of its own; return Inductor's log."""
     done = subprocess.run(
         [sys.executable, "-m", "hydragraph", *arguments],
         cwd=folder,

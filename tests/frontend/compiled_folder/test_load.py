@@ -30,10 +30,10 @@ from tests.frontend.compiled_folder.struck import outcome, struck
 from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
 from tests.thorough import first
 
-# In turn; the last rank of the second has the last stage, which is no stage of the first.
+# Run in turn; in the second strategy the last rank has the last stage, which the first strategy does not have.
 SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")
 SWITCHED_DEEPER = ("<[0,1]x3s>", "<[0]x1r,[1]x2>")
-# Whose experts nothing cuts.
+# Strategies that do not cut experts.
 SWITCHED_WHOLE = ("<[0]x1r,[1]x1>", "<[1]x1,[0]x1r>", "<[0]x1r,[1]x1>")
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: gpt2(layers=2),
@@ -248,7 +248,7 @@ def test_a_full_check_names_the_folder_whose_graphs_compute_something_else(folde
     with pytest.raises(hg.Unsupported, match=f"layer.0 under <tp1> in compiled folder {copied}.*write the folder anew"):
         outcome(copied)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(outcome(copied, check="auto"), outcome(folder))  # which is told to believe it
+        torch.testing.assert_close(outcome(copied, check="auto"), outcome(folder))  # check="auto" trusts the folder
 
 
 def test_a_pickle_is_no_program(tmp_path: Path) -> None:

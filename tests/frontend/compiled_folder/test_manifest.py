@@ -244,7 +244,7 @@ def test_a_field_that_was_changed_by_one_who_can_sign_is_refused_or_says_nothing
         compiled = load(copied)
     except Refused:
         return
-    # What it says of the model, of ranks and of the check is compared by who starts from it.
+    # Its facts about the model, the ranks and the check are compared when training starts from it.
     part = (*way, last)[0]
     assert part in ("model", "ranks", "check", "variants")
     assert compiled.program.fingerprint == captured("llama")[0].fingerprint

@@ -1,4 +1,4 @@
-"""What differs between models is named, and what cannot be told is refused."""
+"""Differences between models are named, and models that cannot be compared are refused."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def assert_same(one: fx.GraphModule, other: fx.GraphModule) -> None:
             assert described(value_of(a)) == described(value_of(b))
             pairs = zip(storages_of(a), storages_of(b), strict=True)
             numbers |= dict.fromkeys((left, right) for (left, _), (right, _) in pairs)
-    # What shared memory still does, and nothing else.
+    # Exactly the storages that were shared before are shared again.
     assert len({left for left, _ in numbers}) == len({right for _, right in numbers}) == len(numbers)
     assert one.code == other.code
 

@@ -1,4 +1,4 @@
-"""What is written: readable lines, each variant once for all ranks that run it, and nothing that could not be read."""
+"""Written folders: readable lines, each variant once for all ranks that run it, and only graphs that read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock by which ranks order what they run."""
+"""The clock that orders the tasks of all ranks."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def test_a_pipeline_of_fewer_micro_batches_gets_fewer_turns() -> None:
 
 @st.composite
 def joined(draw: st.DrawFn) -> list[Runs]:
-    """Draw pipelines of any counts, of which stages run any more."""
+    """Draw pipelines with any counts of micro-batches, whose stages may run more."""
     counts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     more = st.lists(st.integers(0, 9), min_size=1, max_size=5)
     firsts = [sum(counts[:i]) for i in range(len(counts))]

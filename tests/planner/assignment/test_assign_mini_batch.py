@@ -143,7 +143,7 @@ def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list
     start = bounded_pipelines(kinds, sizes)
     if start.given.terms.faithful.all():
         assert found == sorted(found, reverse=True)
-    elif sizes:  # the search goes by constants, the tables judge its end: no effort ends above where all of it starts
+    elif sizes:  # the search uses constants, tables judge its result: no effort ends above the common start
         assert max(found) <= enveloped(start, seed=seed).seconds
 
 
@@ -181,7 +181,7 @@ def test_real_proportions_end_close_to_the_bound(seed: int) -> None:
     sizes = lengths(400, seed)
     found = planner.assign(MIXED, PROFILE, sizes)
     check(PROFILE.pipelines(MIXED), sizes, found)
-    # Work that fills and drains pipelines is not divided by the bound: a tenth here, of which most cannot be saved.
+    # The bound ignores the filling and draining of pipelines: a tenth here, mostly unavoidable.
     assert found.gap <= 0.12
     assert found.spread <= 0.05
     assert found == planner.assign(MIXED, PROFILE, sizes)

@@ -76,7 +76,7 @@ def test_the_example_of_the_module() -> None:
     kinds = [Kind(1, 80 * GB, 4), Kind(2, 80 * GB, 2)]
     found = most_power(kinds, 8, 1 * GB)
     assert found.value == pytest.approx(by_brute_force(kinds, 8, 1 * GB)) == pytest.approx(6)
-    # Where one device does not hold the model, three pairs waste more than two triples: one pair lacks a quick one.
+    # Where one device does not hold the model, three pairs waste more than two triples: one pair has no quick device.
     fewer = most_power(kinds, 8, 100 * GB)
     assert fewer.groups == ((2, 1), (2, 1))
     assert fewer.value == pytest.approx(by_brute_force(kinds, 8, 100 * GB)) == pytest.approx(16 / 3)

@@ -18,7 +18,7 @@ def test_micro_batches_grow_by_doubling_up_to_the_sequences() -> None:
 
 @pytest.mark.parametrize(("sequences", "together"), [(4, 1), (16, 4), (64, 16), (256, 16)])
 def test_micro_batches_grow_as_long_as_that_gains(sequences: int, together: int) -> None:
-    """What a micro-batch costs beside its tokens is then paid less often, up to all that each of four ranks gets."""
+    """Longer micro-batches pay the fixed cost less often, up to one micro-batch for each of four ranks."""
     found = search(priced.costs(6, priced.cluster(4, 1)), sequences, 10, MIXED)
     assert found[0].together == together
     assert all(a.seconds <= b.seconds for a, b in pairwise(found))

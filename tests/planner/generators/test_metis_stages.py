@@ -152,7 +152,7 @@ def test_too_many_kinds_of_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("rank", range(0, 12, 2))
 def test_groups_stay_in_nodes_wherever_one_of_them_is_broken(rank: int) -> None:
-    """Behind a node of an odd number of equal devices, groups of two would span two nodes."""
+    """After a node with an odd number of equal devices, groups of two would span two nodes."""
     nodes = (spec.Node("fast", 2, priced.FAST, spec.Interconnect(1e8, 1e-5), count=6),)
     cluster = spec.Cluster.of({"fast": spec.DeviceType(1e15, 10**9, 1e12)}, nodes)
     found = [

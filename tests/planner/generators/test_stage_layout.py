@@ -74,7 +74,7 @@ def test_what_does_not_fit_has_no_layers() -> None:
         numbers = np.array([[1.0, memory, 0.0]])
         layers, chosen = spread_over(order, 6, 4, options, numbers, held)
         assert layers.sum() == chosen.size * 3 == (6 if memory else 0)
-    assert timed(order, layers, chosen, options, numbers)[2] == 0.0  # nothing passes, so nothing is waited for
+    assert timed(order, layers, chosen, options, numbers)[2] == 0.0  # no traffic, so no waiting
 
 
 @given(SECONDS)
@@ -89,5 +89,5 @@ def test_a_layer_passes_as_slowly_as_where_it_is_slowest() -> None:
     seconds, layers = np.array([3.0, 3.0]), np.array([1, 2])
     alone = np.array([3.0, 1.0, 1.0])
     assert awaited(seconds, layers, alone, alone) == 0.0
-    # The first stage's layer now takes 6 s of pull and push, of which the first stage's 3 s hide a half.
+    # The first stage's layer now takes 6 s of pull and push; the first stage's 3 s of computation hide half of it.
     assert awaited(seconds, layers, alone, np.array([6.0, 1.0, 1.0])) == pytest.approx(3.0)

@@ -39,7 +39,7 @@ def test_what_is_kept_ends_first_of_all_simple_plans(ranks: int) -> None:
             strategy = hg.Strategy(
                 tuple(hg.Pipeline(tuple(hg.Stage(g, n) for g, n in zip(row, cuts, strict=True))) for row in pipelines)
             )
-            # The recurrence knows messages between stages, too.
+            # The recurrence also includes messages between stages.
             assert best <= share_out(costs, strategy, [700] * 12, 1)[1] * (1 + 1e-6)
 
 

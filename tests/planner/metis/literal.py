@@ -1,6 +1,6 @@
 """Metis's planner written out once more, slowly: plain lists and dictionaries, one rank and one layer at a time.
 
-What is tested has tables, cumulative sums and compiled loops; this has none of them, so neither is its own judge.
+The tested code has tables, cumulative sums and compiled loops; this copy has none of them, so the two are independent.
 """
 
 from __future__ import annotations

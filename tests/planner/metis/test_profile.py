@@ -38,7 +38,7 @@ def test_metis_own_folder(tmp_path: Path) -> None:
     assert profile.measurements["slow", 2, 8] == Measurement((4.0,) * 4, 20.0, (160,) * 4)
     assert profile.measurements["slow", 2, 8].sync_ms == 4.0
     assert profile.parameters_bytes == (100, 50, 120)
-    # Of the first type, at the largest degree and size up to 4.
+    # These are of the first type, at the largest degree and size up to 4.
     assert (profile.optimizer_ms, profile.batch_generator_ms) == (5.0, 1.0)
     assert (profile.hidden, profile.sequence, profile.vocabulary) == (8, 4, 100)
 

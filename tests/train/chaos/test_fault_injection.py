@@ -1,4 +1,4 @@
-"""What strikes find and do, on processes that stand in for a run's."""
+"""Targets and effects of strikes, on processes that stand in for those of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller decides, with a planner and ranks that the tests drive; and real ranks that switch at once."""
+"""Decisions of the controller, with a planner and ranks that tests drive; and real ranks that switch at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def answering(before_s: float, after_s: float, refused: str = "", to: Strategy =
 
 
 class Answering:
-    """A planner that answers one step later; after a long look nothing better than at once, unless that is given."""
+    """A planner that answers one step later; a long search finds the quick search's plan, unless `better` is given."""
 
     def __init__(
         self, before_s: float = 4.0, after_s: float = 2.0, refused: str = "", better: Replanned | None = None
@@ -177,7 +177,7 @@ def test_a_dry_run_decides_and_does_nothing() -> None:
     events = run(controller, monitor, {10: 2.57}, 14)
     assert [(event.event, event.done) for event in events] == [("straggler", True), ("switch", False)]
     assert events[1].why.startswith("dry run")
-    assert [each.at_once for each in planner.asked] == [False], "there is no hurry: the best is told"
+    assert [each.at_once for each in planner.asked] == [False], "without hurry, it searches for the best plan"
 
 
 def test_who_plans_rehearses_while_all_are_well() -> None:

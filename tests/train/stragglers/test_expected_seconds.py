@@ -1,4 +1,4 @@
-"""Expected seconds beside measured ones: which steps count, when the difference is told, and when it matters."""
+"""Expected and measured seconds: steps that count, when the difference is reported, and when it matters."""
 
 from __future__ import annotations
 

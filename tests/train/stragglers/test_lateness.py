@@ -25,7 +25,7 @@ def assigned(tokens: Sequence[int]) -> Assignment:
 
 
 class World:
-    """A rank per pipeline; plans go by rates, and a slow rank takes a while more, whatever its part is."""
+    """A rank per pipeline; plans use rates, and a slow rank takes a constant time more, whatever its share of work."""
 
     def __init__(self, ranks: int, fixed: float) -> None:
         self.strategy = hg.Strategy.parse(f"{ranks}*<tp1,pp1>", layers=2)
@@ -91,7 +91,7 @@ def test_what_was_learned_goes_for_rates_that_are_about_those_it_was_learned_wit
 
 
 def test_a_rate_that_is_told_again_and_again_changes_no_plan() -> None:
-    """As of a rank that was left with nothing to do, and was told as 23.2, 31.1, 23.1, 31.3 and 21.6."""
+    """Like a rank that was left without work, and was reported as 23.2, 31.1, 23.1, 31.3 and 21.6."""
     world = World(2, 0.1)
     lateness = Lateness()
     world.steady(lateness, Health({1: 14.5}), 30)

@@ -1,4 +1,4 @@
-"""Rates from what ranks report at the commit: lengths count; waits and shared cores are told from slow devices."""
+"""Rates from ranks' reports at the commit: lengths count, and waits and shared cores do not look like slow devices."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_slow_rank_owns_less_where_steps_enough_are_to_come() -> None:
     assert found.moving_s == pytest.approx(max(received(Home(), found.home, 4, BUCKETS)) * 4e-6)
     assert "rank 1 5.00x" in found.why
     assert rehoming(Home(), 4, BUCKETS, health, COSTS, steps=0) is None
-    assert rehoming(found.home, 4, BUCKETS, health, COSTS, steps=1000) is None, "it is there already"
+    assert rehoming(found.home, 4, BUCKETS, health, COSTS, steps=1000) is None, "the state is already there"
     assert rehoming(Home(), 4, BUCKETS, Health(), COSTS, steps=1000) is None, "nobody is slow"
     back = rehoming(found.home, 4, BUCKETS, Health(), COSTS, steps=1000)
     assert back is not None

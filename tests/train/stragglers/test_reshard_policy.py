@@ -48,7 +48,7 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     while (home := following.next) is not None:
         following.begun()
         assert following.next is None, "one part at a time"
-        assert following.home != home, "it is there when the step has ended"
+        assert following.home != home, "the part arrives at the end of the step"
         assert following.stepped(7, Health(), 1.0) == (), "one thing at a time"
         assert following.home == home
         parts += 1
@@ -57,7 +57,7 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     assert following.stepped(6 + COOLDOWN - 1, Health(), 1.0) == (), "rates are noisy"
     (back,) = following.stepped(6 + COOLDOWN, Health(), 100.0)
     assert back.event == "migrate"
-    assert "in 1 parts" in back.why, "beside a longer step more can come"
+    assert "in 1 parts" in back.why, "a longer step hides a larger part"
 
 
 def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> None:
@@ -105,7 +105,7 @@ def test_state_costs_are_the_profiles_and_the_slowest_links() -> None:
 
 
 def roomy(strategy: hg.Strategy, of: Costs, room: Sequence[float], tokens: int) -> Costs:
-    """Return costs on devices that have room for so many times their part of the state beside what they need."""
+    """Return costs on devices whose free memory is `room` times their part of the state."""
     need = of.beside(strategy, [tokens] * len(strategy.pipelines))
     sizes = [n + of.owned(rank) * 16 * (1 + room[rank]) for rank, n in enumerate(need)]
     devices = tuple(replace(d, memory_bytes=int(n)) for d, n in zip(of.cluster.devices, sizes, strict=True))
@@ -139,7 +139,7 @@ def test_no_home_is_decided_that_does_not_fit(rates: list[float], room: list[flo
     ("room", "shares"), [((0, 0, 0, 9), None), ((3, 3, 3, 9), (0.767, 0.08, 0.767, 1)), ((9, 9, 9, 9), (1, 0, 1, 1))]
 )
 def test_state_stays_or_goes_where_there_is_room(room: tuple[int, ...], shares: tuple[float, ...] | None) -> None:
-    """Beside what a rank owns it needs room for what is to take its place, bucket by bucket."""
+    """A rank needs memory for its present state and, bucket by bucket, for the state that replaces it."""
     strategy = hg.Strategy.parse("4*<tp1,pp1>", layers=24)
     found = roomy(strategy, costs(24, cluster(4), elements=100_000), room, 640)
     following = Following(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
@@ -159,7 +159,7 @@ class Judged:
         return SLOW if self.steps > 2 else Health()
 
     def baseline(self, *_: object) -> None:
-        """As a monitor's, which nobody asks here."""
+        """Do nothing; a monitor has this method."""
 
     def observe(self, *_: object) -> tuple[()]:
         self.steps += 1
@@ -229,9 +229,9 @@ def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp
         outcome = loop.train(config, "new", compiled, Watched())
     assert [metrics.step for metrics in outcome.history] == [1, 2, 3, 4]
     assert len(moves) > 1
-    assert [steps for steps, _ in moves] == [*range(1, len(moves) + 1)], "a part beside each step"
+    assert [steps for steps, _ in moves] == [*range(1, len(moves) + 1)], "a part during each step"
     assert promises == [0, *range(len(moves), 3)], (
-        "all meet before a part sets out, and the last step has none behind it"
+        "all ranks agree before a part is sent, and no step follows the last one"
     )
     assert following.home == moves[-1][1] == HOME_OF_SLOW
     assert [event.event for event in read_events(tmp_path / "run" / "events.jsonl")].count("migrate") == 1
