@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.train.plain import settings
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+LAUNCH = EXAMPLES / "launch"
 
 
 def test_the_llama_example_trains() -> None:
@@ -121,3 +124,126 @@ def test_the_example_of_two_nodes_trains_and_clears_up(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
     assert "hydragraph0" not in left
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """Write a program for PATH."""
+    file = folder / name
+    file.write_text(f"#!/bin/bash\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def launched(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(LAUNCH / name), *map(str, arguments)]
+    variables = {**os.environ, "PYTHON": sys.executable, **{key: str(value) for key, value in environment.items()}}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=variables)
+
+
+@pytest.mark.parametrize("name", ["local.sh", "torchrun.sh", "slurm.sbatch"])
+def test_launch_scripts_are_bash_and_say_how_to_call_them(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(LAUNCH / name)], check=False).returncode == 0
+    done = launched(name)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert "CONFIG | DATA MODEL" in done.stderr
+
+
+def test_torchrun_is_told_the_machines(tmp_path: Path) -> None:
+    said = program(tmp_path, "python", 'echo "$GLOO_SOCKET_IFNAME $*"')
+    places = {"NODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "192.168.7.1", "IFACE": "eth1"}
+    done = launched("torchrun.sh", 8, "config.yaml", PYTHON=said, **places)
+    assert done.stdout == (
+        "eth1 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 192.168.7.1 "
+        "--master-port 29500 --max-restarts 3 -m hydragraph train config.yaml --auto-resume --max-restarts 3\n"
+    )
+
+
+@thorough
+@pytest.mark.parametrize("name", ["local.sh", "torchrun.sh"])
+def test_a_launch_script_begins_a_run_and_then_continues_it(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "config.yaml"
+    tiny = {**settings(tmp_path), "strategies": ["<[0]x1,[1]x1>"], "ranks": 2, "check": "off"}
+    for steps in (2, 3):
+        config.write_text(yaml.safe_dump({**tiny, "steps": steps}))
+        done = launched(name, 2, config)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
+    assert "continuing after step 2 of 3" in done.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a job on two nodes; the programs of Slurm write what they were called with."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    program(folder, "scontrol", f'echo "$*" >> {tmp_path}/scontrol; [ "$1" = show ] && printf "node4\\nnode5\\n"')
+    program(folder, "scancel", f'kill -TERM -- "-$(cat {tmp_path}/step)"')
+    run = 'echo $$ > step; while [[ "$1" == --* ]]; do shift; done; SLURM_PROCID=1 SLURM_LOCALID=0 exec "$@"'
+    program(folder, "srun", f'cd {tmp_path}; exec setsid bash -c {run!r} srun "$@"')
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[4-5]", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    return {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(("code", "to"), [(0, None), (1, None), (0, "script"), (0, "ranks")])
+def test_slurm_requeues_a_job_that_was_asked_to_stop_and_no_other(
+    tmp_path: Path, slurm: dict[str, str], code: int, to: str | None
+) -> None:
+    """Near the time limit only the script gets SIGTERM; at a preemption only the processes of the ranks get it."""
+    wait = 'stopped=; trap "stopped=yes" TERM; for _ in {1..500}; do [ "$stopped" ] && break; sleep 0.02; done'
+    begun = f'echo "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*" > {tmp_path}/begun'
+    python = program(tmp_path, "python", f"{begun}\n{wait if to else ''}\nexit {code}")
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "config.yaml"]
+    job = subprocess.Popen(command, env={**slurm, "PYTHON": str(python)}, stdout=subprocess.DEVNULL)
+    if to is not None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)  # its trap is set after it has said so
+        if to == "script":
+            job.terminate()
+        else:
+            os.killpg(int((tmp_path / "step").read_text()), signal.SIGTERM)
+    assert job.wait(30) == (code if to is None else 75)
+    assert (tmp_path / "begun").read_text() == "1 2 0 node4 20017 -m hydragraph train config.yaml --auto-resume\n"
+    assert ("requeue 17" in (tmp_path / "scontrol").read_text()) == (to is not None)
+
+
+def test_slurm_may_requeue_the_job_and_warns_before_its_end() -> None:
+    options = {line.removeprefix("#SBATCH ") for line in (LAUNCH / "slurm.sbatch").read_text().splitlines()}
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@120"} <= options
+
+
+def test_the_kubernetes_job_has_the_fields_of_a_train_job() -> None:
+    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    spec = job["spec"]
+    assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}
+    trainer = spec["trainer"]
+    assert trainer.keys() == {"image", "numNodes", "numProcPerNode", "command", "args", "resourcesPerNode"}
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    module = trainer["args"].index("-m")
+    assert (trainer["command"], trainer["args"][:module]) == (["torchrun"], ["--max-restarts=3"])
+    assert trainer["args"][module + 1 :] == [
+        "hydragraph",
+        "train",
+        "/shared/config.yaml",
+        "--auto-resume",
+        "--max-restarts=3",
+    ]
+    (patch,) = spec["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (node["name"], container["name"]) == ("node", "node")  # as the runtime torch-distributed names them
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+
+
+def test_the_skypilot_task_uses_spot_machines_and_shared_storage() -> None:
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert task["resources"]["use_spot"] is True
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
+    assert list(task["volumes"]) == ["/shared"]
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
+    for name in ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"):
+        assert f"${name}" in task["run"]

@@ -66,6 +66,14 @@ def train_command(
             help="Continue from this checkpoint of the run; later ones are set aside.",
         ),
     ] = None,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="Continue from the last complete checkpoint if there is one, and begin the run otherwise: for jobs "
+            "that a scheduler starts again.",
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
     compiled: Annotated[
         Path | None,
@@ -92,14 +100,17 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
-    if (resume or resume_from) and overwrite:
+    if (resume or resume_from or auto_resume) and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
+    if (resume or resume_from) and auto_resume:
+        raise ValueError("--auto-resume also begins a run, and --resume requires a checkpoint: give one of them")
     settings = config_of(paths, to, overrides or ())
     if compiled is not None:
         settings = replace(settings, compiled=str(compiled))
     if trust:
         settings = replace(settings, trust=True)
-    begin: Begin = "resume" if resume or resume_from else "overwrite" if overwrite else "new"
+    asked: dict[Begin, object] = {"resume": resume or resume_from, "auto": auto_resume, "overwrite": overwrite}
+    begin: Begin = next((how for how, given in asked.items() if given), "new")
     step = None if resume_from is None else read_step(resume_from, "--resume-from")
     nodes = _nodes(settings)
     if nodes is not None and nodes.number:

@@ -19,7 +19,7 @@ from hydragraph.checkpoint.folder import complete, set_aside
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig, differences
 
-Begin = Literal["new", "resume", "overwrite"]
+Begin = Literal["new", "resume", "overwrite", "auto"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class RunFolder:
 
         Args:
             config: of the run.
-            how: "new" rejects a folder that holds a run, "overwrite" replaces that run, "resume" continues it.
+            how: "new" rejects a folder that holds a run, "overwrite" replaces that run, "resume" continues it, and
+                "auto" continues it if it has a checkpoint, and otherwise begins it.
             step: resume from the checkpoint after this step; None: from the latest.
 
         Raises:
@@ -122,7 +123,7 @@ class RunFolder:
         holds_run = self.metrics.exists() or self.checkpoints.exists()
         if how == "new" and holds_run:
             raise ValueError(f"output {self.path} already holds a run: continue it with --resume, or use --overwrite")
-        last = self._chosen(step) if how == "resume" else None
+        last = self._chosen(step) if how in ("resume", "auto") else None
         if how == "resume" and last is None:
             way = "use --overwrite" if holds_run else "correct output, or leave --resume out to begin a run"
             raise ValueError(f"output {self.path} holds no complete checkpoint to resume from: {way}")
@@ -137,7 +138,7 @@ class RunFolder:
         latest.
         """
         last = self.check(config, how, step)
-        if how == "overwrite":
+        if how == "overwrite" or (how == "auto" and last is None):
             self._clear()
         for checkpoint in self._all() if step is not None else ():
             if last is not None and checkpoint.step > last.step:

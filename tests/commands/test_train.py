@@ -79,6 +79,13 @@ def test_every_rank_stops_when_rank_0_refuses(trained: tuple[Path, Result]) -> N
     assert "already holds a run: continue it with --resume" in result.stderr
 
 
+@pytest.mark.parametrize("other", ["--resume", "--overwrite"])
+def test_a_run_begins_in_one_way(tmp_path: Path, other: str) -> None:
+    result = run("train", write(tmp_path), "--auto-resume", other)
+    assert result.exit_code == 2
+    assert "give one of them" in " ".join(result.output.split())
+
+
 def test_a_run_that_is_under_way_is_left_alone(trained: tuple[Path, Result]) -> None:
     folder, _ = trained
     before = (folder / "run" / "metrics.jsonl").read_bytes()

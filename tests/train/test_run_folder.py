@@ -68,6 +68,20 @@ def test_refuses_to_resume_from_nothing_or_beyond_the_end(tmp_path: Path, saved:
         folder.begin(config(tmp_path), "resume")
 
 
+def test_a_job_that_a_scheduler_starts_again_begins_once_and_then_continues(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.begin(config(tmp_path), "auto") is None
+    folder.metrics.write_text("{}\n")  # of steps after which there was no checkpoint: they are done again
+    assert folder.begin(config(tmp_path), "auto") is None
+    assert not folder.metrics.exists()
+    save(folder, 4)
+    folder.metrics.write_text("{}\n")
+    last = folder.begin(config(tmp_path), "auto")
+    assert last is not None
+    assert last.step == 4
+    assert folder.metrics.exists()
+
+
 def test_writes_the_resolved_config(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").begin(config(tmp_path), "new")
     assert TrainConfig.load(tmp_path / "run" / "config.yaml") == config(tmp_path)
