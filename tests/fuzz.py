@@ -2,6 +2,7 @@
 
 With --modules: custom modules, drawn from a grammar of right and wrong habits; each must give right gradients or be
 refused.
+With --losses: losses, in the same way.
 
 A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
 capturing a model takes seconds: each launch draws one model and runs several cases with it.
@@ -20,9 +21,8 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import hydragraph as hg
-from tests import reference
+from tests import loss_cases, module_cases, reference
 from tests.models import gpt2, llama, sequences
-from tests.module_cases import draw, outcome
 from tests.ready import Ready
 
 PER_LAUNCH = 8
@@ -182,16 +182,28 @@ def launch_of(seed: int, count: int = PER_LAUNCH) -> tuple[ModelCase, list[Case]
     return model, [draw_case(seed * 1000 + i, model) for i in range(count)]
 
 
+def module_outcome(seed: int) -> str:
+    """Return the outcome of a drawn module."""
+    return module_cases.outcome(module_cases.draw(seed))
+
+
+def loss_outcome(seed: int) -> str:
+    """Return the outcome of a drawn loss."""
+    return loss_cases.outcome(loss_cases.draw(seed))
+
+
 def main() -> None:
     """Run cases and print those that fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first launch")
     parser.add_argument("--modules", action="store_true", help="custom modules on one rank; see module_cases.py")
+    parser.add_argument("--losses", action="store_true", help="losses on one rank; see loss_cases.py")
     chosen = parser.parse_args()
     wrong: list[str] = []
-    if chosen.modules:
-        found = [outcome(draw(chosen.seed + i)) for i in track(range(chosen.count), "modules")]
+    if chosen.modules or chosen.losses:
+        one = loss_outcome if chosen.losses else module_outcome
+        found = [one(chosen.seed + i) for i in track(range(chosen.count), "losses" if chosen.losses else "modules")]
         wrong = [each for each in found if each.startswith("WRONG")]
         refused = sum(each.startswith("refused") for each in found)
         print(*wrong, f"{found.count('right')} right, {refused} refused, {len(wrong)} wrong", sep="\n")

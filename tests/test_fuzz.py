@@ -8,6 +8,8 @@ import pytest
 
 import hydragraph as hg
 from tests.fuzz import PER_LAUNCH, RANKS, differences, draw_model, launch_of
+from tests.loss_cases import LossCase
+from tests.loss_cases import outcome as outcome_of_loss
 from tests.module_cases import draw, outcome
 
 CASES, MODULES = 4, 3  # a day
@@ -33,3 +35,16 @@ def test_cases_depend_on_their_seed_alone_and_fit_their_model() -> None:
 def test_todays_random_modules_are_right_or_refused(number: int) -> None:
     seed = datetime.date.today().toordinal() * MODULES + number
     assert not (found := outcome(draw(seed))).startswith("WRONG"), f"seed {seed}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (LossCase(1, "cross-entropy", ("weights",), "picked", 2.0), "right"),
+        (LossCase(2, "smoothed", ("sequences clamped",), "sum", 2.0), "right"),
+        (LossCase(3, "gathered", ("threshold of the mean",), "sum", 4.5), "refused: "),
+        (LossCase(4, "token_logprobs", (), "clamped total", 2.0), "refused: "),
+    ],
+)
+def test_a_loss_is_the_sum_over_sequences_or_refused(case: LossCase, expected: str) -> None:
+    assert outcome_of_loss(case).startswith(expected)

@@ -50,6 +50,9 @@ class Encoder:
 
         Args:
             storages: identifier of the storage of each tensor, if the tensors do not have it; see `storages`.
+
+        Raises:
+            ValueError: a size depends on values.
         """
         return self._data(value, iter(storages))
 
@@ -68,8 +71,11 @@ class Encoder:
             return int(size)
         expression = size.node.expr
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
+            found = size.node.shape_env.create_symintnode(symbol, hint=None)
+            if found.node.hint is None:
+                raise ValueError("a graph has a size that depends on values, as that of x[mask]")
             self._symbols[symbol] = sympy.Symbol(f"s{len(self.hints)}", integer=True, positive=True)
-            self.hints.append(hint_of(size.node.shape_env.create_symintnode(symbol, hint=None)))
+            self.hints.append(hint_of(found))
         return str(expression.xreplace(self._symbols))
 
 
