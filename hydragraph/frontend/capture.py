@@ -235,7 +235,8 @@ def _slice_skeleton(
         raise Unsupported(
             "blocks share a value that depends on parameters or on other blocks",
             where=model,
-            remedy="compute it inside the block",
+            remedy="carry it in the hidden state: torch.cat both on the last dimension before the first block, split "
+            "it off in every block and return both, and drop it before the head",
         )
     return _Pieces(embed, aux, head, feeds, _sizes(skeleton, names[2], example))
 

@@ -84,7 +84,8 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     known = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = known or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
-        "make the forward free of Python decisions on tensor values and token counts; the cause is above",
+        "make the forward free of Python decisions on tensor values and token counts (.item(), if, slices up to a "
+        "value); the cause is above",
     )
     return Unsupported(what + _line_of(error), where=where, remedy=remedy)
 

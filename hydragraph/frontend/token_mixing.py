@@ -51,7 +51,10 @@ _ALL = frozenset({aten.mean.default, aten.sum.default, aten.max.default, aten.mi
 # Parts of names of operators that mix elements along the dimensions after the channels.
 _SPATIAL = ("conv", "group_norm", "instance_norm")
 _PRODUCTS = frozenset({aten.matmul.default, aten.mm.default, aten.bmm.default})
-REMEDY = "call hydragraph.varlen_attention(q, k, v, cu_seqlens) where tokens meet; it keeps packed sequences apart"
+REMEDY = (
+    "call hydragraph.varlen_attention(q, k, v, cu_seqlens) for attention, as it keeps packed sequences apart; compute "
+    "anything else from each token alone, such as a mean over features"
+)
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:

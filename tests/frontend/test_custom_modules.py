@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.custom_modules import caller
@@ -276,3 +277,45 @@ def test_a_model_with_a_loss_of_its_own_or_another_form_is_told_of_loss() -> Non
         capture(Returning(lambda logits: logits.sum()))
     with pytest.raises(Unsupported, match=r"what the model returns, \{'out': a tensor\} \(KeyError: 0\); pass loss="):
         capture(Returning(lambda logits: {"out": logits}), loss=lambda outputs, batch: outputs[0].sum())
+
+
+class Sharing(Own):
+    """Hands the embedding to every block, beside the hidden state or in it."""
+
+    def __init__(self, carried: bool) -> None:
+        super().__init__()
+        self.carried = carried
+        self.stack = nn.ModuleList([Receiving(carried) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        first = (self.tokens(input_ids) + self.places(position_ids))[0]
+        x = torch.cat([first, first], -1) if self.carried else first
+        for block in self.stack:
+            x = block(x, cu_seqlens) if self.carried else block(x, cu_seqlens, first)
+        return self.out(self.norm(x.chunk(2, -1)[0] if self.carried else x))[None]
+
+
+class Receiving(Layer):
+    """A block that adds the embedding to its hidden state."""
+
+    def __init__(self, carried: bool) -> None:
+        super().__init__(32, 4, 2, causal=True)
+        self.carried = carried
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, first: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if not self.carried:
+            return super().forward(x + 0.1 * first, cu_seqlens)
+        x, first = x.chunk(2, -1)
+        return torch.cat([super().forward(x + 0.1 * first, cu_seqlens), first], -1)
+
+
+def test_a_value_for_all_blocks_is_carried_in_the_hidden_state_as_its_refusal_says() -> None:
+    with pytest.raises(Unsupported, match=r"blocks share a value .*; carry it in the hidden state: torch.cat both"):
+        capture(Sharing(carried=False))
+    shared, carried = randomised(Sharing(carried=False)), Sharing(carried=True)
+    carried.load_state_dict(shared.state_dict())
+    data = [torch.arange(3, 12), torch.arange(5, 40)]
+    exe = hg.compile(carried, "<tp1,pp1>", None, device="cpu")
+    losses = [F.cross_entropy(alone(shared, ids)[:-1], ids[1:], reduction="sum") for ids in data]
+    assert exe.evaluate(data).loss == pytest.approx(sum(losses).item() / 42, rel=1e-5)  # type: ignore[union-attr]
+    exe.close()
