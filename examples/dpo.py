@@ -45,7 +45,7 @@ def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def sequence(prompt: Tensor, answer: Tensor) -> dict[str, Tensor]:
-    """Return a prompt, which is no target, with an answer."""
+    """Return a prompt with an answer; only the answer's tokens are targets."""
     return {"input_ids": torch.cat([prompt, answer]), "labels": torch.cat([torch.full_like(prompt, -100), answer])}
 
 
