@@ -25,7 +25,7 @@ from hydragraph.frontend.module_digest import outline, structure
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded, placeholder
 from hydragraph.frontend.peft_adapters import refuse_untried
-from hydragraph.frontend.repeated_blocks import block_list, meta_copy
+from hydragraph.frontend.repeated_blocks import block_list, entries, meta_copy, separate_repeated
 from hydragraph.frontend.skeleton import Site, capture_skeleton, meta_batch, node_inputs, with_opaque_blocks
 from hydragraph.frontend.skeleton_parts import extract, template_of
 from hydragraph.frontend.templates import capture_template
@@ -109,7 +109,8 @@ def _captured(
         make_traceable()
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
-    keys = {id(block): structure(block, index=False) for block in layers}
+    separate_repeated(layers)
+    keys = {id(block): structure(block, index=False) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     chosen_loss = loss or token_cross_entropy
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):

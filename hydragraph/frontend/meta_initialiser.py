@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
-from hydragraph.frontend.repeated_blocks import block_list
+from hydragraph.frontend.repeated_blocks import block_list, entries
 
 # An integer that no initialiser sets: if it remains afterwards, the value was not set.
 _UNSET = -(2**31)
@@ -57,8 +57,8 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """
     path, modules = block_list(model, blocks)
     canonical = {name for name, _ in model.named_parameters()}
-    around = copy.deepcopy(model, {id(modules): nn.ModuleList()})
-    units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(modules))]
+    around = copy.deepcopy(model, {id(modules): type(modules)()})
+    units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(entries(modules)))]
     for prefix, unit in units:
         unit_tensors = _initialised(model, unit if unit is around else copy.deepcopy(unit), prefix, seed)
         named = {prefix + name: parameter.detach() for name, parameter in unit_tensors.named_parameters()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.rebound_functions import rebind
+from hydragraph.private.module_internals import table_of
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -40,30 +41,49 @@ def computed(model: nn.Module) -> dict[int, Any]:
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """Return the path and the module list of a model's repeated blocks: the list with the most parameters.
+def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
+    """Return the path and the container of a model's repeated blocks: the one with the most parameters.
+
+    Blocks are the container's entries, in order. An `nn.ModuleDict` counts if its keys are "0", "1" and so on.
 
     Raises:
-        Unsupported: there is none, or it contains a block twice.
+        Unsupported: there is none.
     """
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    found = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
-        sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items() if not _inside(n, lists)}
+        sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in found.items() if not _inside(n, found)}
         path = max(sizes, key=lambda n: sizes[n], default=None)
-    if path is None or path not in lists or not any(True for _ in lists[path].parameters()):
+    if path is None or path not in found or not any(True for _ in found[path].parameters()):
         raise Unsupported(
             "no repeated blocks were found" if path is None else f"`{path}` is no nn.ModuleList with parameters",
             where=type(model).__name__,
-            remedy="name the nn.ModuleList of the repeated blocks with blocks='path.to.list'",
+            remedy="name the nn.ModuleList (or the nn.ModuleDict with keys '0', '1', ...) of the repeated blocks "
+            "with blocks='path.to.list'",
         )
-    chosen = lists[path]
-    if len({id(m) for m in chosen}) < len(chosen):
-        raise Unsupported(
-            "the same block occurs twice (shared blocks)",
-            where=path,
-            remedy="give every layer its own module (copy.deepcopy)",
-        )
+    chosen = found[path]
+    assert isinstance(chosen, nn.ModuleList | nn.ModuleDict)
     return path, chosen
+
+
+def _numbers_its_blocks(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 0 and list(module) == [str(i) for i in range(len(module))]
+    return isinstance(module, nn.ModuleList) and len(module) > 0
+
+
+def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
+    """Return the blocks of a container, a repeated block as often as it occurs."""
+    return [block for block in table_of(listed).values() if block is not None]
+
+
+def separate_repeated(listed: nn.ModuleList | nn.ModuleDict) -> None:
+    """Give each later occurrence of a block its own module, which shares the block's parameters and buffers."""
+    seen = set[int]()
+    for place, block in table_of(listed).items():
+        if id(block) in seen and block is not None:
+            tensors = (*block.parameters(), *block.buffers())
+            table_of(listed)[place] = copy.deepcopy(block, {id(t): t for t in tensors} | computed(block))
+        seen.add(id(block))
 
 
 def _inside(name: str, lists: Iterable[str]) -> bool:

@@ -7,7 +7,7 @@ program knows which dimension of a value has the tokens, or that it is a matrix 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hydragraph.frontend.repeated_blocks import block_list
+from hydragraph.frontend.repeated_blocks import block_list, entries
 from hydragraph.ir.program import Program
 from hydragraph.kernels.attention_dropout import kept_of
 from hydragraph.kernels.philox import call_word
@@ -38,11 +38,15 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
         yield
         return
     _, layers = block_list(model, blocks)
-    numbers = {id(block): number for number, block in enumerate(layers, start=1)}
+    numbers: dict[int, deque[int]] = {}  # a repeated block has several, one for each of its calls in turn
+    for number, block in enumerate(entries(layers), start=1):
+        numbers.setdefault(id(block), deque()).append(number)
     mode = _Masks(_calls(program), keys)
 
     def enter(module: nn.Module, _arguments: Any) -> None:
-        mode.block = numbers.get(id(module), mode.block)
+        if id(module) in numbers:
+            mode.block = numbers[id(module)][0]
+            numbers[id(module)].rotate(-1)
 
     def leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
         if id(module) in numbers:

@@ -19,6 +19,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.functional_graph import changes, export
 from hydragraph.frontend.module_digest import structure
 from hydragraph.frontend.packed_inputs import FIELDS, Loss
+from hydragraph.frontend.repeated_blocks import entries
 from hydragraph.frontend.untraceable import watched
 from hydragraph.private.argument_trees import TreeSpec, tree_flatten, tree_unflatten
 from hydragraph.private.module_internals import empty_tables, table_of
@@ -162,7 +163,11 @@ def _summed(loss: Any, where: str) -> Tensor:
 
 @contextlib.contextmanager
 def with_opaque_blocks(
-    model: nn.Module, listed: nn.ModuleList, alike: Callable[[nn.Module], str], call: Callable[..., Any], loss: Loss
+    model: nn.Module,
+    listed: nn.ModuleList | nn.ModuleDict,
+    alike: Callable[[nn.Module], str],
+    call: Callable[..., Any],
+    loss: Loss,
 ) -> Iterator[nn.Module]:
     """Yield `loss(call(model, batch))` as a module of a packed batch, whose blocks return their inputs unchanged."""
     with _light_blocks(listed, alike, []):
@@ -177,7 +182,7 @@ def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> 
 
 def capture_skeleton(
     model: nn.Module,
-    listed: nn.ModuleList,
+    listed: nn.ModuleList | nn.ModuleDict,
     alike: Callable[[nn.Module], str],
     call: Callable[..., Any],
     loss: Loss,
@@ -212,12 +217,12 @@ def capture_skeleton(
     return _in_order(trace(), sites, listed, type(model).__name__)
 
 
-def _named(listed: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    return [(f"layer.{i}", block) for i, block in enumerate(listed)]
+def _named(listed: nn.ModuleList | nn.ModuleDict) -> list[tuple[str, nn.Module]]:
+    return [(f"layer.{i}", block) for i, block in enumerate(entries(listed))]
 
 
 def _in_order(
-    exported: torch.export.ExportedProgram, sites: list[Site], listed: nn.ModuleList, where: str
+    exported: torch.export.ExportedProgram, sites: list[Site], listed: nn.ModuleList | nn.ModuleDict, where: str
 ) -> tuple[torch.export.ExportedProgram, list[Site]]:
     called = [s.name for s in sites]
     if called != [n for n, _ in _named(listed)]:
@@ -230,7 +235,9 @@ def _in_order(
 
 
 @contextlib.contextmanager
-def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], sites: list[Site]) -> Iterator[None]:
+def _light_blocks(
+    listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], sites: list[Site]
+) -> Iterator[None]:
     """Replace a model's blocks with opaque blocks that have no parameters."""
     own = dict(table_of(listed))
     forms = _Forms()
@@ -238,9 +245,9 @@ def _light_blocks(listed: nn.ModuleList, alike: Callable[[nn.Module], str], site
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
             table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites, run))
-        before = [dict(vars(light)) for light in listed]
+        before = [dict(vars(light)) for light in entries(listed)]
         yield
-        if any(vars(light) != attributes for light, attributes in zip(listed, before, strict=True)):
+        if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
             raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
     finally:
         table_of(listed).update(own)

@@ -297,6 +297,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _is_masked_fill(node, dims)
     if target in (aten.linear.default, aten.inner.default):
         return with_tokens == [first] and dims[first] < len(shape(first)) - 1
+    if target in (aten.outer.default, aten.ger.default):  # [T] x [N] -> [T, N], and [N] x [T] -> [N, T]
+        return len(with_tokens) == 1 and with_tokens == [arguments[dim]]
     if target is aten.addmm.default:
         return with_tokens == [arguments[1]] and dims[arguments[1]] == 0
     if target in _MATRICES:

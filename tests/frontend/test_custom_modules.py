@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.custom_modules import caller
 from hydragraph.frontend.packed_inputs import FIELDS
+from hydragraph.ir.program import Program
 from tests.frontend.execute import batch, loss
 from tests.models import randomised
 from tests.own_models import Layer, Own, alone, classified
@@ -70,6 +71,11 @@ def test_packed_loss_and_gradients_equal_the_modules_on_each_sequence_alone(caus
     program = capture(model, blocks="stack")
     assert program.causal is causal
     assert program.blocks[1].template == program.blocks[2].template
+    assert_as_alone(program, model)
+
+
+def assert_as_alone(program: Program, model: nn.Module) -> None:
+    """Compare the packed loss and gradients with those of the module on each sequence alone."""
     given, total = batch([5, 1, 3]), torch.zeros(())
     for a, b in pairwise(given["cu_seqlens"].tolist()):
         labels = given["labels"][0, a:b]
@@ -81,6 +87,35 @@ def test_packed_loss_and_gradients_equal_the_modules_on_each_sequence_alone(caus
     scale = torch.stack([g.norm() for g in expected]).norm()
     for one, other in zip(gradients, expected, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale
+
+
+class Dictionary(Own):
+    """Its blocks are in a numbered nn.ModuleDict, as in torchtitan."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.stack = nn.ModuleDict({str(i): block for i, block in enumerate(self.stack)})  # type: ignore[assignment]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return logits [1, T, 101]."""
+        x = (self.tokens(input_ids) + self.places(position_ids))[0]
+        for block in self.stack.values():
+            x = block(x, cu_seqlens)
+        return self.out(self.norm(x))[None]
+
+
+class Repeating(Own):
+    """The same block occurs several times in its list."""
+
+    def __init__(self, order: Sequence[int] = (0, 0, 1, 0)) -> None:
+        super().__init__()
+        self.stack = nn.ModuleList([self.stack[i] for i in order])
+
+
+@pytest.mark.parametrize("kind", [Dictionary, Repeating])
+def test_blocks_in_a_numbered_dict_and_repeated_blocks_train(kind: type[Own]) -> None:
+    model = randomised(kind())
+    assert_as_alone(capture(model), model)
 
 
 class Named(Own):
@@ -191,6 +226,7 @@ def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], mess
         lambda b, x: x + x.index_select(1, torch.zeros(1, dtype=torch.int64, device=x.device)),
         lambda b, x: x + x.std(),
         lambda b, x: x * x.max(),
+        lambda b, x: x + torch.outer(x[0, :, 0], x[0, :, 0]).sum(1)[None, :, None],
     ],
 )  # fmt: skip
 def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
@@ -210,6 +246,7 @@ def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn
         lambda b, x: torch.where(x > 0, x, x.exp()) + F.glu(torch.cat([x, x], -1)),
         lambda b, x: x @ b.linear.weight + x.gather(-1, x.argsort(-1)),
         lambda b, x: F.pad(x, (0, 1))[..., 1:],
+        lambda b, x: x + torch.outer(x[0, :, 0], b.linear.bias) + torch.outer(b.linear.bias, x[0, :, 0]).t(),
     ],
 )  # fmt: skip
 def test_operators_along_other_dimensions_mix_nothing(mix: Callable[[nn.Module, Tensor], Tensor]) -> None:

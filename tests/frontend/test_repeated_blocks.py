@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.repeated_blocks import block_list, meta_copy
+from hydragraph.frontend.repeated_blocks import block_list, entries, meta_copy, separate_repeated
 from tests.models import gpt2, llama
 
 
@@ -50,11 +50,32 @@ def test_lists_inside_blocks_are_not_taken() -> None:
     assert list(found) == [inner]
 
 
-def test_models_without_blocks_or_with_shared_ones_are_refused() -> None:
-    layer = Layer()
+def test_models_without_blocks_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"Linear: no repeated blocks were found; name the nn.ModuleList"):
         block_list(nn.Linear(2, 2))
     with pytest.raises(Unsupported, match=r"`nowhere` is no nn.ModuleList with parameters"):
-        block_list(Stack(layer), "nowhere")
-    with pytest.raises(Unsupported, match="layers: the same block occurs twice"):
-        block_list(Stack(layer, layer))
+        block_list(Stack(Layer()), "nowhere")
+    with pytest.raises(Unsupported, match="no repeated blocks were found"):
+        block_list(nn.ModuleDict({"first": Layer(), "second": Layer()}))  # named, so their order is not told
+
+
+def test_blocks_may_be_in_a_numbered_dict() -> None:
+    stack = Stack()
+    stack.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})  # type: ignore[assignment]
+    path, found = block_list(stack)
+    assert path == "layers"
+    assert entries(found) == list(stack.layers.values())
+
+
+def test_each_occurrence_of_a_block_gets_a_module_with_the_same_parameters() -> None:
+    layer, other = Layer(), Layer()
+    layer.register_buffer("scale", torch.ones(2))
+    stack = Stack(layer, other, layer)
+    names = [name for name, _ in stack.named_parameters(remove_duplicate=False)]
+    separate_repeated(stack.layers)
+    first, second, third = entries(stack.layers)
+    assert (first, second) == (layer, other)
+    assert third is not layer
+    assert third.linear.weight is layer.linear.weight
+    assert third.scale is layer.scale
+    assert [name for name, _ in stack.named_parameters(remove_duplicate=False)] == names

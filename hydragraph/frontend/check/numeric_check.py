@@ -21,7 +21,7 @@ from hydragraph.frontend.check.probe_sequences import alone, batches, draw_seque
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
-from hydragraph.frontend.repeated_blocks import block_list
+from hydragraph.frontend.repeated_blocks import block_list, entries
 from hydragraph.frontend.same_masks import same_masks
 from hydragraph.ir.program import Block, Program
 from hydragraph.kernels.philox import keys_of
@@ -193,7 +193,7 @@ def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     that costs little: gradual differences between blocks are largest between first and last.
     """
     _, layers = block_list(subject.model, subject.blocks)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in layers]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     names = [_kind(subject.program, block) for block in subject.program.blocks[1:-1]]
     chosen = sorted({names.index(name) for name in names}) if mode == "auto" else list(range(len(names)))
     if mode == "auto":

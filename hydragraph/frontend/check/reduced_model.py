@@ -17,7 +17,7 @@ from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.rebound_functions import rebind
-from hydragraph.frontend.repeated_blocks import block_list, computed
+from hydragraph.frontend.repeated_blocks import block_list, computed, entries, separate_repeated
 from hydragraph.frontend.skeleton import hidden_output
 from hydragraph.private.argument_trees import tree_leaves
 
@@ -73,7 +73,9 @@ def reduced(
     memo |= computed(model)
     model_copy = copy.deepcopy(model, memo)
     rebind(model_copy, memo)
-    for i, (_, block) in enumerate(model_copy.get_submodule(path).named_children()):
+    copied_layers = block_list(model_copy, path)[1]
+    separate_repeated(copied_layers)
+    for i, block in enumerate(entries(copied_layers)):
         if i in kept:
             block.register_forward_hook(forms.learn)
         else:
