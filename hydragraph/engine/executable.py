@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from hydragraph import log
 from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.checkpoint.weights import pretrained
-from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.checkpoint.weights.pretrained_directory import Shell, fp32_keys, published_keys, published_names
 from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.communicators import Groups
@@ -173,6 +173,10 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
                 raise ValueError(
                     f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
                 )
+            if self._looping and what not in ("close", "leave"):
+                raise ValueError(
+                    f"{what}: a loop over weights() has not ended; finish it, or leave it with break, first"
+                )
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)
 
@@ -273,6 +277,7 @@ class Executable:
                 state.fill(dict(model.named_parameters()))
 
         self._closed = False
+        self._looping = False  # over `weights`
         self._choosing: Chooser | None = None
         self._communications = 0
         self._next: Promise | None = None  # to follow the next step
@@ -505,6 +510,40 @@ class Executable:
         """
         self._holding.begin()
         return self._state(frozenset(self._model_tensors))
+
+    @_call("weights")
+    def weights(self, dtype: torch.dtype = torch.float32, to: Sequence[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the weights as a server such as vLLM loads them, with one block in memory at a time.
+
+        All ranks call it, and the ranks of `to` finish the loop before any rank makes another call::
+
+            for name, tensor in exe.weights(dtype=torch.bfloat16):
+                ...
+
+        Args:
+            dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
+            to: ranks that get the weights; for the others the loop is empty.
+
+        Returns:
+            Names and tensors as `save_pretrained` writes them, on this rank's device; a tied weight comes once, and
+            persistent buffers come last. For a peft model, those of its adapter.
+
+        Raises:
+            ValueError: `to` names a rank that does not exist or names one twice, or `dtype` is not a floating dtype.
+            Unsupported: a peft model has several adapters.
+        """
+        if not dtype.is_floating_point:
+            raise ValueError(f"weights: dtype {dtype} is not a floating dtype; give torch.bfloat16 or torch.float32")
+        if not to or len(set(to)) < len(to) or not set(to) <= set(range(self.ranks)):
+            raise ValueError(f"weights: to={tuple(to)} must name ranks from 0 to {self.ranks - 1}, each once")
+        agree(self.groups, "dtype and ranks of weights()", f"{dtype} {sorted(to)}")
+        keys = None if self._shell is None else published_keys(self._shell)
+        self._holding.begin()
+        pieces = self._weights(frozenset(self._model_tensors) if keys is None else keys, dtype, to)
+        if self.rank not in to:
+            return iter(list(pieces))  # takes part at once, whether or not the caller loops
+        self._looping = True
+        return pieces
 
     @_call("save_pretrained")
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
@@ -1143,6 +1182,42 @@ class Executable:
         state = {key: tensors[source] for key, source in sources.items()}
         self._compiled_state.hand_out(state)
         return state
+
+    def _weights(self, keys: frozenset[str], dtype: torch.dtype, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """Gather and yield one bucket after another; if the caller leaves its loop, still gather the others."""
+        exact = frozenset[str]() if self._shell is None else fp32_keys(self._shell.model)
+        first: dict[str, str] = {}  # canonical name -> the first of its keys
+        for key, source in self._model_tensors.items():
+            if key in keys:
+                first.setdefault(source, key)
+
+        def kind(key: str) -> torch.dtype:
+            return torch.float32 if key in exact else dtype
+
+        def travels(names: Iterable[str]) -> torch.dtype:
+            return torch.float32 if any(first[name] in exact for name in names) else dtype
+
+        def named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            state = {first[n]: t.to(kind(first[n])) if t.is_floating_point() else t for n, t in tensors.items()}
+            yield from published_names(self._shell, state).items()
+
+        buckets = self._session.gather_by_bucket(self.home.weights, frozenset(first), to, travels)
+        try:
+            while True:
+                with own_modes("weights"), self._watch.calling("weights"):
+                    tensors = next(buckets, None)
+                if tensors is None:
+                    break
+                yield from named(tensors)
+            if self.rank in to:
+                yield from named(
+                    {name: b.detach().clone() for name, b in self._session.buffers.items() if name in first}
+                )
+        finally:
+            with own_modes("weights"), self._watch.calling("weights"):
+                for _ in buckets:
+                    pass
+            self._looping = False
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the model's state dict, on the CPU."""

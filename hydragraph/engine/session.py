@@ -10,7 +10,7 @@ Executable                      knows the model, its names, its strategies; one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -203,23 +203,37 @@ class Session:
             shards: by bucket, this rank's part: the weights or the gradients of `home`.
             names: parameters to return; None: all.
         """
-        whole_tensors: dict[str, Tensor] = {}
+        buckets = self.gather_by_bucket(shards, names)
+        return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket.items()}
+
+    def gather_by_bucket(
+        self,
+        shards: Mapping[str, Tensor],
+        names: frozenset[str] | None = None,
+        to: Sequence[int] = (0,),
+        dtype: Callable[[Iterable[str]], torch.dtype] | None = None,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield full natural tensors by parameter name for each bucket in turn; all ranks iterate over all of them.
+
+        Args:
+            shards, names: as for `gather`; buckets without such parameters are left out.
+            to: ranks that receive the tensors, on their devices; the others get {}.
+            dtype: returns the dtype in which parameters of these names travel and arrive; None: that of their shards.
+        """
+        world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
             parameters = [p for p in bucket.parameters if names is None or p.name in names]
             if not parameters:
                 continue
-            layout = self.home.layouts[bucket.name]
-            world = self.world
-            exchange = pull_exchange(layout, whole(bucket.size, 0), world.rank, world.ranks, world.device)
-            shard = shards[bucket.name]
-            full = start_pull(exchange, shard, shard.dtype, self.groups, Buffers(world.device))()
-            if world.rank != 0:
-                continue
-            for parameter in parameters:
+            layout, shard = self.home.layouts[bucket.name], shards[bucket.name]
+            exchange = pull_exchange(layout, whole(bucket.size, *to), world.rank, world.ranks, world.device)
+            chosen = shard.dtype if dtype is None else dtype(p.name for p in parameters)
+            full = start_pull(exchange, shard, chosen, self.groups, Buffers(world.device))()
+            tensors: dict[str, Tensor] = {}
+            for parameter in parameters if world.rank in to else ():
                 at = bucket.offsets()[parameter.name]
-                tensor = parameter.natural(full[at : at + parameter.size])
-                whole_tensors[parameter.name] = tensor.detach().contiguous().cpu().clone()
-        return whole_tensors
+                tensors[parameter.name] = parameter.natural(full[at : at + parameter.size]).detach().contiguous()
+            yield tensors
 
     def update(self, norm: float, most: float | None) -> None:
         """Update this rank's share, clipping gradients as `torch.nn.utils.clip_grad_norm_` does.

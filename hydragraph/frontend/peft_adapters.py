@@ -50,18 +50,20 @@ def refuse_untried(model: nn.Module) -> None:
 
 def adapter_keys(model: nn.Module) -> frozenset[str]:
     """Return the keys of a peft model's state dict that its `save_pretrained` writes, over all adapters."""
+    return frozenset(key for adapter in adapter_names(model) for key in names_in_file(model, adapter))
+
+
+def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
+    """Return the keys of a peft model's state dict that belong to an adapter -> their names in the adapter's file."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()
-    names = {id(tensor): key for key, tensor in state.items()}
-    keys: set[str] = set()
+    keys = {id(tensor): key for key, tensor in state.items()}
     with warnings.catch_warnings():
         # peft warns on a real save; here only the names are needed.
         warnings.simplefilter("ignore")
-        for name in adapter_names(model):
-            kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
-            keys.update(names[id(tensor)] for tensor in kept.values())
-    return frozenset(keys)
+        kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+    return {keys[id(tensor)]: name for name, tensor in kept.items()}
 
 
 def adapter_names(model: nn.Module) -> Sequence[str]:

@@ -297,9 +297,11 @@ def propagation(
     return _layout(rank, lo, hi, copy_of, flag.astype(bool), bucket.size)
 
 
-def whole(size: int, rank: int) -> Layout:
-    """Assign the whole bucket of `size` elements to one rank."""
-    return home(size, (rank,))
+def whole(size: int, *ranks: int) -> Layout:
+    """Assign the whole bucket of `size` elements to each of some ranks."""
+    rank = np.array(ranks, np.int64)
+    zeros = np.zeros(len(ranks), np.int64)
+    return _layout(rank, zeros, zeros + size, np.arange(len(ranks)), np.ones(len(ranks), bool), size)
 
 
 def _check_home(

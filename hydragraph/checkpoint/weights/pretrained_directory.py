@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.huggingface import is_huggingface
-from hydragraph.frontend.peft_adapters import adapter_keys, is_peft
+from hydragraph.frontend.peft_adapters import adapter_keys, adapter_names, is_peft, names_in_file
 from hydragraph.frontend.repeated_blocks import meta_copy
 
 
@@ -61,6 +61,43 @@ class Shell:
         if dtype != torch.float32:
             _round(model, dtype)
         model.save_pretrained(str(directory))
+
+
+def published_keys(shell: Shell) -> frozenset[str] | None:
+    """Return the keys that `published_names` needs; None: all keys of the model's state dict.
+
+    Raises:
+        Unsupported: several adapters, which have equal names in their files.
+    """
+    if not is_peft(shell.model):
+        return None
+    adapters = adapter_names(shell.model)
+    if len(adapters) > 1:
+        raise Unsupported(
+            f"a peft model with several adapters ({', '.join(adapters)})",
+            where="weights",
+            remedy="write all of them with save_pretrained, or keep one with model.delete_adapter",
+        )
+    return frozenset(names_in_file(shell.model, adapters[0]))
+
+
+def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return some of a model's tensors under the names and in the shapes that `save_pretrained` would write.
+
+    Args:
+        shell: the model; None: it is none of transformers', so its names stay.
+        state: tensors by their keys in the model's state dict. Where transformers splits or merges tensors for its
+            files, as it does for experts, all tensors of such a group are in it.
+    """
+    if shell is None:
+        return dict(state)
+    if is_peft(shell.model):
+        (adapter,) = adapter_names(shell.model)
+        names = names_in_file(shell.model, adapter)
+        return {names[key]: tensor for key, tensor in state.items()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(shell.model, dict(state)))
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
