@@ -247,3 +247,57 @@ def test_the_skypilot_task_uses_spot_machines_and_shared_storage() -> None:
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
     for name in ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"):
         assert f"${name}" in task["run"]
+
+
+def grpo_step(
+    example: dict[str, Any], model: Any, given: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Update a plain model by GRPO's clipped surrogate, averaged over the tokens of all answers."""
+    total, count = torch.zeros(()), 0
+    for each in given:
+        targets = each["labels"][1:]
+        chosen = targets != -100
+        log_p = model(input_ids=each["input_ids"][None]).logits[0, :-1].log_softmax(-1)
+        ratios = (log_p.gather(1, each["input_ids"][1:, None])[:, 0] - each["old"][:-1])[chosen].exp()
+        bounded = ratios.clamp(1 - example["CLIP"], 1 + example["CLIP"])
+        total = total - torch.minimum(ratios * each["advantages"], bounded * each["advantages"]).sum()
+        count += int(chosen.sum())
+    optimizer.zero_grad()
+    (total / count).backward()
+    optimizer.step()
+
+
+def test_rewards_are_learned_as_by_the_clipped_ratios_of_plain_pytorch() -> None:
+    example = runpy.run_path(str(EXAMPLES / "grpo.py"))
+    plain = example["tiny"]().eval()
+    torch.manual_seed(1)
+    groups = example["drawn"](plain)
+    given = [
+        rollout.sequence(advantage)
+        for group in groups
+        for rollout, advantage in zip(group, example["advantages"](group).tolist(), strict=True)
+    ]
+    assert len({len(each["input_ids"]) for each in given}) > 3
+    exe = hg.compile(
+        example["tiny"](),
+        "<tp1,pp1>",
+        lambda named: torch.optim.SGD(named, lr=1.0),
+        loss=example["clipped"],
+        example={"old": torch.zeros(1, 8), "advantages": torch.ones(1, 8)},
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for _ in range(3):  # the ratios of later updates differ from 1, and some of them are clipped
+        exe.step(given)
+        grpo_step(example, plain, given, optimizer)
+    for name, tensor in exe.weights():
+        torch.testing.assert_close(tensor, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+
+
+@thorough
+def test_rewards_rise_over_two_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "grpo.py"), "20"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    rewards = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("round ")]
+    assert len(rewards) == 20, done.stderr[-2000:]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) * 1.3

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.frontend.peft_adapters import switchable_parameters
 from hydragraph.passes.check_strategy import check_strategy
 from tests import reference
 from tests.models import llama, sequences
@@ -176,3 +177,34 @@ def test_dora_is_refused_where_its_norms_need_whole_weights() -> None:
 def test_what_is_refused_is_named(config: Any, what: str) -> None:
     with pytest.raises(hg.Unsupported, match=what):
         hg.capture(peft.get_peft_model(llama(layers=LAYERS), config))
+
+
+def scored_without(prepared: Ready) -> list[Tensor]:
+    """Return scores with adapters, without them, and with them again."""
+    exe = prepared.executable(STRATEGIES[0], sgd)
+    found = [exe.score(batches()[0])]
+    with exe.adapter_off():
+        found.append(exe.score(batches()[0]))
+        with pytest.raises(ValueError, match=r"step: adapters are off; leave `with exe.adapter_off\(\)`"):
+            exe.step(batches()[0])
+    found.append(exe.score(batches()[0]))
+    exe.close()
+    return found
+
+
+def test_scores_without_adapters_are_those_of_the_base() -> None:
+    runs = hg.launch(scored_without, 3, prepare=partial(ready, STRATEGIES[:1], "plain"))
+    base = hg.compile(llama(layers=LAYERS), "<tp1,pp1>")
+    wanted = base.score(batches()[0])
+    with pytest.raises(hg.Unsupported, match=r"adapter_off: a model without adapters; compile the reference model"):
+        base.adapter_off().__enter__()
+    base.close()
+    for before, off, after in runs:
+        torch.testing.assert_close(off, wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(before, after)
+        assert not torch.allclose(before, off)
+
+
+def test_adapters_that_change_other_parameters_cannot_be_switched_off() -> None:
+    with pytest.raises(hg.Unsupported, match=r"training also changes .*lora_magnitude_vector.* second executable"):
+        switchable_parameters(adapted("DoRA"))

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -57,7 +57,7 @@ from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parame
 from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest, packed
 from hydragraph.frontend.packed_batch import Draws
 from hydragraph.frontend.packed_inputs import Loss, own_fields
-from hydragraph.frontend.peft_adapters import is_peft
+from hydragraph.frontend.peft_adapters import is_peft, switchable_parameters
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose, mode_of
@@ -71,7 +71,7 @@ from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.elementwise import OptimizerFactory, check_hooks
 from hydragraph.runtime.executor import IterationOutcome
-from hydragraph.runtime.home_state import HomeState, settings_of
+from hydragraph.runtime.home_state import HomeState, settings_of, zeroed
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span, mean_exposed
 from hydragraph.runtime.speed_probe import MOST_S, Probe
 from hydragraph.runtime.state_agreement import Progress, ProgressLog, meet
@@ -173,10 +173,8 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
                 raise ValueError(
                     f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
                 )
-            if self._looping and what not in ("close", "leave"):
-                raise ValueError(
-                    f"{what}: a loop over weights() has not ended; finish it, or leave it with break, first"
-                )
+            if self._limited is not None and what not in self._limited.calls:
+                raise ValueError(f"{what}: {self._limited.why}")
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)
 
@@ -184,6 +182,22 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
         return call
 
     return wrap
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """Restriction on calls while a loop or a context of an executable is open.
+
+    Attributes:
+        calls: the calls that are allowed.
+        why: why others are refused, and what to do.
+    """
+
+    calls: tuple[str, ...]
+    why: str
+
+
+_ENDS = ("close", "leave")
 
 
 class Executable:
@@ -277,7 +291,7 @@ class Executable:
                 state.fill(dict(model.named_parameters()))
 
         self._closed = False
-        self._looping = False  # over `weights`
+        self._limited: _Limited | None = None
         self._choosing: Chooser | None = None
         self._communications = 0
         self._next: Promise | None = None  # to follow the next step
@@ -542,8 +556,38 @@ class Executable:
         pieces = self._weights(frozenset(self._model_tensors) if keys is None else keys, dtype, to)
         if self.rank not in to:
             return iter(list(pieces))  # takes part at once, whether or not the caller loops
-        self._looping = True
+        self._limited = _Limited(_ENDS, "a loop over weights() has not ended; finish it, or leave it with break, first")
         return pieces
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Compute `score` and `evaluate` without the adapters of a peft model, as its `disable_adapter` does.
+
+        The base model is then the reference of DPO or of a KL penalty, without a second copy of its weights. All ranks
+        enter it together::
+
+            with exe.adapter_off():
+                reference = exe.score(sequences)
+
+        Raises:
+            Unsupported: the model has no adapters, or training changes more than LoRA's matrices.
+        """
+        with zeroed(self._switchable()):
+            self._limited = _Limited(
+                ("score", "evaluate", *_ENDS), "adapters are off; leave `with exe.adapter_off()` before other calls"
+            )
+            try:
+                yield
+            finally:
+                self._limited = None
+
+    @_call("adapter_off")
+    def _switchable(self) -> list[Tensor]:
+        """Return this rank's part of the parameters that switch adapters off where they are zero."""
+        names = switchable_parameters(None if self._shell is None else self._shell.model)
+        self._holding.begin()
+        self._stop_handover()
+        return [self.home.parameters[name] for name in names]
 
     @_call("save_pretrained")
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
@@ -1090,7 +1134,7 @@ class Executable:
         text = (
             repr(refused)
             if refused is not None
-            else repr((str(strategy), purpose, divide_by, self._update_settings(purpose)))
+            else repr((str(strategy), purpose, divide_by, self._update_settings(purpose), self._limited))
         )
         return Call(batch, strategy, refused, digest(text, batch))
 
@@ -1217,7 +1261,7 @@ class Executable:
             with own_modes("weights"), self._watch.calling("weights"):
                 for _ in buckets:
                     pass
-            self._looping = False
+            self._limited = None
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the model's state dict, on the CPU."""

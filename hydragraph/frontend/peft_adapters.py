@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ _UNTRIED = (
     "use_qalora",
     "velora_config",
 )
+_LORA = re.compile(r"\.lora_(?:embedding_)?([AB])\.")
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -46,6 +48,29 @@ def refuse_untried(model: nn.Module) -> None:
         for option in _UNTRIED:
             if getattr(config, option, None):
                 raise Unsupported(f"LoRA with {option}", where=where, remedy=f"leave {option} out of its LoraConfig")
+
+
+def switchable_parameters(model: nn.Module | None) -> list[str]:
+    """Return the names of a peft model's parameters that switch its adapters off where they are zero: LoRA's B.
+
+    Raises:
+        Unsupported: it is no peft model, or other parameters than LoRA's A and B are trained.
+    """
+    if model is None or not is_peft(model):
+        raise Unsupported(
+            "a model without adapters",
+            where="adapter_off",
+            remedy="compile the reference model as a second executable, and score with that",
+        )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if not _LORA.search(name)]
+    if others:
+        raise Unsupported(
+            f"training also changes {others[0]}, which is not one of LoRA's matrices A and B",
+            where="adapter_off",
+            remedy="compile the base model as a second executable, and score with that",
+        )
+    return [name for name, _ in model.named_parameters() if (match := _LORA.search(name)) and match[1] == "B"]
 
 
 def adapter_keys(model: nn.Module) -> frozenset[str]:

@@ -6,6 +6,7 @@ It does not depend on the strategy, so a switch of strategies does not move it (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,21 @@ class HomeState:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; tensors may be empty."""
         return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+
+
+@contextmanager
+def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Set this rank's part of some parameters to zero inside, and back afterwards."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
 
 
 def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:

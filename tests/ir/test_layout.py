@@ -144,6 +144,7 @@ def test_home_by_hand() -> None:
     assert [row[:3] for row in rows(apart.first)] == [(0, 0, 3), (1, 6, 9), (2, 3, 6), (3, 9, 12)]
     assert [row[:3] for row in rows(apart.second)] == [(0, 6, 9), (1, 0, 3), (2, 9, 12), (3, 3, 6)]
     assert rows(whole(12, 3)) == [(3, 0, 12, 0, 0, True)]
+    assert rows(whole(12, 3, 5)) == [(3, 0, 12, 0, 0, True), (5, 0, 12, 0, 1, True)]
     with pytest.raises(ValueError, match="read-only"):
         twice.lo[0] = 1
 
