@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,19 @@ _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_po
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
+_KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", default={})  # noqa: B039  not changed
+
+
+@contextmanager
+def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Give `attention` the keyword arguments of its block, which some models do not hand on to it."""
+    token = _KEYWORDS.set(keywords)
+    try:
+        yield
+    finally:
+        _KEYWORDS.reset(token)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -45,6 +60,8 @@ def attention(
         Unsupported: a mask other than a window or chunks is requested, or dropout together with any of these.
     """
     where = type(module).__name__
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q, max_length_q = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if cu_seq_lens_q is None:
         raise Unsupported(
             "attention was called without cu_seq_lens_q, so packed sequences would see each other",

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.functional_graph import changes, export
+from hydragraph.frontend.huggingface import keywords_of_block
 from hydragraph.frontend.module_digest import structure
 from hydragraph.frontend.packed_inputs import FIELDS, Loss
 from hydragraph.frontend.repeated_blocks import entries
@@ -83,7 +84,8 @@ class FlatBlock(nn.Module):
         if self._site.flat_tokens:
             leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
         arguments, keywords = tree_unflatten(leaves, self._site.spec)
-        output = self._site.forward(*arguments, **keywords)
+        with keywords_of_block(keywords):
+            output = self._site.forward(*arguments, **keywords)
         hidden = hidden_output(output, self._site.name)[0]
         if self._site.form and self._site.form != form_of(output):
             raise Unsupported(
@@ -345,7 +347,7 @@ def _opaque(
         # One block of each kind is run to learn the form of its output: the hidden state alone, or the first of a
         # tuple.
         if key not in forms.of:
-            with untraced(), watched(name, block), _unchanged(block, name):
+            with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
             hidden, rebuild = hidden_output(output, name)
             forms.of[key] = rebuild, form_of(output)

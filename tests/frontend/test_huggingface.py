@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AttentionInterface,
+    MixtralConfig,
+    MixtralForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import (
     ATTENTION,
     attention,
@@ -21,9 +30,20 @@ from hydragraph.frontend.huggingface import (
     use_packed_attention,
 )
 from hydragraph.kernels.varlen_attention import reference
-from tests.models import llama
+from tests.frontend.execute import batch, loss
+from tests.models import llama, randomised, tiny
 
 BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def test_bounds_that_a_block_does_not_hand_to_its_attention_are_found() -> None:
+    torch.manual_seed(0)
+    model = randomised(StableLmForCausalLM(StableLmConfig(**tiny(num_key_value_heads=2))))
+    given, total = batch([5, 1, 3]), torch.zeros(())
+    for a, b in pairwise(given["cu_seqlens"].tolist()):
+        logits = model(input_ids=given["input_ids"][:, a:b], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits, given["labels"][0, a:b], reduction="sum")
+    torch.testing.assert_close(loss(capture(model), model, given), total, rtol=1e-5, atol=1e-4)
 
 
 def call(module: nn.Module | None = None, **changes: Any) -> torch.Tensor:
