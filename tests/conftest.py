@@ -22,6 +22,7 @@ from typer import main, testing
 from hydragraph.cluster import launch
 from hydragraph.frontend.check import check_once
 from tests.spent import Spent
+from tests.thorough import mark_others
 
 check_once.AUTO = (
     "off"  # these tests compare by themselves; those of the check ask for it. tests/warm.py does so for ranks
@@ -60,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         forkserver.ensure_running()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of the whole system first: they take longest, and none should be left alone at the end."""
+    mark_others(items, whole=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: item.path.parent not in (Path(__file__).parent, Path(__file__).with_name("engine")))

@@ -28,6 +28,7 @@ EXAMPLES = ROOT / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
+@thorough
 def test_the_llama_example_trains() -> None:
     command = [sys.executable, str(EXAMPLES / "train_llama.py"), "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -59,6 +60,7 @@ def dpo_losses(example: dict[str, Any], model: Any, optimizer: torch.optim.Optim
     return losses
 
 
+@thorough
 def test_preferences_are_learned_as_by_the_loss_of_pairs() -> None:
     example = runpy.run_path(str(EXAMPLES / "dpo.py"))
     plain = example["tiny"]()

@@ -17,6 +17,7 @@ import hydragraph as hg
 from tests import reference
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import thorough
 
 LAYERS = 2
 LENGTHS = {"one long": [8192], "many short": [4] * 2000}
@@ -65,6 +66,7 @@ def alone(name: str) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {n: p.grad for n, p in single.named_parameters()}  # type: ignore[misc]
 
 
+@thorough
 def test_extreme_lengths_equal_one_device() -> None:
     found = hg.launch(runs, 3, timeout=LIMIT, prepare=ready)
     assert all(run.losses == found[0].losses for run in found), "ranks disagree"

@@ -11,6 +11,7 @@ from tests.fuzz import PER_LAUNCH, RANKS, differences, draw_model, launch_of
 from tests.loss_cases import LossCase
 from tests.loss_cases import outcome as outcome_of_loss
 from tests.module_cases import draw, outcome
+from tests.thorough import only
 
 CASES, MODULES = 4, 3  # a day
 
@@ -31,12 +32,14 @@ def test_cases_depend_on_their_seed_alone_and_fit_their_model() -> None:
     assert len({draw_model(seed) for seed in range(50)}) > 40
 
 
+@only("0")
 @pytest.mark.parametrize("number", range(MODULES))
 def test_todays_random_modules_are_right_or_refused(number: int) -> None:
     seed = datetime.date.today().toordinal() * MODULES + number
     assert not (found := outcome(draw(seed))).startswith("WRONG"), f"seed {seed}: {found}"
 
 
+@only("case0-right", "case3-refused: ")
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

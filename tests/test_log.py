@@ -226,6 +226,7 @@ def test_only_what_owns_a_process_configures_logging() -> None:
     assert found == {"cli.py", "log.py", "cluster/processes/launcher_fork.py"}
 
 
+@thorough
 def test_the_command_line_shows_what_it_is_asked_for(tmp_path: Path) -> None:
     config = write(tmp_path, ranks=1, strategies=["<tp1,pp1>"], steps=1)
     shown = run("train", config, "--log-level", "info")

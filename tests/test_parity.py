@@ -192,6 +192,7 @@ def test_gradients_pushed_in_16_bits_are_off_by_their_rounding_only(home: hg.Hom
             assert (other[name] - gradient).norm() <= 2**-7 * gradient.norm(), name
 
 
+@thorough
 def test_a_gradient_that_stays_on_its_rank_is_not_rounded() -> None:
     strategies = ["<[1]x4>"]
     home = hg.Home([0, 1])

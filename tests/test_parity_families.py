@@ -129,6 +129,7 @@ def _targets(sequence: Sequence) -> int:
 KEPT = ["mixtral", "bert", "limited"]
 
 
+@thorough
 @pytest.mark.parametrize(
     "names", [KEPT, pytest.param([n for n in FAMILIES if n not in KEPT], marks=thorough)], ids=["some", "others"]
 )

@@ -118,6 +118,7 @@ def check_files(model: nn.Module, weights: dict[str, Tensor], path: Path, severa
     assert all("lora_" in name or "lm_head" in name for name in stored)
 
 
+@thorough
 def test_adapters_are_cut_where_their_base_is() -> None:
     program = hg.capture(adapted())
     rules = {name.split("layers.0.")[1]: p.rule for name, p in program.parameters.items() if "layers.0." in name}
@@ -151,6 +152,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert resumed == pytest.approx(saved, rel=1e-5)
 
 
+@thorough
 def test_an_inactive_adapter_is_kept_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
     model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", r=2))  # type: ignore[operator]
@@ -160,6 +162,7 @@ def test_an_inactive_adapter_is_kept_and_named_once(caplog: pytest.LogCaptureFix
     assert program.buckets[-1].blocks == ()
 
 
+@thorough
 def test_dora_is_refused_where_its_norms_need_whole_weights() -> None:
     program = hg.capture(adapted("DoRA everywhere"))
     with pytest.raises(hg.Unsupported, match="which has no sharding rule; give its stages one device each"):

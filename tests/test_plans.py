@@ -18,6 +18,7 @@ from tests import reference
 from tests.cost import priced
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import thorough
 
 RANKS, LAYERS = 4, 4
 LENGTHS = ([20, 7, 33, 1, 12, 5], [9, 14], [150, 3, 40, 40, 8, 17, 25, 30])
@@ -84,6 +85,7 @@ def ranks() -> list[dict[str, Trained]]:
     return hg.launch(train, RANKS, plans, prepare=partial(ready, strategies))
 
 
+@thorough
 def test_every_kind_of_plan_trains_as_one_device_does(ranks: list[dict[str, Trained]]) -> None:
     wanted = reference.train(llama(layers=LAYERS), batches(), lambda p: torch.optim.SGD(p, lr=0.05))
     for name, trained in ranks[0].items():
@@ -104,6 +106,7 @@ def run(profile: hg.Costs, given: hg.Strategy) -> tuple[list[hg.Strategy], tuple
     return list(planned.strategies), tuple(sum(map(len, pipeline)) for pipeline in report.assignment.micro_batches)
 
 
+@thorough
 def test_pipelines_get_sequences_by_their_speed_and_auto_plans_for_devices_that_differ() -> None:
     replicas = hg.Strategy.parse("2*<tp1,pp1>", LAYERS)
     known = priced.costs(LAYERS, priced.cluster(2), hg.Health({1: 3.0}))
@@ -132,6 +135,7 @@ def test_auto_by_costs_that_cannot_plan_is_refused(layers: int, lengths: list[li
         candidates_of("auto", program, RANKS, priced.costs(layers, priced.mixed()), lengths)
 
 
+@thorough
 def test_auto_by_costs_names_no_device_that_is_lost() -> None:
     program = hg.capture(llama(layers=LAYERS), check="off")
     left = costs(hg.Health({0: math.inf, 1: math.inf, 2: math.inf}))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests.models import gpt2, llama, sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]  # one of them has no target
@@ -99,6 +99,7 @@ def test_scores_need_no_field_of_the_loss_and_equal_bits_if_deterministic() -> N
     exe.close()
 
 
+@thorough
 def test_a_loss_without_log_probabilities_refuses_to_score_and_still_trains() -> None:
     def squares(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
         return (outputs.logits.float().pow(2) * (batch["labels"] != -100)[..., None]).sum()

@@ -15,7 +15,7 @@ from tests import reference
 from tests.adapted import hand_written_lora
 from tests.models import gpt2, llama, sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 LENGTHS = [20, 7, 33, 1, 12, 5, 9]  # one of them has no target
 MODELS = {
@@ -88,6 +88,7 @@ def train(prepared: Ready, strategies: list[str], home: hg.Home | None, folder: 
     return Run(losses, gradients, weights, again == losses[half:])
 
 
+@thorough
 @pytest.mark.parametrize(
     ("model", "shared"),
     first([("llama", FEW)], [("llama", FEW), *((name, SHARED[3 if name == "adapters" else 4]) for name in MODELS)]),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
+from tests.thorough import thorough
 
 COPIES = "<tp1,pp1> + <tp1,pp1>"  # two pipelines of one stage on one device each: data parallelism
 CUT = "<tp2,pp1>"  # one pipeline of one stage, whose matrices two devices share: tensor parallelism
@@ -78,6 +79,7 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
+@thorough
 def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
     expected_losses, expected_weights = on_one_device()
     (losses, weights), (other_losses, _) = hg.launch(on_a_rank, 2, tmp_path / "checkpoint")

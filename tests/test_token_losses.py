@@ -12,6 +12,7 @@ import hydragraph as hg
 from tests import reference
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import thorough
 
 LAYERS = 4
 LENGTHS = [20, 7, 33, 1, 12, 5]
@@ -71,6 +72,7 @@ def gradients(prepared: Ready, data: list[dict[str, Any]]) -> list[tuple[float, 
     return found
 
 
+@thorough
 def test_clipped_ratios_have_the_gradients_of_one_device() -> None:
     model = llama(layers=LAYERS, heads=12, kv=2)
     data = batch(model)

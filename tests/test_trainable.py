@@ -63,6 +63,7 @@ def train(prepared: Ready, strategies: list[str]) -> Run:
     return Run(gradients, norms, optimised, before, weights)
 
 
+@thorough
 @pytest.mark.parametrize("strategies", first([STRATEGIES[2:]], [STRATEGIES[2:], STRATEGIES[:2]]), ids=["last", "first"])
 @pytest.mark.parametrize("name", first(["unreached and unused"], MODELS))
 def test_lopsided_strategies_equal_one_device(name: str, strategies: list[str]) -> None:
@@ -121,6 +122,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(name: str, tmp_path: Path
     assert {n for n in stored if n in parameters} == set(parameters)
 
 
+@thorough
 @pytest.mark.parametrize("backend", first(["eager"], ["eager", "inductor"]))
 @pytest.mark.parametrize(
     "name", first(["unreached and unused"], ["frozen lower layers", "norms alone", "unreached and unused"])

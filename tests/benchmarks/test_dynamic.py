@@ -66,6 +66,7 @@ def test_candidates_are_all_strategies_of_two_ranks() -> None:
     assert all(s.pipelines[0].layers == 4 for s in candidates(4))
 
 
+@thorough
 def test_the_budget_decides_what_fits() -> None:
     every = candidates(SIZES.layers)
     whole = profile()

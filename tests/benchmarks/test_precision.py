@@ -10,9 +10,11 @@ from benchmarks.precision import DEVICE_SIZES, Curve, Sizes, configured, differe
 from hydragraph.spec.record import from_record, load_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import open_tokens, prepare
+from tests.thorough import thorough
 from tests.train.plain import settings
 
 
+@thorough
 def test_three_steps_of_both_sides(tmp_path: Path) -> None:
     config = from_record(TrainConfig, {**settings(tmp_path), "steps": 3, "strategies": ["<tp1,pp1>"], "ranks": 1})
     told: list[int] = []

@@ -19,7 +19,7 @@ from hydragraph.cluster.launch import World, join, launch
 from hydragraph.cluster.message_in_flight import Message, Staging
 from hydragraph.errors import RankFailure
 from hydragraph.kernels.linear_cross_entropy import reference
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 TIMEOUT = timedelta(seconds=60)
 ALONE = World(0, 1, 0, torch.device("cpu"), "gloo")
@@ -64,6 +64,7 @@ def all_kinds(staged: bool) -> list[Tensor]:
     return [exchanged, gathered, scattered, summed, received]
 
 
+@only("3-True")
 @pytest.mark.parametrize(("ranks", "staged"), [(2, False), (3, False), (3, True)])
 def test_every_kind_of_traffic(ranks: int, staged: bool) -> None:
     total = torch.stack([value(i, 2 * ranks) for i in range(ranks)]).sum(0)
@@ -92,6 +93,7 @@ def rounds(grouped: int) -> Tensor:
     return out
 
 
+@only("1")
 @pytest.mark.parametrize("grouped", [1, 2, 9])
 def test_rounds_bring_every_message_and_none_that_is_empty(grouped: int) -> None:
     for j, found in enumerate(launch(rounds, 4, grouped)):

@@ -30,6 +30,7 @@ from hydragraph.cluster.processes.launched_ranks import Stops, answering_server,
 from hydragraph.cluster.processes.rank_process import Died
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.errors import RankFailure, Unsupported
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,6 +191,7 @@ def get_ready() -> int:
     return 0  # who sleeps
 
 
+@thorough
 @pytest.mark.parametrize(
     ("sign", "how"), [(signal.SIGKILL, "prepare=get_ready"), (signal.SIGINT, "prepare=None")], ids=["prepared", "plain"]
 )
@@ -272,6 +274,7 @@ if __name__ == "__main__":
 """
 
 
+@thorough
 def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "current"
     script.write_text(SCRIPT)

@@ -24,6 +24,7 @@ from hydragraph.engine import api
 from hydragraph.errors import RankFailure, Unsupported
 from hydragraph.passes.variants import Variants
 from tests.models import llama, sequences
+from tests.thorough import thorough
 
 LIMIT = timedelta(minutes=2)
 Found = tuple[Any, bool, list[str]]
@@ -202,6 +203,7 @@ def trained(alone: bool) -> tuple[list[float], dict[str, Tensor], int]:
     return losses, exe.full_state_dict(), len(compiled)
 
 
+@thorough
 def test_what_another_rank_captured_and_compiled_trains_to_the_same_bits() -> None:
     theirs, ours = launch(trained, 2, True), launch(trained, 2, False)
     assert theirs[0][0] == ours[0][0] == ours[1][0]

@@ -8,8 +8,10 @@ import pytest
 
 from hydragraph.data import tokenizer
 from tests.commands.tiny import LOPSIDED, run, write
+from tests.thorough import thorough
 
 
+@thorough
 def test_a_run_that_fits(tmp_path: Path) -> None:
     result = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2))
     assert result.exit_code == 0, result.output

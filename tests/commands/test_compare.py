@@ -11,6 +11,7 @@ from typer.testing import Result
 
 from hydragraph.cost.corrections import Corrections
 from tests.commands.tiny import run
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def test_json_has_every_step_and_kind(folder: Path) -> None:
     assert by_rank == pytest.approx(sum(step["measured_s"] for step in record["steps"]), rel=0.5)
 
 
+@thorough
 def test_corrections_are_read_by_those_who_predict(folder: Path, trained: tuple[Path, Result]) -> None:
     assert run("compare", folder).exit_code == 0
     config = trained[0] / "config.yaml"

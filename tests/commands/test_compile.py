@@ -23,6 +23,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import open_tokens, prepare
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import LOPSIDED, run, write
+from tests.thorough import thorough
 
 STRATEGIES = [*LOPSIDED, "<[0,1]x2sr>"]
 
@@ -96,6 +97,7 @@ def test_the_summary_is_plain_json(compiled: tuple[Path, Path, Result]) -> None:
     assert all(value > 0 for each in record["variants"] for value in each["pass_seconds"].values())
 
 
+@thorough
 def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
     config, out = write(tmp_path), tmp_path / "out"
     assert run("compile", config, "--output", out, "--ranks", 2, "--strategy", "2*<tp1,pp1>").exit_code == 0
@@ -152,6 +154,7 @@ def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], sen
     assert not (tmp_path / "out").exists()
 
 
+@thorough
 def test_what_travels_follows_from_who_owns_it(tmp_path: Path) -> None:
     config, out = write(tmp_path), tmp_path / "out"
     result = run("compile", config, "--ranks", 2, "--strategy", "<[1]x2>", "--home", "1,0", "--output", out)
@@ -161,6 +164,7 @@ def test_what_travels_follows_from_who_owns_it(tmp_path: Path) -> None:
     assert (record.pull_bytes, record.push_bytes) == (4 * elements, 4 * elements)  # rank 1 computes, rank 0 owns
 
 
+@thorough
 def test_unequal_shards_are_variants_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--set", "model.config.vocab_size=513", "--ranks", 2, "--strategy", "<tp2,pp1>", "--output", out)
@@ -173,6 +177,7 @@ def test_unequal_shards_are_variants_of_their_own(tmp_path: Path) -> None:
     assert "[257, 16]" in (out / "graphs" / "head.tp2.rank1.forward.py").read_text()
 
 
+@thorough
 def test_a_model_that_no_memory_here_would_hold(tmp_path: Path) -> None:
     """Two layers with the dimensions of Llama 70B, of 16 GB in fp32 with their embedding and head."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -189,6 +194,7 @@ def test_a_model_that_no_memory_here_would_hold(tmp_path: Path) -> None:
     assert len(list((out / "strategies" / summary.strategies[0].folder).glob("program_*.txt"))) == 2  # of 64 ranks
 
 
+@thorough
 def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str, bool]] = []
 

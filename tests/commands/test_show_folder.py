@@ -24,6 +24,7 @@ from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
+from tests.thorough import thorough
 
 STRATEGIES = ["<tp2,pp1> + <tp1,pp2>", "<[0,1]x1,[2,3]x1>", "<[0,1]x2sr>"]
 HOME = "3,2,2,1"
@@ -81,6 +82,7 @@ def _program(folder: Path) -> hg.Program:
     return hg.capture(skeleton(settings.model, settings.data.vocab_size), check="off")
 
 
+@thorough
 def test_memory_and_traffic_are_those_of_the_compiled_graphs(folder: Path) -> None:
     program = _program(folder)
     variants = Variants(program, added=True)
@@ -181,6 +183,7 @@ def test_differences_are_told_in_words(folder: Path, tmp_path: Path) -> None:
     assert "    program of rank 2: 0 lines are new, 1 are gone\n" in text
 
 
+@thorough
 def test_a_config_is_compiled_for_what_only_a_folder_tells(folder: Path) -> None:
     config = folder.parent / "config.yaml"
     arguments = ("--strategy", STRATEGIES[1], "--micro-batches", "3", "--set", "check=off")

@@ -29,6 +29,7 @@ from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
 from tests.cost.measured import measured
 from tests.passes.test_pipeline import model
+from tests.thorough import thorough
 
 INSTANT = Interconnect(1e300, 0.0)
 SLOW = Device(1e6, int(1e12), 1e300)  # computation is all that takes time
@@ -155,6 +156,7 @@ def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.partial"))
 
 
+@thorough
 def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> None:
     options = ("--strategy", "<[0]x2>", "--strategy", "2*<tp1,pp1>", "--micro-batches", "3", "--devices", 2)
     result = run("simulate", write(tmp_path), *options)
@@ -214,6 +216,7 @@ def test_one_number_changed(tmp_path: Path) -> None:
     assert changes(result.stdout, whats[1]) == ["+100.0%", "+100.0%"]
 
 
+@thorough
 def test_ranks_that_are_slow_or_lost(tmp_path: Path) -> None:
     COMPUTING.save(tmp_path / "cluster.yaml")
     (tmp_path / "health.yaml").write_text("1: 3.0\n")

@@ -13,10 +13,12 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
 from tests.cost.priced import cluster, costs
 from tests.cost.traced import traced
+from tests.thorough import thorough
 
 TEXTS = ("4*<tp1,pp1>", "<tp2,pp2>", "<[0,1]x1,[2]x3> + <[3]x4>", "<[0]x1,[1]x2,[2]x1>", "2*<tp1,pp2>", "<[2]x4>")
 
 
+@thorough
 @given(
     text=st.sampled_from(TEXTS),
     lengths=st.lists(st.integers(50, 2000), min_size=4, max_size=9),

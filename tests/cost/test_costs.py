@@ -30,6 +30,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
+from tests.thorough import thorough
 
 INSTANT = Interconnect(1e300, 0.0)
 
@@ -62,6 +63,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Strategy, int]:
     return Strategy((Pipeline(tuple(stages)),), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))), first
 
 
+@thorough
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), LENGTHS)
 def test_a_pipelines_seconds_are_the_simulated_ones(drawn: tuple[Strategy, int], lengths: list[list[int]]) -> None:
@@ -94,6 +96,7 @@ def uneven(draw: st.DrawFn) -> tuple[Strategy, Costs]:
     return Strategy(tuple(found)), costs(layers, cluster(ranks), hg.Health(dict(enumerate(rates))), elements)
 
 
+@thorough
 @settings(max_examples=25, deadline=None)
 @given(uneven(), st.lists(st.integers(50, 3000), min_size=6, max_size=16))
 def test_a_planned_iteration_takes_what_is_simulated(drawn: tuple[Strategy, Costs], lengths: list[int]) -> None:
@@ -166,6 +169,7 @@ def _halves(rank: int, seconds: float) -> list[tuple[Op, str, float]]:
     return [(Op.FORWARD, block, seconds), (Op.BACKWARD, block, 2 * seconds)]
 
 
+@thorough
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHARED[:4]), st.tuples(st.integers(0, 9), st.integers(1, 9)))
 def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(

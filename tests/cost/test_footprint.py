@@ -12,6 +12,7 @@ from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
+from tests.thorough import only
 
 TOKENS = MicroBatch(tokens=48, sequences=3)
 ALONE = StagePart()
@@ -47,6 +48,7 @@ def inputs(block: int) -> dict[str, object]:
     return {**fields, **own, **shared, "hidden": torch.randn(1, tokens, 64)}
 
 
+@only("0-False", "0-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("block", [0, 1, -1])
 def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute: bool) -> None:
@@ -61,6 +63,7 @@ def test_what_a_block_saves_is_what_its_graph_really_keeps(block: int, recompute
     assert found.forward >= found.saved + found.output
 
 
+@only("1")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_fused_head_takes_a_chunk_of_logits_beside_its_results(tp: int) -> None:
     head, many = llama().blocks[-1], MicroBatch(tokens=4096, sequences=3)
@@ -107,6 +110,7 @@ def walked(graph: fx.GraphModule, sizes: Sizes) -> int:
     return most
 
 
+@only("kind1-False")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [StageKind(1, recompute=True), StageKind(2, sequence_parallel=True)])
 def test_what_lives_at_most_is_what_a_walk_finds(kind: StageKind, fused: bool) -> None:

@@ -14,6 +14,7 @@ from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost import priced
+from tests.thorough import thorough
 
 LAYERS = 14
 
@@ -41,6 +42,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     return Pipeline(tuple(stages))
 
 
+@thorough
 @given(
     pipeline=pipelines(),
     memory=st.tuples(st.integers(4 * 10**8, 10**9), st.integers(4 * 10**8, 10**9)),

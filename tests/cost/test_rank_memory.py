@@ -15,6 +15,7 @@ from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.adapted import frozen
 from tests.models import captured
+from tests.thorough import thorough
 
 TOKENS = MicroBatch(tokens=48, sequences=3)
 ALONE = StagePart()
@@ -55,6 +56,7 @@ def test_data_parallel_ranks_hold_all_weights_and_a_part_of_the_state() -> None:
     assert min(more.weights, more.gradients) >= 4 * (size() - HEAD)
 
 
+@thorough
 def test_tensor_parallel_ranks_hold_a_part_of_the_weights() -> None:
     found = memory("<tp2,pp1>", [2], ranks=2)
     assert 4 * (size() - HEAD) / 2 <= found.weights <= 4 * (size() / 2 + 5 * 64)  # norms are whole everywhere
@@ -89,6 +91,7 @@ def test_recomputation_trades_saved_values_for_working_memory() -> None:
     assert again.working > saving.working or again.total < saving.total
 
 
+@thorough
 def test_sequence_parallel_ranks_share_what_lies_between_products() -> None:
     whole, parts = memory("<[0,1]x2>", [1], ranks=2), memory("<[0,1]x2s>", [1], ranks=2)
     assert parts.activations < whole.activations
@@ -101,6 +104,7 @@ def test_messages_only_add() -> None:
             assert memory(text, counts, rank, ranks, messages=True).total >= without.total
 
 
+@thorough
 def test_what_is_frozen_costs_its_weight_at_home_and_saves_nothing() -> None:
     program = capture(frozen(lambda name: "layers.2" in name))
     found = Variants(program)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from hydragraph.data.corpus import texts
 from hydragraph.data.tokenizer import END_OF_TEXT, end_of_text_token, load, save, train_bpe
+from tests.thorough import thorough
 
 SOURCES = list(texts([Path(json.__file__).parent], suffixes=(".py",)))
 TOKENIZER = train_bpe(SOURCES, 600)
@@ -31,6 +32,7 @@ def test_real_text_survives_and_becomes_shorter() -> None:
         assert len(ids) < 0.7 * len(text.encode())
 
 
+@thorough
 @given(st.text(st.characters(codec="utf-8"), max_size=60).filter(lambda text: "<|" not in text))
 def test_any_text_survives(text: str) -> None:
     assert TOKENIZER.decode(encode(TOKENIZER, text)) == text

@@ -10,10 +10,12 @@ from torch import nn
 
 import hydragraph as hg
 from tests.models import captured, llama, sequences
+from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
 
 
+@thorough
 def test_a_program_is_not_captured_again() -> None:
     program, model = captured("llama")
     with mock.patch("hydragraph.engine.api.capture", side_effect=AssertionError("it was captured before")):

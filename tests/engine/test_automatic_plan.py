@@ -25,6 +25,7 @@ from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSetting
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import thorough
 
 LENGTHS = [[40, 12, 33, 64]] * 2
 REPORTS = "hydragraph.runtime.device_reports._products_per_s"
@@ -144,6 +145,7 @@ def test_without_lengths_the_assumed_ones_are_told(ranks: list[tuple[Trained, ..
     assert ranks[0][3].lines[-1] == "no lengths were given: planned for 8 sequences of 64 tokens"
 
 
+@thorough
 def test_different_models_are_refused_before_they_are_measured() -> None:
     with pytest.raises(ValueError, match=r"rank 1 on .* has another model than rank 0 on .*: give every host the same"):
         hg.launch(of_other_depth, 2, timeout=timedelta(minutes=5))

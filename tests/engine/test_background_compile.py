@@ -17,6 +17,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama, sequences
+from tests.thorough import thorough
 
 LAYERS = 2
 RUNNING = hg.Strategy.parse("2*<tp1,pp1>", layers=LAYERS)
@@ -103,6 +104,7 @@ def test_what_a_check_refuses_is_not_handed_on() -> None:
     assert "computes something else" in found.refused
 
 
+@thorough
 def test_only_what_was_never_compiled_is_made_and_by_one_rank_of_a_machine() -> None:
     known = variants()
     known.compile([RUNNING])
@@ -123,6 +125,7 @@ def test_a_process_that_dies_offers_nothing_and_is_waited_for_no_longer() -> Non
     assert not Path(folder).exists()
 
 
+@thorough
 def test_a_process_whose_rank_is_gone_ends() -> None:
     making = Beforehand(variants(), None, [OTHER])
     while making._process is None:

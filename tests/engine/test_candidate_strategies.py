@@ -12,6 +12,7 @@ from hydragraph.cost.measured_profile import Profile
 from tests import models
 from tests.generations import regroup
 from tests.ready import Ready
+from tests.thorough import thorough
 
 TEXTS = ("<tp2,pp1> + <tp1,pp2>", "4*<tp1,pp1>", "<tp2,pp2>")
 LAYERS = 3
@@ -93,6 +94,7 @@ def planning_processes(prepared: Ready) -> list[int]:
     return pids
 
 
+@thorough
 def test_the_process_that_plans_stays_where_strategies_and_ranks_change() -> None:
     first, *others = hg.launch(planning_processes, 4, prepare=ready)
     assert others == [[]] * 3

@@ -77,6 +77,7 @@ def both(prepared: Ready, cases: Sequence[tuple[Sequence[hg.Home], Factory, bool
     return [(along(prepared, *case[:2], True, case[2]), along(prepared, *case[:2], False, case[2])) for case in cases]
 
 
+@thorough
 def test_training_goes_on_as_if_state_had_moved_behind_the_step(prepared: Ready) -> None:
     check_along(prepared, [(ONE[1:3], adamw, False), (TWO[:2], momentum, True)])
 

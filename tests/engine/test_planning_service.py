@@ -14,6 +14,7 @@ from hydragraph.engine.step_planner import IterationPlanner
 from hydragraph.planner.policy import Policy, static_or_dynamic
 from hydragraph.planner.request import PlanRequest, answer
 from tests.planner.examples import MIXED, PROFILE, lengths
+from tests.thorough import thorough
 
 CANDIDATES = [[(8, 1)] * 3, MIXED]
 SETTING = PlanRequest(tuple(PROFILE.pipelines(c) for c in CANDIDATES), (0.0, 0.0))
@@ -21,6 +22,7 @@ BATCHES = [tuple(lengths(40, seed, 3000)) for seed in range(3)]
 PATIENCE_S = 300.0  # against hangs only
 
 
+@thorough
 def test_plans_made_ahead_are_those_made_now(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "hydragraph")
     planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
@@ -39,6 +41,7 @@ def test_plans_made_ahead_are_those_made_now(caplog: pytest.LogCaptureFixture) -
         planner.close()
 
 
+@thorough
 def test_a_request_that_changes_changes_plans_that_were_made_already() -> None:
     service = PlanService(SETTING, workers=1, ahead=2)
     changed = SETTING.only(0)
@@ -78,6 +81,7 @@ def test_a_dead_worker_is_replaced_and_its_mini_batch_planned(caplog: pytest.Log
     assert service.pids == []
 
 
+@thorough
 def test_signals_to_the_whole_process_group_leave_workers_to_their_service() -> None:
     service = PlanService(SETTING, workers=1, ahead=3)
     try:
@@ -162,6 +166,7 @@ def test_a_planner_that_takes_over_from_another_rank_does_not_wait_for_a_process
         planner.close()
 
 
+@thorough
 def test_what_a_worker_refuses_is_refused_here() -> None:
     planner = IterationPlanner(SETTING, Policy(patience_s=PATIENCE_S))
     try:

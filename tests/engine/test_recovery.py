@@ -262,6 +262,7 @@ def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
     assert strategies_for(exe, world, hg.Home(), None) == (hg.Strategy.parse("3*<tp1,pp1>", 4),)
 
 
+@thorough
 def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() -> None:
     program = hg.capture(llama(layers=4), check="off")
     left = costs(4, mixed()).of_ranks([0, 2, 3], hg.Home())

@@ -12,6 +12,7 @@ import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from tests.models import sequences
 from tests.ready import Ready, small_llama
+from tests.thorough import thorough
 
 LAYERS = 2
 STRATEGY = "<[0,1]x1,[2]x1>"
@@ -37,6 +38,7 @@ def trained(ready: Ready, folder: Path) -> tuple[float, float, dict[str, Tensor]
     return stayed, moved, as_it_was, exe.full_state_dict()
 
 
+@thorough
 def test_a_world_changes_under_an_executable(tmp_path: Path) -> None:
     stayed, moved, as_it_was, state = hg.launch(trained, 3, small_llama(), tmp_path)[0]
     assert moved == stayed
@@ -56,6 +58,7 @@ def slow_on_one(ready: Ready) -> hg.StepReport:
     return exe.step(batch(1))
 
 
+@thorough
 def test_every_rank_learns_at_the_commit_how_each_spent_its_time() -> None:
     first, *others = hg.launch(slow_on_one, 3, small_llama())
     assert [len(report.ranks) for report in (first, *others)] == [3, 3, 3]

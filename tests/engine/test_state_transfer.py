@@ -18,7 +18,7 @@ from hydragraph.train.stragglers.reshard_plan import received, stages
 from tests.generations import regroup
 from tests.models import llama, sequences
 from tests.ready import Ready
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 LAYERS, RANKS = 2, 4
 WIDE, NARROW = "<[0,1]x1s,[2]x1> + <[3]x2>", "<[1]x1,[0,2]x1>"
@@ -161,6 +161,7 @@ def struck_everywhere(prepared: Ready, ops: Sequence[Op]) -> list[float]:
     return losses
 
 
+@thorough
 @pytest.mark.parametrize("ops", first([SOME], [SOME, list(Op)]), ids=["some", "all"])
 def test_a_rank_lost_at_any_instruction_costs_the_step_under_way_and_no_bit_more(
     ops: list[Op], prepared: Ready, smooth: list[list[float]]
@@ -292,6 +293,7 @@ def in_stages(prepared: Ready, way: list[hg.Home]) -> tuple[list[float], list[bo
     return losses, stayed, came
 
 
+@thorough
 def test_state_moves_a_part_between_every_two_steps(prepared: Ready, smooth: list[list[float]]) -> None:
     new = hg.Home([1, 0, 2, 5])
     way = [*stages(hg.Home(), new, RANKS, prepared.variants.program.buckets, 8_000)]
@@ -337,6 +339,7 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
     return losses, outcomes
 
 
+@thorough
 def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, smooth: list[list[float]]) -> None:
     found = hg.launch(cut_moves, RANKS, prepared, timeout=LIMIT)
     assert [losses for losses, _ in found] == [smooth[5][:3]] * RANKS

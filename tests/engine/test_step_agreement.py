@@ -26,6 +26,7 @@ from hydragraph.engine.step_agreement import Promise
 from hydragraph.errors import RankFailure
 from tests.models import sequences
 from tests.ready import Ready, small_llama
+from tests.thorough import thorough
 
 RANKS = 3
 STRATEGY = "<[0,1]x1s,[2]x1>"
@@ -63,6 +64,7 @@ def train(ready: Ready, promises: bool) -> tuple[list[float], int]:
     return losses, compare.call_count
 
 
+@thorough
 def test_ranks_meet_before_the_first_step_alone_and_train_to_the_same_bits() -> None:
     ready = small_llama()
     met, counted = hg.launch(train, RANKS, ready, False, timeout=LIMIT)[0]
@@ -138,6 +140,7 @@ def another(ready: Ready) -> str:
     return "trained"
 
 
+@thorough
 def test_a_rank_that_breaks_its_promise_fails_and_is_named() -> None:
     with pytest.raises(ValueError, match="all ranks have promised another mini-batch or strategy; call it with"):
         hg.launch(another, RANKS, small_llama(), timeout=LIMIT)
@@ -160,6 +163,7 @@ def stops(ready: Ready, hears: bool) -> int:
     return exe.steps
 
 
+@thorough
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_request_to_stop_is_heard_at_the_end_of_the_step_that_was_promised(hears: bool) -> None:
     assert hg.launch(stops, RANKS, small_llama(), hears, timeout=LIMIT) == [3] * RANKS
@@ -189,6 +193,7 @@ def dying(update: Callable[[], Any], calls: Iterator[int], rank: int) -> Any:
     return update()
 
 
+@thorough
 def test_where_a_rank_was_lost_is_told_by_the_program_of_its_own_step() -> None:
     with pytest.raises(RankFailure) as lost:
         hg.launch(killed, RANKS, small_llama(), timeout=LIMIT)
@@ -208,6 +213,7 @@ def freed(ready: Ready) -> bool:
     return gone() is None
 
 
+@thorough
 def test_an_executable_that_nobody_has_any_more_is_gone_at_once() -> None:
     assert all(hg.launch(freed, RANKS, small_llama(), timeout=LIMIT))
 
@@ -225,6 +231,7 @@ def grows(ready: Ready) -> int:
     return exe.steps
 
 
+@thorough
 def test_a_step_that_updates_nothing_promises_nothing() -> None:
     assert hg.launch(grows, RANKS, small_llama(), timeout=LIMIT) == [1] * RANKS
 

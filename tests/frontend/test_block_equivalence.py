@@ -18,6 +18,7 @@ from tests.frontend.test_module_digest import Setting, kind, times
 from tests.frontend.test_untraceable import agrees
 from tests.models import llama, randomised
 from tests.own_models import Layer, Own
+from tests.thorough import only, thorough
 
 SCALES = [1.5, 2.5]
 TABLE: dict[int, float] = {}
@@ -51,6 +52,7 @@ def ungraded(block: Any, x: Tensor) -> Tensor:
         return x.sigmoid()
 
 
+@only("<lambda>2")
 @pytest.mark.parametrize(
     "scale",
     [
@@ -90,6 +92,7 @@ class Squared(nn.Module):
         return x * x
 
 
+@thorough
 def test_a_parametrization_of_one_layer_makes_it_another() -> None:
     model = randomised(Own(layers=2))
     parametrize.register_parametrization(model.stack[1].down, "weight", Squared())  # type: ignore[index,union-attr]
@@ -135,6 +138,7 @@ def test_a_program_of_a_model_that_differs_out_of_sight_is_refused() -> None:
         hg.compile(other, strategy, program=program)
 
 
+@thorough
 def test_depth_is_nearly_free() -> None:
     capture(Own(layers=1))
     began = time.process_time()

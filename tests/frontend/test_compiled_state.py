@@ -23,6 +23,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.compiled_state import CompiledState
 from tests.models import llama, sequences
 from tests.own_models import Own
+from tests.thorough import thorough
 
 SCALE = 1.0
 SETTINGS = {"floor": 0.0}
@@ -321,6 +322,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
+@thorough
 def test_an_executable_refuses_changes_and_goes_on_when_they_are_undone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

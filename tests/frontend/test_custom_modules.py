@@ -20,6 +20,7 @@ from hydragraph.ir.program import Program
 from tests.frontend.execute import batch, loss
 from tests.models import randomised
 from tests.own_models import Layer, Own, alone, classified
+from tests.thorough import only
 
 
 class Model(nn.Module):
@@ -65,6 +66,7 @@ def test_a_forward_that_wants_something_else_is_refused(forward: Callable[..., A
         caller(Model(forward), FIELDS)
 
 
+@only("False")
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_loss_and_gradients_equal_the_modules_on_each_sequence_alone(causal: bool) -> None:
     model = randomised(Own(causal=causal))
@@ -183,6 +185,7 @@ def by_hand(block: nn.Module, x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
+@only("<lambda>-aten.mean.default mixes")
 @pytest.mark.parametrize(
     ("mix", "message"),
     [
@@ -204,6 +207,7 @@ def test_tokens_that_meet_elsewhere_are_refused(mix: Callable[..., Tensor], mess
         capture(stacked(Mixing(mix)))
 
 
+@only("<lambda>13", "<lambda>16", "<lambda>17", "<lambda>18")
 @pytest.mark.parametrize(
     "mix",
     [
@@ -234,6 +238,7 @@ def test_whatever_is_not_known_to_keep_tokens_apart_is_refused(mix: Callable[[nn
         capture(stacked(Mixing(mix)))
 
 
+@only("<lambda>8")
 @pytest.mark.parametrize(
     "mix",
     [

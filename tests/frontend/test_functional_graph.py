@@ -14,6 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.functional_graph import functional_graph
 from tests.own_models import Layer, Own
+from tests.thorough import only
 
 
 class Doing(Layer):
@@ -142,6 +143,7 @@ def functional(function: Callable[[Tensor, Tensor], Tensor]) -> fx.GraphModule:
     return functional_graph(exported, "Scaled")[0]
 
 
+@only("plain", "partly_without_gradient", "in_place", "in_place_beside_a_region")
 @pytest.mark.parametrize("function", [plain, partly_without_gradient, in_place, *IN_PLACE_AND_WITHOUT_GRADIENT])
 def test_values_and_gradients_are_the_models(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     graph, model, x = functional(function), Scaled(function), torch.tensor([1.0, 2.0, -0.5])
@@ -174,6 +176,7 @@ def test_writing_where_a_gradient_does_not_know_of_it_is_refused(
         functional(function)
 
 
+@only("held0- (table)")
 @pytest.mark.parametrize(
     ("held", "named"), [(torch.ones(32), " (table)"), ([nn.Linear(32, 32)], " (table)"), (None, "")]
 )

@@ -14,6 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests import reference
 from tests.models import randomised, sequences, tiny
+from tests.thorough import only
 
 ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
@@ -33,6 +34,7 @@ def model(kind: str) -> nn.Module:
     return randomised(LlamaForCausalLM(LlamaConfig(**settings)))
 
 
+@only("dynamic-24")
 @pytest.mark.parametrize(("kind", "most"), [("dynamic", 24), ("longrope", 16)])
 def test_each_sequence_has_the_frequencies_of_its_own_length(kind: str, most: int) -> None:
     whole = model(kind)
@@ -48,6 +50,7 @@ def test_each_sequence_has_the_frequencies_of_its_own_length(kind: str, most: in
     exe.close()
 
 
+@only("longrope-20")
 @pytest.mark.parametrize(("kind", "long"), [("dynamic", 30), ("longrope", 20)])
 def test_frequencies_of_a_long_sequence_are_refused_until_a_short_one_was_run(kind: str, long: int) -> None:
     whole = model(kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.own_models import Own
-from tests.thorough import first
+from tests.thorough import first, only
 
 Batch = dict[str, Tensor]
 
@@ -90,6 +90,7 @@ MIXED = {
 }
 
 
+@only("each by the sum of all")
 @pytest.mark.parametrize(
     "name",
     first(
@@ -117,6 +118,7 @@ def test_a_loss_without_the_model_is_refused() -> None:
         capture(Own(layers=1), loss=lambda x, b: torch.ones(3, device=x.device).sum())
 
 
+@only("PyTorch's default", "by targets, clamped", "by sequences")
 @pytest.mark.parametrize(
     "name",
     first(
@@ -130,6 +132,7 @@ def test_a_mean_is_refused(name: str) -> None:
         capture(Own(layers=1), loss=MEANS[name])
 
 
+@only("label smoothing, a penalty and a start")
 @pytest.mark.parametrize(
     "name",
     first(

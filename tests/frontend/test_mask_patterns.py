@@ -30,6 +30,7 @@ from hydragraph.ir.program import Program
 from hydragraph.kernels.scoring import Scoring, visible
 from hydragraph.passes.graph_node import operands, varlen
 from tests.models import tiny
+from tests.thorough import only, thorough
 
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2]])
 
@@ -52,11 +53,13 @@ def calls(program: Program) -> list[tuple[Any, ...]]:
     return [(*operands(n)[7:10], None, None, None)[:3] for n in nodes]
 
 
+@thorough
 def test_windows_of_single_layers_are_captured() -> None:
     program = capture(qwen2_moe(use_sliding_window=True, sliding_window=8, max_window_layers=1))
     assert calls(program) == [(8, None, None), (None, None, None)]
 
 
+@only("<lambda>")
 @pytest.mark.parametrize("build", [lambda: llama4(layer_types=["full_attention"] * 2), qwen2_moe])
 def test_the_remedies_help(build: Callable[[], nn.Module]) -> None:
     assert capture(build()).causal
@@ -173,6 +176,7 @@ def test_masks_that_hide_nothing_are_none() -> None:
     ]
 
 
+@only("gemma2")
 @pytest.mark.parametrize(
     "changes",
     [

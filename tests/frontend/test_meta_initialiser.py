@@ -11,6 +11,7 @@ import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from tests.models import sequences
+from tests.thorough import thorough
 
 LLAMA = LlamaConfig(
     hidden_size=64,
@@ -101,6 +102,7 @@ def start(strategy: str, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     return weights, losses
 
 
+@thorough
 def test_every_number_of_ranks_starts_alike_and_trains() -> None:
     one, losses = start("<tp1,pp1>", 2)
     two, others = hg.launch(start, 2, "<tp2,pp1>", 2)[0]

@@ -14,6 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.models import randomised
 from tests.own_models import Layer, Own
+from tests.thorough import only
 
 
 class Casting(Layer):
@@ -49,6 +50,7 @@ def model(cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> Own:
     return randomised(own)  # type: ignore[return-value]
 
 
+@only("kind0-dtype0-<lambda>")
 @pytest.mark.parametrize(
     ("kind", "dtype", "cast"),
     [
@@ -78,6 +80,7 @@ def test_attention_takes_one_dtype() -> None:
         capture(model(cast, torch.float32))
 
 
+@only("<lambda>0")
 @pytest.mark.parametrize(
     "cast",
     [

@@ -16,6 +16,7 @@ from torch import nn
 
 from hydragraph.frontend.module_digest import outline, structure
 from tests.models import llama
+from tests.thorough import thorough
 
 
 class Layer(nn.Module):
@@ -116,6 +117,7 @@ def test_weights_that_are_there_already_do_not_count() -> None:
     assert structure(one) == structure(without)
 
 
+@thorough
 def test_a_structure_is_the_same_in_another_process() -> None:
     """Ranks compare theirs with that of the process that captured; Python seeds hashes of texts anew in each."""
     script = (

@@ -12,6 +12,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from tests.frontend.test_loss_reduction import Batch, counted, each
 from tests.own_models import Own
+from tests.thorough import only
 
 
 def lengths(b: Batch) -> Tensor:
@@ -67,12 +68,14 @@ ACROSS = {
 }
 
 
+@only("DPO on sums of sequences")
 @pytest.mark.parametrize("name", SEPARATE)
 def test_sums_of_separate_terms_are_captured(name: str) -> None:
     loss: Any = SEPARATE[name]
     assert capture(Own(layers=1), loss=loss).layers == 1
 
 
+@only("a running sum")
 @pytest.mark.parametrize("name", ACROSS)
 def test_terms_that_meet_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=r"Own.*: (its loss is no sum|it does something else)"):

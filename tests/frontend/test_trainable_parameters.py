@@ -14,6 +14,7 @@ from hydragraph.frontend.trainable_parameters import reached
 from tests.adapted import LAYERS, MODELS
 from tests.models import llama
 from tests.own_models import Own
+from tests.thorough import thorough
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda x, w: x * w,
@@ -48,6 +49,7 @@ def test_a_parameter_is_reached_where_autograd_gives_a_gradient(use: str) -> Non
     assert found == {name for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
+@thorough
 def test_trainable_is_what_requires_grad_says() -> None:
     for build in MODELS.values():
         model = build()
@@ -58,6 +60,7 @@ def test_trainable_is_what_requires_grad_says() -> None:
         assert sorted(p.name for b in program.buckets for p in b.parameters) == sorted(wanted)
 
 
+@thorough
 def test_what_gets_no_gradient_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     program = hg.capture(MODELS["unreached and unused"]())
     unused, unreached = (record.getMessage() for record in caplog.records if record.name.endswith("_parameters"))

@@ -22,7 +22,7 @@ from hydragraph.frontend.capture import capture
 from tests.frontend.execute import batch, loss
 from tests.models import llama, randomised
 from tests.own_models import Layer, Own, alone
-from tests.thorough import first, thorough
+from tests.thorough import first, only, thorough
 
 
 class Reversed(torch.autograd.Function):
@@ -85,6 +85,7 @@ def nothing(*_: Any) -> None:
     return None
 
 
+@only("<lambda>-out.weight: a gradient hook")
 @pytest.mark.parametrize(
     ("hang", "message"),
     [
@@ -324,6 +325,7 @@ def weight_norm(model: Any) -> None:
         parametrizations.weight_norm(block.down)
 
 
+@only("weight_norm")
 @pytest.mark.parametrize(
     "change", first([by_closure, weight_norm], [by_method, by_closure, of_a_submodule, of_the_model, weight_norm])
 )
@@ -360,6 +362,7 @@ class Marking(Own):
         return super().forward(input_ids, position_ids, cu_seqlens)
 
 
+@thorough
 def test_a_model_that_sets_numbers_of_its_blocks_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"Marking: forward changes 'model\.stack\.0\.count' from \w+ to \d"):
         capture(Marking("a number"))
@@ -463,6 +466,7 @@ def _counting(state: Any, step: Callable[[], object]) -> Callable[[Any, dict[str
     return loss
 
 
+@only("numpy")
 @pytest.mark.parametrize("kind", ["dict", "count", "random", "numpy"])
 def test_state_that_a_loss_changes_is_refused_by_name(kind: str) -> None:
     numbers, counter = {"calls": 0}, itertools.count()

@@ -19,6 +19,7 @@ from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Strategy
 from tests import fuzz
 from tests.passes.test_pipeline import iterations, model, shared
+from tests.thorough import thorough
 
 
 def send(peer: int) -> Instruction:
@@ -160,6 +161,7 @@ def test_a_computation_that_is_left_out_still_waits_for_its_message_over_nccl() 
     assert all(find_deadlock(programs, transport) for transport in Transport)
 
 
+@thorough
 @settings(max_examples=25)
 @given(st.one_of(iterations(), shared()), st.randoms(use_true_random=False))
 def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(

@@ -29,6 +29,7 @@ from hydragraph.ir.value import Value, ValueKind, parse_value
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from tests.thorough import thorough
 
 Programs = tuple[RankProgram, ...]
 
@@ -461,6 +462,7 @@ def check_broken(kind: str, case: Iteration, random: Random) -> None:
     assert caught(case, edited)
 
 
+@thorough
 @given(iterations(), st.sampled_from(sorted(BREAKS)), st.randoms(use_true_random=False))
 @settings(max_examples=150)
 def test_what_breaks_programs_is_caught(case: Iteration, kind: str, random: Random) -> None:

@@ -14,8 +14,10 @@ from hydragraph.ir.verify import verify
 from hydragraph.passes.pipeline import rank_program, rank_programs, shared_programs
 from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import iterations, model, shared
+from tests.thorough import thorough
 
 
+@thorough
 @settings(max_examples=60)
 @given(st.one_of(iterations(), shared()))
 def test_every_rank_gets_the_program_that_it_would_get_alone(

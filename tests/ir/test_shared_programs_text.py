@@ -12,6 +12,7 @@ from hydragraph.ir.shared_programs_text import program_texts, rank_from_texts, r
 from hydragraph.passes.pipeline import rank_programs, shared_programs
 from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import iterations, model, shared
+from tests.thorough import thorough
 
 STRATEGY = Strategy.parse("<[0,1]x1,[2]x1> + <[3,4]x1,[5]x1>", 2)
 
@@ -20,6 +21,7 @@ def texts() -> dict[str, str]:
     return program_texts(shared_programs(model(2), STRATEGY, [1, 1], ranks=7))
 
 
+@thorough
 @settings(max_examples=60)
 @given(st.one_of(iterations(), shared()))
 def test_every_rank_has_its_full_text(iteration: tuple[Outline, Strategy, list[int], Mode, int]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 MODULE = """
 import logging
@@ -59,6 +59,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@thorough
 @pytest.mark.parametrize(
     ("how", "suffix"),
     first([("truncated", "nbi"), ("a bit", "nbc")], product(["empty", "truncated", "a bit"], ["nbi", "nbc"])),
@@ -103,6 +104,7 @@ def test_the_planner_starts_where_nothing_can_be_cached(tmp_path: Path) -> None:
     assert "set NUMBA_CACHE_DIR" in ran.stderr
 
 
+@thorough
 @pytest.mark.parametrize("line", ["from other import added, TIMES", "import hydragraph.other as other"])
 def test_a_change_of_an_imported_function_or_constant_compiles_its_users_again(line: str, tmp_path: Path) -> None:
     prefix = "other." if line.startswith("import") else ""

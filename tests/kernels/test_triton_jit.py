@@ -10,6 +10,7 @@ import torch
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import triton_jit
+from tests.thorough import thorough
 
 WITHOUT_TRITON = """
 import sys
@@ -35,6 +36,7 @@ except hydragraph.Unsupported as error:
 """
 
 
+@thorough
 def test_all_works_on_the_cpu_without_triton() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -18,7 +18,7 @@ from hydragraph.passes.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer
-from tests.thorough import first
+from tests.thorough import first, only
 
 TOKENS = 5
 
@@ -32,6 +32,7 @@ def test_golden_text() -> None:
     check_golden("llama_accumulate_tp2_rank0", accumulate(layer(StagePart(StageKind(2), 0))).backward)
 
 
+@only("2")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_matrix_of_a_layer_is_added_up_and_nothing_else_is(tp: int) -> None:
     before = layer(StagePart(StageKind(tp), 0))
@@ -93,6 +94,7 @@ def backward(variant: Variant, values: dict[str, Tensor], totals: list[tuple[Ten
     return dict(zip(variant.gradients, variant.backward(*(held[n] for n in variant.needs), *flat), strict=True))
 
 
+@only("gpt2-False")
 @pytest.mark.parametrize(
     ("family", "recompute"),
     first([("gpt2", False), ("mixtral", True)], product(["llama", "gpt2", "mixtral"], [False, True])),
@@ -122,6 +124,7 @@ def compare(program: Program, block: Block, plain: Variant, adding: Variant, con
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=f"{block.name} {name}")
 
 
+@only("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_only_what_is_computed_as_it_is_summed_is_added_up(dtype: torch.dtype) -> None:
     program = replace(captured("llama")[0], dtype=dtype)

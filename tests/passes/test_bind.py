@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@thorough
 @pytest.mark.parametrize(("name", "dtype", "form", "backend"), CASES)
 def test_graphs_run_on_a_gpu(name: str, dtype: torch.dtype, form: StageKind, backend: str) -> None:
     captured = program(name, dtype)

@@ -13,12 +13,14 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.check_strategy import check_strategy, refuse_uncut
 from tests.models import captured
 from tests.passes.test_shard_families import FAMILIES, program_of
+from tests.thorough import only
 
 
 def two_devices(program: Program) -> None:
     refuse_uncut(program, hg.Strategy.parse("<tp2,pp1>", layers=program.layers))
 
 
+@only("mistral")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_can_be_cut_is_not_refused(name: str) -> None:
     two_devices(program_of(name)[0])

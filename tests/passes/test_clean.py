@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that cuts know
 from hydragraph.passes.clean import SYNONYMS, clean, remove_dead_code
+from tests.thorough import thorough
 
 aten = torch.ops.aten
 
@@ -41,6 +42,7 @@ def test_dead_code_goes_and_placeholders_stay() -> None:
     assert [n.name for n in graph.nodes] == ["x", "unused", "sin_default", "output"]
 
 
+@thorough
 def test_casts_that_change_nothing_go_and_others_stay() -> None:
     def forward(x: Tensor) -> Tensor:
         return x.to(torch.float32).to(torch.float64).contiguous() + 1

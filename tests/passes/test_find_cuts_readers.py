@@ -16,7 +16,7 @@ from hydragraph.frontend.capture import capture
 from tests.frontend import execute
 from tests.models import randomised
 from tests.passes.test_shard import check
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 VOCABULARY, WIDTH = 102, 32
 Use = Callable[[Any, Tensor, Tensor], Tensor]  # (layer, its result, its input) -> its result
@@ -102,16 +102,19 @@ def right(model: nn.Module, tp: int = 2, sequence_parallel: bool = False) -> Non
         check(program, model, block, tp, sequence_parallel)
 
 
+@only("the mean of a column bias")
 @pytest.mark.parametrize("use", list(IN_LAYER))
 def test_readers_within_a_layer(use: str) -> None:
     right(Model((use,)))
 
 
+@only("a second lookup")
 @pytest.mark.parametrize("embed", ["a row", "a second lookup", "two tables", "the same lookup twice"])
 def test_readers_of_the_embedding(embed: str) -> None:
     right(Model(embed=embed))
 
 
+@only("the head's norm-untied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("head", ["the head's norm", "the embedding's norm", "the embedding"])
 def test_readers_in_other_blocks(head: str, tied: bool) -> None:

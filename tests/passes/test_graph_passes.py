@@ -27,6 +27,7 @@ from hydragraph.passes.variants import Variants, pass_seconds
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden_text
+from tests.thorough import thorough
 
 
 def spec(part: StagePart = StagePart(), **settings: object) -> VariantSpec:  # noqa: B008
@@ -56,6 +57,7 @@ def test_passes_have_names_of_their_own_and_say_what_they_do() -> None:
     assert all(graph_pass.when and graph_pass.meaning.endswith(".") for graph_pass in GRAPH_PASSES)
 
 
+@thorough
 def test_what_each_pass_changes_in_a_llama_layer() -> None:
     wanted = spec(StagePart(StageKind(2)))
     before: dict[str, fx.GraphModule] = {"forward": wanted.template.graph}
@@ -77,6 +79,7 @@ def test_passes_leave_what_they_take_as_it_is() -> None:
     assert again == texts[1:]
 
 
+@thorough
 def test_a_variant_is_what_the_last_pass_made_and_keeps_the_seconds_of_each() -> None:
     program, _ = captured("llama")
     variants = Variants(program, added=True)

@@ -33,7 +33,7 @@ from hydragraph.passes.joint import SHARE
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import gpt2, llama, tiny
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 EVEN: dict[str, Any] = {
     **tiny(num_hidden_layers=1, num_attention_heads=8, hidden_size=128, intermediate_size=96, vocab_size=104)
@@ -79,6 +79,7 @@ def said(spec: VariantSpec) -> tuple[Any, ...]:
     return encode(variant.forward, variant.backward), fields
 
 
+@thorough
 @pytest.mark.parametrize("name", first(["llama"], MODELS))
 def test_derived_graphs_equal_traced_ones(name: str, traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     program = capture(MODELS[name]())
@@ -98,6 +99,7 @@ LAYERS = {
 }
 
 
+@thorough
 @pytest.mark.parametrize("which", first(["an uneven width"], LAYERS))
 def test_what_is_not_proven_is_traced(which: str, traces: list[int]) -> None:
     heads, kv, width, kind = LAYERS[which]

@@ -18,6 +18,7 @@ from hydragraph.passes.prove_sizes import EXAMPLES, _recalls, prove_sizes
 from hydragraph.private import tracing
 from hydragraph.private.tracing import TensorSpec, trace_joint
 from tests.models import llama
+from tests.thorough import only, thorough
 
 T = EXAMPLES[0]["T"]
 
@@ -98,6 +99,7 @@ def test_a_backward_that_bakes_a_size_is_refused_by_name() -> None:
         hg.precompile(program, [hg.Strategy.parse("<tp1,pp1>", layers=1)])
 
 
+@thorough
 def test_operators_taken_apart_by_cpp_are_refused_where_it_reads_sizes_as_numbers() -> None:
     """As PyTorch 2.11 and 2.12 do in `matmul`, unless Python takes it apart; later versions may read symbols."""
     program = hg.capture(llama(layers=1))
@@ -132,6 +134,7 @@ class Numbered(Own):
         return self.head(hidden * self.number)
 
 
+@only("106.0")
 @pytest.mark.parametrize("number", [3.0 * T, 1 / T, float(EXAMPLES[0]["N+1"] - 1)])
 def test_a_number_of_the_models_own_is_no_size(number: float) -> None:
     program = hg.capture(Numbered(number, 2 * T))
@@ -152,6 +155,7 @@ def test_other_numbers_do_not(number: int) -> None:
         assert not _recalls(1 / number, T)
 
 
+@thorough
 @pytest.mark.parametrize("tp", [2, 3, 5])
 def test_an_example_that_is_longer_for_sequence_parallelism_is_recalled_by_no_other_number(tp: int) -> None:
     """Of 3 * 107 bounds one less is 320, which divides the inverse of the norms' 1e-6."""

@@ -16,6 +16,7 @@ from hydragraph.passes.scoring_head import scoring_program
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured, llama
+from tests.thorough import only, thorough
 
 
 def outputs(program: Program, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
@@ -49,6 +50,7 @@ def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return (costs * batch["weights"][0]).sum()
 
 
+@thorough
 def test_fields_that_only_the_loss_reads_are_no_inputs() -> None:
     model = llama(layers=1)
     program = hg.capture(model, loss=weighted, example={"weights": torch.ones(1, 8)})
@@ -67,6 +69,7 @@ def of_two_temperatures(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum") + F.cross_entropy(logits / 2, labels, reduction="sum")
 
 
+@only("of_two_temperatures-several")
 @pytest.mark.parametrize(
     ("loss", "what"), [(squares, "no log-probability per token"), (of_two_temperatures, "several")]
 )

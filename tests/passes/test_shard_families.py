@@ -16,7 +16,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, bert, captured, randomised
 from tests.own_models import Own, distilled, weighted
 from tests.passes.test_shard import check
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 OTHERS = {
     "bert": lambda: capture_both(bert()),
@@ -43,6 +43,7 @@ def program_of(name: str) -> tuple[Program, nn.Module]:
 CASES = [*((name, 2, True) for name in FAMILIES), *((name, 4, False) for name in ("gemma", "gpt_neox", "phi3", "own"))]
 
 
+@thorough
 @pytest.mark.parametrize(
     ("name", "tp", "sequence_parallel"),
     first([(name, 2, True) for name in ("gemma", "bert", "own, weighted")], CASES),
@@ -53,6 +54,7 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
         check(program, model, block, tp, sequence_parallel)
 
 
+@thorough
 def test_one_device_computes_experts() -> None:
     program, model = captured("mixtral")
     check(program, model, program.blocks[1], 1, False)

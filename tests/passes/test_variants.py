@@ -19,7 +19,7 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import MODELS, captured, llama
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,7 @@ def test_equal_layers_share_a_variant_and_the_least_recently_used_is_forgotten()
     assert other() is None
 
 
+@thorough
 def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hydragraph.passes.variants")
     one, two = (Variants(capture(MODELS["llama"]())) for _ in range(2))
@@ -63,6 +64,7 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
     assert one.get(one.program.blocks[1], StagePart()) is not two.get(two.program.blocks[1], StagePart(StageKind(2)))
 
 
+@only("partitioner", "added", "dtype")
 @pytest.mark.parametrize(
     "other",
     [

@@ -17,6 +17,7 @@ from hydragraph.spec.home import EQUAL
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama
+from tests.thorough import only
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,7 @@ def program() -> Program:
     return capture(llama(layers=2, heads=4, kv=2, tied=True))
 
 
+@only("part1", "part2")
 @pytest.mark.parametrize(
     "part", [StagePart(), StagePart(StageKind(2)), StagePart(StageKind(4, sequence_parallel=True), 1)]
 )

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from tests import reference
 from tests.models import randomised, sequences
+from tests.thorough import only
 
 
 class Standardised(nn.Module):
@@ -51,6 +52,7 @@ class Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@only("std of a weight")
 @pytest.mark.parametrize("kind", ["std of a weight", "std of activations", "var and norm", "parametrize"])
 def test_gradients_equal_the_models_own(kind: str) -> None:
     model, batch = randomised(Model(kind)), sequences([9, 4, 6])

@@ -13,7 +13,7 @@ from hydragraph.planner.canonical_order import order_of
 from hydragraph.spec.cluster import Cluster, Device, DeviceType, Node
 from hydragraph.spec.home import Home
 from tests.cost import priced
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 TYPES = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
 
@@ -59,6 +59,7 @@ def test_who_owns_what_and_its_nodes_are_told_as_they_were_given() -> None:
     assert plan.seconds == pytest.approx(owned.simulate(plan.strategy, plan.assignment).seconds)
 
 
+@thorough
 @pytest.mark.parametrize("varying", first([False], [False, True]))
 def test_plans_are_as_quick_however_nodes_and_devices_are_listed(varying: bool) -> None:
     nodes = [("fast", (1.0, 1.0)), ("slow", (1.0, 1.0, 1.0)), ("fast", (2.57, 1.0)), ("slow", (1.0,))]
@@ -77,6 +78,7 @@ def test_plans_are_as_quick_however_nodes_and_devices_are_listed(varying: bool) 
     assert [plan.seconds for plan in plans] == pytest.approx([plans[0].seconds] * 3, rel=0.01)
 
 
+@thorough
 def test_planning_again_for_a_rank_that_became_slow_moves_about_what_its_node_owns() -> None:
     nodes = [("fast", (1.0,) * 4)] * 4
     work = hg.Workload(sequences=32, length=700)

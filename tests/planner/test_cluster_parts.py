@@ -11,7 +11,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.cluster_parts import with_fewer
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 TYPES = {"fast": DeviceType(1e15, 10**9, 1e12), "slow": DeviceType(4e14, 10**9, 1e12)}
 
@@ -44,6 +44,7 @@ def test_parts_of_all_power_are_of_the_devices_that_are_left() -> None:
     assert all(math.isinf(some.health.rate(2)) for some, _ in with_fewer(costs)), "what is lost stays so"
 
 
+@thorough
 @pytest.mark.parametrize("nodes", [[("fast", 3), ("fast", 1), ("slow", 2)], [("slow", 2), ("fast", 2), ("fast", 4)]])
 @pytest.mark.parametrize("bytes_per_s", first([1e6], [1e6, 1e8]))
 def test_no_node_makes_a_plan_slower(nodes: list[tuple[str, int]], bytes_per_s: float) -> None:

@@ -11,7 +11,7 @@ from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.state_shares import fraction_of
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from tests.cost import priced
-from tests.thorough import first
+from tests.thorough import first, only
 
 LENGTHS = [700] * 12
 
@@ -27,6 +27,7 @@ def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:
     assert {each.strategy for each in last.passed}.isdisjoint(each.strategy for each in last.settled)
 
 
+@only("16-1.0-0")
 @pytest.mark.parametrize("rank", first([0], range(4)))
 @pytest.mark.parametrize(("sequences", "rate"), [(32, 1.6), (64, 3.0), (7, 12.0), (16, 1.0)])
 def test_a_plan_is_as_quick_as_what_a_run_makes_of_its_strategy(rank: int, sequences: int, rate: float) -> None:

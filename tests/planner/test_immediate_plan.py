@@ -8,13 +8,14 @@ from hydragraph.planner.plan import plan
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.training_workload import Workload
 from tests.cost import priced
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 WORKLOAD = Workload(lengths=[[3000, *[200] * 12], [400] * 20, [16, 700]])
 FIRST = hg.Strategy.parse("2*<tp1,pp1> + <[2,3]x6>", 6)
 SOON = 0.1
 
 
+@thorough
 @pytest.mark.parametrize(
     "rates", first([{3: 5.42}, {0: math.inf}], [{}, {3: 5.42}, {0: 2.57, 1: 12.53}, {0: math.inf}])
 )

@@ -6,6 +6,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from tests.cost import priced
+from tests.thorough import only
 
 WORK = hg.Workload(sequences=4, length=2000)
 
@@ -35,6 +36,7 @@ def test_lost_devices_are_no_room() -> None:
         hg.plan(costs, WORK)
 
 
+@only("work0")
 @pytest.mark.parametrize("work", [WORK, hg.Workload(lengths=[[2000, *[500] * 12]])])
 def test_devices_too_small_for_the_labels_are_named_and_lost_ones_stop_nobody(work: hg.Workload) -> None:
     devices = priced.cluster(3).devices

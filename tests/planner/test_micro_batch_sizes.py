@@ -17,6 +17,7 @@ from hydragraph.planner.price_candidate import share_out
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
+from tests.thorough import thorough
 
 STRATEGIES = ("4*<tp1,pp1>", "2*<tp1,pp1> + <tp2,pp1>", "<[0]x3,[1]x3> + <[2]x4,[3]x2>", "<tp1,pp1> + <tp1,pp3>")
 
@@ -37,6 +38,7 @@ def even(n: int, m: int) -> list[list[int]]:
     return [[100] * (n * (i + 1) // m - n * i // m) for i in range(m)]
 
 
+@thorough
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(STRATEGIES), st.integers(1, 40), st.sampled_from((1.0, 1.6, 3.0, 12.0)), st.integers(0, 3))
 def test_a_promise_runs_every_sequence_once_and_is_seldom_behind_the_best(

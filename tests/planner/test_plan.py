@@ -19,6 +19,7 @@ from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
 from tests.planner.exhaustive import best_seconds
 from tests.planner.promises import LENGTH, METHODS, keeps_every_promise, profile_of, situations
+from tests.thorough import only, thorough
 
 
 @settings(max_examples=8)
@@ -27,6 +28,7 @@ def test_a_plan_keeps_every_promise(situation: tuple[Costs, hg.Workload], method
     keeps_every_promise(situation, method)
 
 
+@only("24")
 @pytest.mark.parametrize("ranks", [24, 64])
 @settings(max_examples=2)
 @given(data=st.data())
@@ -34,6 +36,7 @@ def test_a_plan_of_many_devices_keeps_every_promise(ranks: int, data: st.DataObj
     keeps_every_promise(data.draw(situations(ranks)), data.draw(st.sampled_from(METHODS)), alone=True)
 
 
+@only("6-1-2")
 @pytest.mark.parametrize(("devices", "layers", "sequences"), [(6, 1, 2), (8, 2, 1), (5, 3, 1)])
 def test_devices_that_there_is_no_work_for_are_idle(devices: int, layers: int, sequences: int) -> None:
     costs = priced.costs(layers, priced.cluster(devices, 1))
@@ -125,6 +128,7 @@ def test_the_best_of_all_pipelines_is_the_best_of_all_strategies(rates: dict[int
     assert best_seconds(costs, sequences) == pytest.approx(best)
 
 
+@only("rates5-1")
 @pytest.mark.parametrize(
     ("rates", "sequences"),
     [({}, 8), ({0: 2.57}, 8), ({2: 12.53}, 5), ({1: math.inf}, 9), ({0: 5.42, 2: 2.57}, 12), ({}, 1)],
@@ -188,6 +192,7 @@ def test_an_unknown_method_is_refused() -> None:
         hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
 
 
+@thorough
 def test_types_may_be_measured_with_different_kinds_of_stages() -> None:
     profiles = [profile_of(5, "fast", (1,), False, 1.0), profile_of(5, "slow", (1, 2), True, 1.0)]
     costs = Costs(hg.Profile.merge(profiles), priced.mixed())

@@ -14,6 +14,7 @@ from hydragraph.planner.quick_plan import (
     assign,
     assign_pipelines,
 )
+from tests.thorough import thorough
 
 
 def test_the_example_of_the_module() -> None:
@@ -33,6 +34,7 @@ def test_every_sequence_with_tokens_is_assigned_once(text: str, lengths: list[in
     assert all(batch for pipeline in plan.micro_batches for batch in pipeline)
 
 
+@thorough
 @given(stages=st.integers(2, 6), tokens=st.integers(1, 400))
 def test_micro_batches_are_as_many_as_finish_first(stages: int, tokens: int) -> None:
     lengths = [64] * (tokens * 8)

@@ -8,11 +8,12 @@ import pytest
 
 from hydragraph import planner
 from tests.planner.instances import FORMS, broken, broken_by, draw, one_f_one_b
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 RANGES = [range(first, first + 100) for first in range(0, 300, 100)]
 
 
+@thorough
 @pytest.mark.parametrize("seeds", first(RANGES[:1], RANGES), ids=lambda r: f"{r.start}-{r.stop - 1}")
 def test_no_promise_is_broken(seeds: range) -> None:
     assert not {seed: what for seed in seeds if (what := broken(draw(seed)))}

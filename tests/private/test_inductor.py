@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hydragraph.passes.compile_with_inductor import CODES, GraphPiece
 from hydragraph.private.inductor import compile_graph, missing_compiler, sources, symbols_of
 from hydragraph.private.tracing import TensorSpec, _fake_inputs
+from tests.thorough import thorough
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(
@@ -45,6 +46,7 @@ def looked_up() -> int:
     return sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache"))
 
 
+@thorough
 @needs_compiler
 def test_code_is_reused_while_what_inductor_assumed_holds_and_made_anew_where_not() -> None:
     piece = GraphPiece(*summing())
@@ -67,6 +69,7 @@ def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
     assert len(piece.codes) == 1
 
 
+@thorough
 @needs_compiler
 def test_a_second_process_finds_the_code_on_disk(tmp_path: Path) -> None:
     script = (

@@ -12,7 +12,7 @@ import torch
 
 import hydragraph as hg
 from tests.models import llama, sequences
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 
 @contextmanager
@@ -47,6 +47,7 @@ def plain_losses() -> list[float]:
     return two_steps(nullcontext)
 
 
+@only("device")
 @pytest.mark.parametrize(
     "mode",
     [pytest.param(torch.no_grad, marks=thorough), torch.inference_mode, lambda: torch.device("meta")],
@@ -59,6 +60,7 @@ def test_modes_change_nothing(mode: Callable[[], AbstractContextManager[Any]], m
     assert len(set(expected)) == 4  # the evaluation and the first step have the same weights
 
 
+@only("default dtype")
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [

@@ -17,6 +17,7 @@ from hydragraph.report.measured_beside_predicted import compare
 from hydragraph.spec.assignment import Assignment
 from tests.cost.priced import cluster, costs, mixed
 from tests.cost.traced import traced
+from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("2*<tp1,pp2>", layers=4)
 ASSIGNMENT = Assignment.even([4, 3], [900, 700])
@@ -69,6 +70,7 @@ def test_the_sentence_names_the_kind_and_the_rank() -> None:
 FACTORS = st.floats(0.5, 2.0)
 
 
+@thorough
 @given(forward=FACTORS, backward=FACTORS, update=FACTORS, commit=FACTORS)
 @settings(max_examples=15, deadline=None)
 def test_known_factors_are_recovered_and_correct_what_is_predicted(

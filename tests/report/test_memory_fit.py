@@ -43,7 +43,7 @@ def number(words: str) -> int:
     part=st.floats(0.05, 1.2),
     elements=st.sampled_from([100, 10_000]),
 )
-@settings(max_examples=max(15, settings.default.max_examples // 2))
+@settings(max_examples=max(8, settings.default.max_examples // 5))
 def test_advice_that_is_followed_works(text: str, lengths: list[int], part: float, elements: int) -> None:
     strategy = hg.Strategy.parse(text, layers=4)
     count = len(strategy.pipelines)

@@ -27,7 +27,7 @@ from hydragraph.cluster.launch import join
 from hydragraph.cluster.message_in_flight import Message
 from tests.models import sequences
 from tests.ready import Ready, small_llama
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 RANKS = 3
 STRATEGY = hg.Strategy.parse("<[0,1]x1s,[2]x1>", layers=2)
@@ -117,6 +117,7 @@ def fail_in(ready: Ready, what: str, how: str, victim: int, after: int, folder: 
         raise
 
 
+@thorough
 @pytest.mark.parametrize(
     ("what", "how", "after"),
     first(
@@ -201,6 +202,7 @@ def ends_early(ready: Ready) -> None:
     time.sleep(30)
 
 
+@thorough
 def test_a_rank_whose_data_ends_early_is_named() -> None:
     with pytest.raises(hg.RankFailure, match=r"rank 1 failed at `close after step 2`: it went no further"):
         hg.launch(ends_early, RANKS, small_llama(), timeout=LIMIT)
@@ -228,6 +230,7 @@ def slow(ready: Ready, seconds: float) -> float:
     return loss
 
 
+@thorough
 def test_a_rank_that_holds_the_interpreter_is_no_failure() -> None:
     assert len(set(hg.launch(slow, RANKS, small_llama(), 3 * STOPPED_S, timeout=LIMIT))) == 1
 
@@ -259,6 +262,7 @@ def stop_all(folder: Path, seconds: float) -> None:
         time.sleep(seconds)
 
 
+@thorough
 def test_a_debuggers_stop_of_all_ranks_is_no_failure(tmp_path: Path) -> None:
     from threading import Thread
 

@@ -93,6 +93,7 @@ def test_pipelines_ranks_homes_and_copies_change_no_bit() -> None:
     exe.close()
 
 
+@thorough
 @pytest.mark.parametrize("texts", [TWO, pytest.param(SPLIT, marks=thorough)], ids=["tp2", "sequence parallel"])
 def test_stages_of_one_degree_change_no_bit(texts: list[str]) -> None:
     prepared = Ready.of(llama(layers=2), texts)
@@ -185,6 +186,7 @@ def smooth(shared: Ready) -> dict[int, float]:
     return hg.launch(survive, 4, shared, (), timeout=LIMIT)[0][1]
 
 
+@thorough
 @pytest.mark.parametrize(
     "members", [pytest.param((2, 1), marks=thorough), (3, 0)], ids=["push, sums", "under way, here"]
 )

@@ -19,6 +19,7 @@ from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.executor import Executor, square_sum
 from tests.models import llama, sequences
 from tests.ready import Ready, small_llama
+from tests.thorough import only, thorough
 
 LAYERS = 2
 STRATEGY = "<[0,1]x1,[2]x1>"
@@ -72,6 +73,7 @@ def fail(ready: Ready, victim: int, op: Op, occurrence: int, how: str) -> tuple[
     return False, "no failure"
 
 
+@thorough
 @pytest.mark.parametrize(
     ("victim", "op", "occurrence", "how", "text"),
     [
@@ -133,6 +135,7 @@ def disagree(ready: Ready, what: str) -> None:
     exe.evaluate(data, strategy=hg.Strategy.parse(text, layers=LAYERS))
 
 
+@only("weights")
 @pytest.mark.parametrize("what", ["weights", "data", "strategy"])
 def test_ranks_that_disagree_find_out_before_anything_runs(what: str) -> None:
     with pytest.raises(ValueError, match="differs between ranks"):
@@ -175,12 +178,14 @@ def twice(ready: Ready) -> tuple[list[str], int, int]:
     return hashes, known, found
 
 
+@thorough
 def test_the_same_steps_twice_give_the_same_bits_and_switching_compiles_nothing_again() -> None:
     for hashes, known, found in hg.launch(twice, 3, small_llama(), timeout=LIMIT):
         assert hashes[0] == hashes[1]
         assert known == found
 
 
+@thorough
 def test_gradients_are_clipped_by_the_global_norm() -> None:
     from tests import reference
 

@@ -13,6 +13,7 @@ from hydragraph.runtime.executor import hidden_dtype
 from tests import reference
 from tests.models import randomised, sequences
 from tests.ready import Ready
+from tests.thorough import only, thorough
 
 STRATEGIES = ["<tp1,pp2>", "<tp2,pp1>"]
 
@@ -67,6 +68,7 @@ def train(prepared: dict[str, Ready]) -> dict[str, list[dict[str, Tensor]]]:
     return found
 
 
+@thorough
 def test_pipelines_move_hidden_states_as_they_are() -> None:
     found, batch = hg.launch(train, 2, prepare=ready)[0], sequences([9, 4, 6])
     for name, (residual, dtype, limit) in CASES.items():
@@ -79,6 +81,7 @@ def test_pipelines_move_hidden_states_as_they_are() -> None:
             assert ratio <= limit, f"{name}, {strategy}: {worst}"
 
 
+@only("narrower")
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_a_hidden_state_takes(name: str) -> None:
     residual, dtype, _ = CASES[name]

@@ -10,7 +10,7 @@ import torch
 
 import hydragraph as hg
 from benchmarks.memory import LiveBytes, Measured, Sizes, measure, ready
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 LIMIT = timedelta(seconds=120)
 # Activations outweigh messages, whose end depends on other ranks.
@@ -21,6 +21,7 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Hom
     return [measure(prepared, SMALL, text, home) for text in texts]
 
 
+@only("2-['<tp1,pp2> zb-h1']-equal")
 @pytest.mark.parametrize(
     ("ranks", "texts", "home"),
     [
@@ -49,6 +50,7 @@ def test_measured_is_expected(ranks: int, texts: list[str], home: hg.Home) -> No
             assert abs(one.difference) <= 0.1, f"{text}, rank {rank}: {one}"
 
 
+@thorough
 def test_live_bytes_count_storages_once_and_while_they_live() -> None:
     before = torch.zeros(1000)
     with LiveBytes() as live:

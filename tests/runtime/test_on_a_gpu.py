@@ -30,7 +30,7 @@ from tests.fuzz import RANKS
 from tests.models import MODELS
 from tests.runtime.recorder import Recorder, RecordingGroups, RecordingStreams, Unwatched
 from tests.runtime.test_streams import PROGRAMS, sequence
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 
 class Groups(RecordingGroups):
@@ -122,6 +122,7 @@ CASES = [
 ]
 
 
+@thorough
 @pytest.mark.parametrize("case", first(CASES[:1], CASES), ids=str)
 def test_a_step_stays_on_the_gpu(case: Case) -> None:
     to_host, updates = train(case)

@@ -14,6 +14,7 @@ from hydragraph.runtime.home_state import HomeState, make_optimizer
 from hydragraph.runtime.rounded_weights import rounded
 from hydragraph.spec.home import EQUAL
 from tests.models import llama, sequences
+from tests.thorough import thorough
 
 LAYERS = 2
 
@@ -27,6 +28,7 @@ def batch(seed: int) -> list[Tensor]:
     return sequences([9, 14, 5], seed=seed)
 
 
+@thorough
 def test_losses_are_those_of_rounding_at_every_pull(tmp_path: Path) -> None:
     with_copies, without = compiled(hg.AdamW), compiled(torch.optim.AdamW)
     assert with_copies._session.executor._rounded is not None

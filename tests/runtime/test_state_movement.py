@@ -23,6 +23,7 @@ from hydragraph.runtime.state_movement import OwnedState, Route, agreed_columns,
 from hydragraph.spec.home import Home
 from tests.runtime import homes
 from tests.runtime.homes import MODEL, Model
+from tests.thorough import thorough
 
 FROZEN = Bucket("layer.0/frozen", (Parameter("layer.0.base", (9, 3), trainable=False),), ("layer.0",), learns=False)
 WHOLE = Model((*MODEL.buckets, FROZEN))
@@ -150,6 +151,7 @@ def moves(draw: st.DrawFn) -> tuple[Home, int, Home, list[int | None]]:
     return owners(old), old, owners(new), before
 
 
+@thorough
 @given(moves(), st.sampled_from(FACTORIES), st.sampled_from([1, 40, 1 << 10, 1 << 20]), st.booleans())
 def test_whatever_is_left_is_where_it_is_to_be_and_nothing_else_has_changed(
     move: tuple[Home, int, Home, list[int | None]],

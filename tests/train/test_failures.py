@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from hydragraph.checkpoint import disk_errors
 from tests.commands.tiny import computed, run, write
-from tests.thorough import first
+from tests.thorough import first, only, thorough
 
 ONE = ["<tp1,pp1>"]
 
@@ -59,6 +59,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+@thorough
 def test_a_truncated_token_file_is_named_and_deleting_it_helps(trained: Path, copied: Path) -> None:
     (tokens,) = (copied / "data").glob("*/tokens.bin")
     tokens.write_bytes(tokens.read_bytes()[:-100])
@@ -114,6 +115,7 @@ class Runs:
         return os.system, (self.command,)
 
 
+@only("__0_0.distcp")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 def test_a_forged_checkpoint_runs_nothing(file: str, trained: Path, copied: Path) -> None:
     last, mark = copied / "checkpoints" / "step-00000006", copied / "ran"
@@ -137,6 +139,7 @@ def test_a_forged_checkpoint_runs_nothing(file: str, trained: Path, copied: Path
     assert not (copied / "checkpoints" / "step-00000007").exists()
 
 
+@thorough
 def test_checkpoints_beside_training_are_the_same(trained: Path, tmp_path: Path) -> None:
     result = again(trained, tmp_path / "run", "--set", "checkpoint.asynchronous=true")
     assert result.exit_code == 0, result.stderr

@@ -23,7 +23,7 @@ from hydragraph.train.loop import train
 from hydragraph.train.run_folder import Checkpoint
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers import expected_seconds
-from tests.thorough import first
+from tests.thorough import first, thorough
 from tests.train.plain import PlainExecutor, PlainReport, Watched, compile_plain, settings
 
 
@@ -85,6 +85,7 @@ def test_strategies_take_turns(tmp_path: Path) -> None:
     assert "gpipe" in names[1]
 
 
+@thorough
 def test_a_resumed_run_continues_the_same_curve_bit_for_bit(tmp_path: Path) -> None:
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()

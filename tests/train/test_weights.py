@@ -18,6 +18,7 @@ from hydragraph.train.loop import train
 from hydragraph.train.model import build_model
 from hydragraph.train.run_folder import Begin
 from hydragraph.train.step_metrics import Metrics
+from tests.thorough import thorough
 from tests.train.plain import Watched, settings
 
 
@@ -55,6 +56,7 @@ def trained(folder: Path, model: dict[str, Any], name: str) -> tuple[Curve, set[
     return curve(outcome.history), devices, outcome.folder.model
 
 
+@thorough
 def test_weights_start_the_run_that_path_starts_without_a_whole_model(folder: Path) -> None:
     start = str(folder / "run" / "model")
     described = json.loads((folder / "run" / "model" / "config.json").read_text())
@@ -73,6 +75,7 @@ def test_weights_start_the_run_that_path_starts_without_a_whole_model(folder: Pa
         assert settings_of[0] == settings_of[1]
 
 
+@thorough
 def test_a_resumed_run_keeps_what_it_learned(folder: Path) -> None:
     model, steady = {"weights": str(folder / "run" / "model")}, {"warmup": 0, "decay": "constant"}
 

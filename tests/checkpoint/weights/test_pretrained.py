@@ -34,7 +34,7 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.spec.home import EQUAL
 from tests.models import MODELS, bert
 from tests.runtime.homes import Model
-from tests.thorough import first
+from tests.thorough import first, only
 
 KINDS: dict[str, Callable[[], nn.Module]] = {n: MODELS[n] for n in ("llama", "gpt2", "qwen3", "gemma", "mixtral")} | {
     "bert": bert
@@ -167,6 +167,7 @@ def by_rank(directories: dict[tuple[str, str], Saved]) -> dict[tuple[str, str], 
 CASES = [(kind, form) for kind in KINDS for form in ("one", "several")] + [("llama", "bf16")]
 
 
+@only("llama-bf16")
 @pytest.mark.parametrize(
     ("kind", "form"), first([("llama", "one"), ("gemma", "several"), ("mixtral", "several"), ("llama", "bf16")], CASES)
 )

@@ -20,6 +20,7 @@ from hydragraph.cluster.failure.heartbeat_board import Board
 from hydragraph.cluster.failure.node_sentinel import IdleTime, Post, Sentinel, post_of
 from hydragraph.cluster.failure.process_liveness import WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
 
@@ -142,6 +143,7 @@ def test_a_sentinel_is_idle_once_no_rank_is_watched_for_three_seconds() -> None:
     assert idle.look(0.5, [False, False])
 
 
+@thorough
 def test_a_sentinel_whose_store_does_not_answer_ends_with_the_rank_that_started_it() -> None:
     rank = subprocess.Popen(["sleep", "600"])
     board = Board.make(2)

@@ -22,6 +22,7 @@ from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import join, launch
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.errors import RankFailure
+from tests.thorough import only
 
 RANKS = 4
 # One step of rank r: 0 start an all-to-all, 1 receive from r - 1, 2 send to r + 1, 3 finish the all-to-all, 4 commit.
@@ -127,6 +128,7 @@ def check_survivors(folder: Path, victim: int, at: int, error: str, limit_s: flo
 
 
 # Rank 0 only sends, 1 receives and sends, 2 receives, 3 is uninvolved in the chain.
+@only("1-0")
 @pytest.mark.parametrize(("victim", "at"), [(0, 2), (1, 0), (2, 1), (3, 3)])
 def test_a_killed_rank(victim: int, at: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="killed by signal 9") as caught:
@@ -135,6 +137,7 @@ def test_a_killed_rank(victim: int, at: int, tmp_path: Path) -> None:
     check_survivors(tmp_path, victim, at, "killed by signal 9")
 
 
+@only("3-1-runtime")
 @pytest.mark.parametrize(("victim", "at", "how"), [(1, 2, "raise"), (3, 1, "runtime"), (0, 4, "raise")])
 def test_a_raising_rank(victim: int, at: int, how: str, tmp_path: Path) -> None:
     kind, text = (KeyError, "KeyError: 'boom'") if how == "raise" else (RuntimeError, "RuntimeError: own mistake")
@@ -212,6 +215,7 @@ def say_when(path: Path, out: torch.Tensor) -> None:
     path.touch()
 
 
+@only("point to point")
 @pytest.mark.parametrize("kind", ["all-to-all", "point to point"])
 def test_a_message_that_breaks_off(kind: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="killed by signal 9"):

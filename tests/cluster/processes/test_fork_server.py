@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems start ranks without a fork server")
 
 SCRIPT = """
@@ -64,6 +66,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@thorough
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGHUP], ids=["kill", "hang up"])
 def test_nothing_is_left_behind_by_a_launcher_that_is_killed(
     sign: signal.Signals, tmp_path: Path, temporary: Path

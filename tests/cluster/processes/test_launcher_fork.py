@@ -84,6 +84,7 @@ def launched(kind: str, folder: Path) -> tuple[str, bool, list[dict[str, object]
     return said, forked, found, done.stderr
 
 
+@thorough
 def test_ranks_of_a_forked_launcher_find_what_a_new_process_finds(tmp_path: Path) -> None:
     said, forked, found, errors = launched("forked", tmp_path)
     assert forked

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.cluster.launch import launch
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,6 +75,7 @@ def test_what_is_typed_runs_on_ranks(how: str, tmp_path: Path) -> None:
     assert "typed [2]" in done.stdout, done.stderr[-2000:]
 
 
+@thorough
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)

@@ -23,7 +23,7 @@ from hydragraph.errors import RankFailure
 from hydragraph.passes.variants import Variants
 from tests.cluster.test_launch import die, gone, pids
 from tests.models import llama, sequences
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 CALLS = "HYDRAGRAPH_TEST_CALLS"
 
@@ -81,6 +81,7 @@ def compiled(prepared: tuple[torch.nn.Module, Variants]) -> float:
     return loss
 
 
+@thorough
 def test_what_was_compiled_before_is_not_compiled_on_ranks() -> None:
     one, other = launch(compiled, 2, prepare=captured)
     assert one == other > 0

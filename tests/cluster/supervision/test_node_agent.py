@@ -16,6 +16,7 @@ import pytest
 from hydragraph.cluster.launch import starting
 from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.cluster.supervision.node_agent import Deputy
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 240  # against a hang
@@ -83,6 +84,7 @@ def test_ranks_on_two_machines_know_their_places(tmp_path: Path) -> None:
     assert [first[:4] for first, _, _ in ranks] == [(0, "0", "2", "0"), (1, "1", "2", "0"), (2, "0", "1", "1")]
 
 
+@thorough
 def test_ranks_go_on_where_the_supervisor_of_another_machine_is_killed_and_its_ranks_end(tmp_path: Path) -> None:
     (code, said), (other, _) = machines(tmp_path, kill=True)
     assert code == 0, said

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.thorough import thorough
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks/gpu.sh"
 
 
@@ -16,6 +18,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=environment)
 
 
+@thorough
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert (found.returncode, found.stdout) == (2, "")

@@ -22,6 +22,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured, llama, randomised
 from tests.own_models import Own, weighted
+from tests.thorough import thorough
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_once, "AUTO", "auto")
 
 
+@thorough
 @pytest.mark.usefixtures("auto")
 def test_capture_checks_and_remembers(caplog: pytest.LogCaptureFixture, cache: Path) -> None:
     model = llama(layers=2)
@@ -42,6 +44,7 @@ def test_capture_checks_and_remembers(caplog: pytest.LogCaptureFixture, cache: P
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
 
+@thorough
 @pytest.mark.usefixtures("auto")
 def test_off_checks_nothing_and_other_words_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
@@ -63,6 +66,7 @@ def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypat
         assert Variants(program, added=True).get(block, StagePart()).gradients is not None
 
 
+@thorough
 def test_a_fingerprint_tells_apart_what_may_differ() -> None:
     program, model = captured("llama")
     own = randomised(Own())
@@ -117,6 +121,7 @@ def compiled() -> str:
     return str(error.value)
 
 
+@thorough
 def test_one_rank_tells_the_others() -> None:
     errors = hg.launch(compiled, 2)
     assert errors[0] == errors[1]

@@ -17,6 +17,7 @@ from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, i
 from hydragraph.ir.program import Program
 from tests.models import captured, randomised, tiny
 from tests.own_models import Own
+from tests.thorough import thorough
 
 
 def of(**settings: Any) -> tuple[nn.Module, Program]:
@@ -56,6 +57,7 @@ class Shifted(Own):
         return super().forward(input_ids + 5, position_ids, cu_seqlens)
 
 
+@thorough
 def test_ids_that_a_model_shifts_stay_within_its_table() -> None:
     model = randomised(Shifted())
     ids = ids_of(model, capture(model))

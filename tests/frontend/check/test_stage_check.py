@@ -23,7 +23,7 @@ from hydragraph.ir.layout import GradientKind
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from tests.models import gpt2, llama, sequences
-from tests.thorough import thorough
+from tests.thorough import only, thorough
 
 
 def stage_check(model: Any, fused_head: bool = False, dtype: torch.dtype = torch.float32) -> StageCheck:
@@ -34,6 +34,7 @@ def parse(text: str) -> hg.Strategy:
     return hg.Strategy.parse(text, layers=2)
 
 
+@only("tied, one kv head")
 @pytest.mark.parametrize(
     ("make", "options", "strategy"),
     [
@@ -74,6 +75,7 @@ def swapped(variant: Variant, index: int) -> Variant:
     return replace(variant, kinds={name: other[kind] for name, kind in variant.kinds.items()})
 
 
+@only("one rank")
 @pytest.mark.parametrize(
     ("change", "strategy", "sentence"),
     [
@@ -110,6 +112,7 @@ def test_wrong_graphs_are_refused(
         checked.check(parse(strategy))
 
 
+@thorough
 def test_what_passed_is_not_compared_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO, "hydragraph.frontend.check"):
         stage_check(llama(layers=2)).check(parse("<tp2,pp1>"))
@@ -165,6 +168,7 @@ def refused_then_trained() -> tuple[str, float]:
     return str(refused.value), loss
 
 
+@thorough
 def test_all_ranks_are_told_and_go_on() -> None:
     (first, loss), (second, other) = launch(refused_then_trained, 2)
     assert first == second

@@ -28,7 +28,7 @@ from tests.adapted import hand_written_lora
 from tests.frontend.compiled_folder.folders import edit, rehash, resign, written
 from tests.frontend.compiled_folder.struck import outcome, struck
 from tests.models import captured, dropping_gpt2, gemma, gpt2, llama, mixtral, phi3, qwen3, sequences
-from tests.thorough import first
+from tests.thorough import first, only
 
 # Run in turn; in the second strategy the last rank has the last stage, which the first strategy does not have.
 SWITCHED = ("<[0,1]x2s>", "<[0]x1r,[1]x1>")
@@ -231,6 +231,7 @@ def expected(folder: Path) -> dict[str, Tensor]:
     return outcome(folder)
 
 
+@only("1", "2", "3")
 @pytest.mark.parametrize("seed", first(range(6), range(120)))
 def test_a_full_check_believes_nothing_that_a_folder_says(folder: Path, expected: dict[str, Tensor], seed: int) -> None:
     found = struck(folder, seed, expected)

@@ -19,6 +19,7 @@ from hydragraph.private.tracing import hint_of
 from hydragraph.spec.stage_kind import StageKind
 from tests.frontend.compiled_folder.folders import written
 from tests.models import MODELS, captured
+from tests.thorough import thorough
 
 FAMILIES = [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS]
 
@@ -61,6 +62,7 @@ def assert_program(one: Program, other: Program) -> None:
         assert_same(template.graph, other.templates[name].graph)
 
 
+@thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_read_is_what_was_traced(family: str, tmp_path: Path) -> None:
     program, model = captured(family)

@@ -16,8 +16,10 @@ from hydragraph.frontend.compiled_folder.save import NamedVariant, json_text, na
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from tests.models import captured
+from tests.thorough import thorough
 
 
+@thorough
 def test_variants_are_named_as_their_readable_graphs_and_serve_all_blocks_alike() -> None:
     program, _ = captured("gpt2")
     strategies = [hg.Strategy.parse(text, 2) for text in ("<[0,1]x2>", "<[0]x1,[1]x1>")]

@@ -49,6 +49,7 @@ def fields(variant: Variant) -> dict[str, object]:
     return json.loads(json.dumps(variant_data(variant)))
 
 
+@thorough
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=thorough) for name in ("mixtral", "gpt2"))])
 def test_graphs_are_traced_once_and_are_the_same(name: str, traced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program = captured(name)[0]

@@ -29,6 +29,7 @@ from hydragraph.planner.assignment.spread_search import Effort
 from hydragraph.planner.exact.exact_assignment import exact_assignment
 from tests.planner.exact.test_packing import partitions
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines, uneven
+from tests.thorough import thorough
 
 
 def check(kinds: tuple[PipelineCost, ...], sizes: list[int], found: PlannedAssignment) -> None:
@@ -53,6 +54,7 @@ def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list
     check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
 
 
+@thorough
 @given(pipelines(), st.lists(st.integers(1, 2000), max_size=30), st.integers(1, 2000), st.integers(1, 2000))
 @settings(max_examples=60)
 def test_promises_hold_of_windows_and_chunks(
@@ -195,6 +197,7 @@ def test_a_deadline_of_nothing_still_gives_a_plan() -> None:
     check(PROFILE.pipelines(MIXED), sizes, planner.assign(MIXED, PROFILE, sizes, deadline_s=1e-9))
 
 
+@thorough
 def test_very_many_sequences_are_assigned_in_seconds() -> None:
     began = time.process_time()
     found = planner.assign(MIXED, PROFILE, [1] * 20_000)

@@ -7,10 +7,12 @@ import pytest
 import hydragraph as hg
 from hydragraph import planner
 from tests.planner.examples import MIXED, PROFILE, lengths
+from tests.thorough import only
 
 CANDIDATES = [[(8, 2), (8, 1), (4, 2)], [(2, 2)] * 8, MIXED, [(8, 1)] * 4]
 
 
+@only("2-900")
 @pytest.mark.parametrize(("seed", "longest"), [(0, 16000), (1, 3000), (2, 900)])
 def test_pruning_changes_nothing(seed: int, longest: int) -> None:
     sizes = lengths(150, seed, longest)

@@ -16,6 +16,7 @@ from hydragraph.spec import cluster as spec
 from hydragraph.spec.health import Health
 from tests.cost import priced
 from tests.planner.metis.literal import draw
+from tests.thorough import only
 
 ORDERS: tuple[Order, ...] = ("naive", "memory", "exact")
 
@@ -150,6 +151,7 @@ def test_too_many_kinds_of_devices_are_refused() -> None:
         staged(priced.costs(5, priced.cluster(2), Health(dict.fromkeys(range(2), math.inf))), 8, 256)
 
 
+@only("8")
 @pytest.mark.parametrize("rank", range(0, 12, 2))
 def test_groups_stay_in_nodes_wherever_one_of_them_is_broken(rank: int) -> None:
     """After a node with an odd number of equal devices, groups of two would span two nodes."""

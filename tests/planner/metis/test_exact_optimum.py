@@ -8,7 +8,7 @@ from hydragraph.planner import metis
 from hydragraph.planner.metis import Cluster, DeviceType, Measurement, Problem, Profile
 from hydragraph.planner.metis.exact_optimum import optimum
 from tests.planner.metis import literal
-from tests.thorough import first
+from tests.thorough import first, thorough
 
 
 def check(problem: Problem, mixed_tp: bool, groups: str) -> bool:
@@ -27,6 +27,7 @@ def check(problem: Problem, mixed_tp: bool, groups: str) -> bool:
     return True
 
 
+@thorough
 @pytest.mark.parametrize("seeds", first([range(12)], [range(12), range(12, 400)]))
 def test_nothing_costs_less(seeds: range) -> None:
     """Up to 6 devices of up to 3 types in uneven nodes, up to 6 layers, equal and different ones, little memory."""

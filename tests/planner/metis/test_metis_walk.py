@@ -8,8 +8,10 @@ import pytest
 from hydragraph.planner import metis
 from hydragraph.planner.metis.metis_walk import PIECES, partition
 from tests.planner.metis import literal
+from tests.thorough import only, thorough
 
 
+@only("naive")
 @pytest.mark.parametrize("order", ["naive", "memory"])
 def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: metis.Order) -> None:
     found = 0
@@ -30,6 +32,7 @@ def test_a_walk_takes_the_steps_and_finds_the_plans_of_the_literal_one(order: me
     assert found > 15
 
 
+@thorough
 def test_memory_changes_what_the_orders_do() -> None:
     """Or else the tests above would not tell one order from the other."""
     steps = []

@@ -24,6 +24,7 @@ from hydragraph.train.stragglers import background_replanning
 from hydragraph.train.stragglers.background_replanning import Question, Replanned, Replanner, costs_of, replan
 from hydragraph.train.stragglers.monitor import predict
 from tests.models import llama
+from tests.thorough import only, thorough
 
 LAYERS = 4
 RUNNING = hg.Strategy.parse("<tp1,pp2> + <tp1,pp2>", layers=LAYERS)
@@ -42,6 +43,7 @@ def question(health: Health) -> Question:
     return Question(PROFILE, CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None)
 
 
+@thorough
 def test_a_plan_for_a_straggler_takes_less_than_going_on() -> None:
     health = Health({1: 5.42})
     found = replan(question(health))
@@ -74,6 +76,7 @@ def test_a_strategy_that_names_a_lost_rank_cannot_go_on() -> None:
     assert all(1 not in s.devices for s in found.strategies)
 
 
+@thorough
 def test_another_process_gives_the_same_answer_and_ends() -> None:
     asked = question(Health({1: 5.42}))
     planner = Replanner()
@@ -92,6 +95,7 @@ def test_another_process_gives_the_same_answer_and_ends() -> None:
         planner.close()
 
 
+@thorough
 def test_a_process_that_died_is_started_again_and_asked_again() -> None:
     planner = Replanner()
     try:
@@ -166,6 +170,7 @@ def test_a_question_about_ranks_that_are_gone_is_forgotten_and_the_process_stays
         planner.close()
 
 
+@only("rates3")
 @pytest.mark.parametrize("rates", [{}, {1: 5.42}, {0: 2.57, 2: 12.53}, {1: float("inf")}])
 def test_an_answer_at_once_is_one_strategy_hardly_worse_than_what_is_found_at_length(rates: dict[int, float]) -> None:
     asked = replace(question(Health(rates)), at_once=True)
@@ -180,6 +185,7 @@ def test_an_answer_at_once_is_one_strategy_hardly_worse_than_what_is_found_at_le
     assert later.before_s <= later.after_s * 1.25, "what was found at once, by all mini-batches"
 
 
+@thorough
 def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() -> None:
     first = costs_of(question(Health()))
     first.pipelines(RUNNING)
@@ -193,6 +199,7 @@ def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() 
     assert replace(replan(other, again), took_s=0.0) == replace(replan(other), took_s=0.0)
 
 
+@thorough
 @pytest.mark.parametrize("rates", [{}, {0: 2.57}])
 def test_equal_questions_have_equal_answers(rates: dict[int, float]) -> None:
     first, second = (replace(replan(question(Health(rates))), took_s=0.0) for _ in range(2))
