@@ -59,6 +59,7 @@ thorough: plans  ## every test, larger samples, and two thousand drawn modules (
 	$(BIN)/python -m tests.fuzz --count 200
 	$(BIN)/python -m tests.fuzz --modules --count 1000
 	$(BIN)/python -m tests.fuzz --losses --count 1000
+	$(BIN)/python -m tests.fuzz --uses --count 300
 	$(BIN)/python -m tests.chaos --count 100
 	$(BIN)/python -m tests.right --count 1000
 

@@ -3,6 +3,7 @@
 With --modules: custom modules, drawn from a grammar of right and wrong habits; each must give right gradients or be
 refused.
 With --losses: losses, in the same way.
+With --uses: optimizers, forms of data, and what users do between steps; each must be followed or refused.
 
 A case is a function of its seed alone, so that one that fails can be run by itself. Cases share launches, because
 capturing a model takes seconds: each launch draws one model and runs several cases with it.
@@ -21,7 +22,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import hydragraph as hg
-from tests import loss_cases, module_cases, reference
+from tests import loss_cases, module_cases, reference, use_cases
 from tests.models import gpt2, llama, sequences
 from tests.ready import Ready
 
@@ -192,6 +193,11 @@ def loss_outcome(seed: int) -> str:
     return loss_cases.outcome(loss_cases.draw(seed))
 
 
+def use_outcome(seed: int) -> str:
+    """Return the outcome of drawn uses of an executable."""
+    return use_cases.outcome(use_cases.draw(seed))
+
+
 def main() -> None:
     """Run cases and print those that fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -199,11 +205,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first launch")
     parser.add_argument("--modules", action="store_true", help="custom modules on one rank; see module_cases.py")
     parser.add_argument("--losses", action="store_true", help="losses on one rank; see loss_cases.py")
+    parser.add_argument("--uses", action="store_true", help="uses of an executable; see use_cases.py")
     chosen = parser.parse_args()
     wrong: list[str] = []
-    if chosen.modules or chosen.losses:
-        one = loss_outcome if chosen.losses else module_outcome
-        found = [one(chosen.seed + i) for i in track(range(chosen.count), "losses" if chosen.losses else "modules")]
+    grammars = {"modules": module_outcome, "losses": loss_outcome, "uses": use_outcome}
+    name = next((name for name in grammars if getattr(chosen, name)), None)
+    if name is not None:
+        found = [grammars[name](chosen.seed + i) for i in track(range(chosen.count), name)]
         wrong = [each for each in found if each.startswith("WRONG")]
         refused = sum(each.startswith("refused") for each in found)
         print(*wrong, f"{found.count('right')} right, {refused} refused, {len(wrong)} wrong", sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.loss_cases import LossCase
 from tests.loss_cases import outcome as outcome_of_loss
 from tests.module_cases import draw, outcome
 from tests.thorough import only
+from tests.use_cases import UseCase
+from tests.use_cases import outcome as outcome_of_use
 
 CASES, MODULES = 4, 3  # a day
 
@@ -51,3 +54,18 @@ def test_todays_random_modules_are_right_or_refused(number: int) -> None:
 )
 def test_a_loss_is_the_sum_over_sequences_or_refused(case: LossCase, expected: str) -> None:
     assert outcome_of_loss(case).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (
+            [("numpy", "targets", "save"), ("padded", "sequences", "schedule"), ("labels", 50, "load what was saved")],
+            "r",
+        ),
+        ([("tensors", "targets", "nothing"), ("lists", "targets", "freeze")], "refused: out.weight: requires_grad was"),
+    ],
+)
+def test_what_a_user_does_between_steps_is_followed_or_refused(steps: Any, expected: str) -> None:
+    found = outcome_of_use(UseCase(1, "<tp1,pp1>", "AdamW", 0.5, tuple(steps)))
+    assert found.startswith("right" if expected == "r" else expected), found
