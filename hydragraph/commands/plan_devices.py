@@ -193,7 +193,7 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     """
     from hydragraph.commands.captured_model import captured
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+    from hydragraph.cost.datasheet import datasheet
     from hydragraph.cost.rank_memory import CompiledBlocks
     from hydragraph.spec.health import Health
     from hydragraph.train.plan_input import read_corrections
@@ -213,10 +213,9 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
-        efficiency = EFFICIENCY if asked.efficiency is None else asked.efficiency
         # No group is larger than a node.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
-        measured = datasheet(program, cluster, efficiency, range(1, most + 1))
+        measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
         raise ValueError(
             f"profile {measured.name} describes a model of {len(measured.blocks)} blocks, but --model has "

@@ -164,7 +164,7 @@ def strategies_and_costs(
     import torch
 
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+    from hydragraph.cost.datasheet import datasheet
     from hydragraph.frontend.capture import capture
     from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.model import loss_of, skeleton
@@ -183,7 +183,7 @@ def strategies_and_costs(
     with screen.status("capturing the model"):
         program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
-        priced = datasheet(program, cluster, efficiency or EFFICIENCY, degrees)
+        priced = datasheet(program, cluster, efficiency, degrees)
         return strategies, Costs(priced, cluster, home=home, corrections=known, push_itemsize=pushed)
 
 

@@ -1,15 +1,20 @@
-"""A profile without measurements: a model's floating-point operations at a given fraction of a datasheet's rate.
+"""A profile without measurements: a model's operations and bytes at fractions of a datasheet's rates.
 
 A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in total);
 attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and
 twice that backward. With a window or chunks, the pairs of `Reach` replace L^2. A block's backward also repeats its
 recomputed operations. Tensor-parallel sums are priced separately, from the links of their ranks.
+
+By default, kernels take what a roofline says: products with a weight [n, k] reach less of the peak if n or k is small,
+attention has a fraction of its own, element-wise operators between products are bound by memory, and every kernel
+takes some time to start. With `efficiency`, all operations take one fraction of the peak instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -25,46 +30,69 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.graph_node import ATTENDING, operands, varlen
 from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.known_devices import reached
 from hydragraph.spec.stage_kind import StageKind
 
-# Fraction of a datasheet's FLOP/s reached by well-tuned training of dense models (Megatron-LM, 2021).
-EFFICIENCY = 0.45
+
+@dataclass(frozen=True)
+class Roofline:
+    """Fractions of a datasheet's rates that kernels reach.
+
+    The constants were adjusted by hand with the published runs of `benchmarks/published_runs.py` in view.
+
+    Attributes:
+        attention: of what products of large matrices reach (`spec.known_devices`), by attention.
+        half: size of a weight's dimension at which its product reaches half of that.
+        memory: of the memory's bandwidth, by element-wise operators.
+        launch_s: seconds to start a kernel.
+    """
+
+    attention: float = 0.6
+    half: int = 384
+    memory: float = 0.8
+    launch_s: float = 4e-6
+
+
+ROOFLINE = Roofline()
+KERNELS = 2  # of the forward per product: itself, and the element-wise operators before it, which are fused
 # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
 
 
 def datasheet(
-    program: Program, cluster: Cluster, efficiency: float = EFFICIENCY, degrees: Sequence[int] | None = None
+    program: Program, cluster: Cluster, efficiency: float | None = None, degrees: Sequence[int] | None = None
 ) -> Profile:
     """Return a profile for every type of device of a cluster.
 
     Args:
-        efficiency: the fraction of `flops_per_s` that computation reaches, above 0.
+        efficiency: the fraction of `flops_per_s` that computation reaches, above 0; None: by `ROOFLINE`.
         degrees: the tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
     """
-    if not 0 < efficiency <= 1:
+    if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
     every = tuple(_of_type(program, cluster, name, efficiency, degrees) for name in cluster.types)
     return Profile.merge(every)
 
 
 def _of_type(
-    program: Program, cluster: Cluster, name: str, efficiency: float, degrees: Sequence[int] | None
+    program: Program, cluster: Cluster, name: str, efficiency: float | None, degrees: Sequence[int] | None
 ) -> Profile:
     kind = cluster.types[name]
-    rate = kind.flops_per_s * efficiency
+    most = reached(kind.flops_per_s, kind.memory_bytes_per_s) if efficiency is None else efficiency
+    rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
+    what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
     representatives = {block.template: block for block in program.blocks}
     pieces = {
         stage_kind: {
             AUX: Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)),
-            **{template: _piece(program, block, stage_kind, rate) for template, block in representatives.items()},
+            **{template: _piece(program, block, stage_kind, rates) for template, block in representatives.items()},
         }
         for stage_kind in _kinds(program, len(cluster.devices), degrees)
     }
     elements = sum(bucket.size for bucket in program.buckets)
     frozen = sum(bucket.size for bucket in program.buckets if not bucket.learns)
     return Profile(
-        name=f"datasheet of {name or 'the devices'} at {efficiency:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s",
+        name=f"datasheet of {name or 'the devices'} at {'up to ' if efficiency is None else ''}{what}",
         schemes={},
         util={stage_kind.tp: 1 for stage_kind in pieces},
         blocks=tuple(block.template for block in program.blocks),
@@ -73,8 +101,11 @@ def _of_type(
         type=name,
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
-        efficiency=efficiency,
-        notes=(f"nothing was measured: computation takes its FLOPs at {efficiency:.0%} of the datasheet's rate",),
+        efficiency=most,
+        notes=(
+            "nothing was measured: "
+            + ("kernels take what a roofline says" if efficiency is None else f"computation takes its FLOPs at {what}"),
+        ),
     )
 
 
@@ -87,36 +118,95 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
                     yield StageKind(tp, sequence_parallel, recompute)
 
 
-def _piece(program: Program, block: Block, kind: StageKind, rate: float) -> Piece:
+@dataclass(frozen=True)
+class _Rates:
+    """Rates of a device.
+
+    Attributes:
+        flops_per_s: FLOP/s that products of large matrices reach.
+        bytes_per_s: the datasheet's bandwidth.
+        itemsize: bytes of an element.
+        roofline: whether other kernels are slower, as `ROOFLINE` says.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    itemsize: int
+    roofline: bool
+
+    def product(self, n: int, k: int) -> float:
+        """Return the seconds per token of a product with a weight [n, k], and of what is fused before it."""
+        seconds = 2 * n * k / self.flops_per_s
+        if not self.roofline:
+            return seconds
+        moved = (n + k) * self.itemsize / (self.bytes_per_s * ROOFLINE.memory)
+        return seconds * (1 + ROOFLINE.half / n) * (1 + ROOFLINE.half / k) + moved
+
+    @property
+    def attention(self) -> float:
+        """FLOP/s of attention."""
+        return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
+
+    def launches(self, products: int) -> float:
+        """Return the seconds to start the kernels of a forward."""
+        return KERNELS * products * ROOFLINE.launch_s if self.roofline else 0.0
+
+
+def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Piece:
     try:
-        attention, b, parameters, frozen = operations(program, block, kind.tp)
+        work = operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; lowering reports it
-        attention, b, parameters, frozen = operations(program, block, 1)
-        attention = {reach: each / kind.tp for reach, each in attention.items()}
-        b /= kind.tp
-        parameters //= kind.tp
-        frozen //= kind.tp
-    near = ordered({reach: each / rate for reach, each in attention.items()})
-    forward = Constants(attention.get(WHOLE, 0.0) / rate, b / rate, 0.0, near)
+        work = operations(program, block, 1).divided(kind.tp)
+    attention = {reach: each / rates.attention for reach, each in work.attention.items()}
+    b = sum(times * rates.product(n, k) for times, n, k in work.products)
+    c = rates.launches(len(work.products))
+    forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
     # Backward computes the gradients of both operands of a product: twice the forward's operations.
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants.sum([(2, forward), (1, again)])
     return Piece.apart(
         forward,
         backward,
-        parameters=parameters,
-        frozen=frozen,
+        parameters=work.parameters,
+        frozen=work.frozen,
         reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
     )
 
 
-def operations(program: Program, block: Block, tp: int) -> tuple[Mapping[Reach, float], float, int, int]:
-    """Return the first rank's operations per pair by reach and per token, and its elements, all and frozen ones."""
+@dataclass(frozen=True)
+class Operations:
+    """Work of one block on the first rank of a stage.
+
+    Attributes:
+        attention: operations per pair of tokens, by reach.
+        products: weights [n, k] that tokens are multiplied with: (how often, n, k).
+        parameters, frozen: elements of its weights, all and frozen ones.
+    """
+
+    attention: Mapping[Reach, float]
+    products: tuple[tuple[float, int, int], ...]
+    parameters: int
+    frozen: int
+
+    @property
+    def linear(self) -> float:
+        """Operations of products per token."""
+        return sum(2.0 * times * n * k for times, n, k in self.products)
+
+    def divided(self, parts: int) -> Operations:
+        """Return an equal part of the work."""
+        attention = {reach: each / parts for reach, each in self.attention.items()}
+        products = tuple((times / parts, n, k) for times, n, k in self.products)
+        return Operations(attention, products, self.parameters // parts, self.frozen // parts)
+
+
+def operations(program: Program, block: Block, tp: int) -> Operations:
+    """Return the work of a block on the first rank of a stage of `tp` ranks."""
     graph = program.templates[block.template].graph.graph
     # An embedding is looked up, not multiplied: its weight adds no operations.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
-    linear = 0.0
+    products: list[tuple[float, int, int]] = []
     parameters = 0
     frozen = 0
     for node, name in zip(nodes, block.parameters, strict=False):
@@ -124,13 +214,13 @@ def operations(program: Program, block: Block, tp: int) -> tuple[Mapping[Reach, 
         parameters += math.prod(shape)
         frozen += 0 if name in program.learning else math.prod(shape)
         if len(shape) > 1 and node not in looked_up:
-            linear += 2 * math.prod(shape)
+            products.append((math.prod(shape[:-2]), shape[-2], shape[-1]))
     attention: dict[Reach, float] = {}
     for node in graph.nodes:
         if node.target in ATTENDING:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
-    return {reach: each / tp for reach, each in attention.items()}, linear, parameters, frozen
+    return Operations({reach: each / tp for reach, each in attention.items()}, tuple(products), parameters, frozen)
 
 
 def reaches_of(template: Template) -> frozenset[Reach]:

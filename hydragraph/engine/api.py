@@ -399,16 +399,16 @@ class RankPrograms(Sequence[RankProgram]):
         Args:
             cluster: devices and links, priced from their datasheet; or costs.
             tokens: length of the single sequence of each micro-batch, one number for all pipelines or one for each.
-            efficiency: fraction of the datasheet's FLOP/s that computation reaches; default:
-                `cost.datasheet.EFFICIENCY`.
+            efficiency: fraction of the datasheet's FLOP/s that computation reaches; None: as the roofline of
+                `cost.datasheet` says.
             home: owners of state, for a cluster; None: as `compile` chooses for the strategy. Costs have their own
                 home.
         """
-        from hydragraph.cost.datasheet import EFFICIENCY, datasheet
+        from hydragraph.cost.datasheet import datasheet
 
         costs = cluster
         if isinstance(costs, Cluster):
-            costs = Costs(datasheet(self.program, costs, efficiency or EFFICIENCY), costs, home=home_of(home))
+            costs = Costs(datasheet(self.program, costs, efficiency), costs, home=home_of(home))
         busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         work = costs.work(self.strategy, Assignment.even(counts, tokens))

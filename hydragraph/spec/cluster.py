@@ -22,11 +22,12 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 
+from hydragraph.spec.known_devices import KNOWN, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 
@@ -220,14 +221,22 @@ class Cluster:
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
         """Return a cluster of nodes; ranks are numbered through them in order.
 
+        Args:
+            types: types of devices by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
+            nodes: in the order of their ranks.
+            pairs: links between types.
+
         Raises:
             ValueError: a node has an unknown type.
         """
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
+        types = {**{node.type: _known(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
         for i, node in enumerate(nodes):
             if node.type not in types:
+                listed = ", ".join(sorted(types)) or "types: first"
                 raise ValueError(
-                    f"nodes[{i}]: unknown device type {node.type!r}: use {', '.join(sorted(types)) or 'types: first'}"
+                    f"nodes[{i}]: unknown device type {node.type!r}: use {listed}, or one that is built in: "
+                    f"{', '.join(KNOWN)}"
                 )
         devices = [types[node.type].device(i, node.type) for i, node in enumerate(every) for _ in range(node.devices)]
         return cls(tuple(devices), None, None, tuple(every), tuple(pairs))
@@ -451,9 +460,13 @@ class _Devices:
 class _Nodes:
     """The file format with types and nodes."""
 
-    types: Mapping[str, DeviceType]
     nodes: tuple[Node, ...]
+    types: Mapping[str, DeviceType] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
+
+
+def _known(sheet: Datasheet) -> DeviceType:
+    return DeviceType(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:

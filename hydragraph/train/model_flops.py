@@ -50,9 +50,9 @@ def step_flops(program: Program, lengths: Sequence[int]) -> float:
         lengths: tokens of every sequence.
     """
     blocks = [operations(program, block, 1) for block in program.blocks]
-    linear = sum(each for _, each, *_ in blocks)
+    linear = sum(block.linear for block in blocks)
     attention = Counter[Reach]()
-    for by_reach, *_ in blocks:
-        attention.update(by_reach)  # type: ignore[arg-type]
+    for block in blocks:
+        attention.update(block.attention)  # type: ignore[arg-type]
     pairs = sum(each * sum(map(reach.pairs, lengths)) for reach, each in attention.items())
     return 3 * float(pairs + linear * sum(lengths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hydragraph.cost.costs import CostedWork, Costs
-from hydragraph.cost.datasheet import datasheet
+from hydragraph.cost.datasheet import _Rates, datasheet
 from hydragraph.cost.instruction_work import Work
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
@@ -13,6 +13,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
+from hydragraph.spec.known_devices import UNKNOWN
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.train.model_flops import step_flops
@@ -122,3 +123,18 @@ def test_a_whole_iteration_is_priced() -> None:
     costs = Costs(datasheet(llama(), devices, efficiency=1.0), devices)
     found = simulate(programs, devices, costs.work(strategy, Assignment.even([2, 1], TOKENS)))
     assert found.seconds > 2 * 3 * FORWARD  # pipeline 0: two micro-batches of two layers on two ranks
+
+
+def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() -> None:
+    program = llama()
+    fast = cluster(1, 312e12)
+    roofline, flat = datasheet(program, fast), datasheet(program, fast, efficiency=UNKNOWN)
+    kind = StageKind(1)
+    for name, piece in flat.pieces[kind].items():
+        found = roofline.pieces[kind][name].seconds
+        assert found.b >= piece.seconds.b
+        assert found.a >= piece.seconds.a
+    rates = _Rates(1e14, 1e12, 2, roofline=True)
+    times = [rates.product(n, n) / (2 * n * n / 1e14) for n in (256, 4096, 65536)]
+    assert times[0] > times[1] > times[2] > 1
+    assert times[2] < 1.05

@@ -1,0 +1,59 @@
+"""Datasheets of GPUs that a cluster file can name by name alone.
+
+Peaks are dense, for 16-bit products that are summed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+UNKNOWN = 0.65  # fraction of the peak that large products are assumed to reach on other devices
+_NEAR = 0.03  # relative difference of peak and bandwidth within which a device is taken for a known one
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A GPU.
+
+    Attributes:
+        flops_per_s, memory_bytes, memory_bytes_per_s: as in `spec.cluster.Device`.
+        reached: fraction of the peak that products of large matrices reach in training. For A100, H100, V100 and T4 it
+            was chosen by published runs (`benchmarks/published_runs.py`); for the others it is assumed from GPUs of the
+            same generation and power.
+    """
+
+    flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    reached: float = UNKNOWN
+
+
+KNOWN: Mapping[str, Datasheet] = MappingProxyType(
+    {
+        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.75),
+        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.75),
+        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.6),
+        "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.6),
+        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.6),
+        "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6),
+        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5),
+        "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5),
+        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.3),
+        "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
+        "a10g": Datasheet(70e12, 24e9, 0.6e12),
+        "rtx-3090": Datasheet(71e12, 24e9, 0.936e12, 0.75),
+        "rtx-4090": Datasheet(165e12, 24e9, 1.008e12, 0.75),
+        "mi300x": Datasheet(1307e12, 192e9, 5.3e12, 0.45),
+    }
+)
+
+
+def reached(flops_per_s: float, memory_bytes_per_s: float) -> float:
+    """Return the fraction of its peak that a device of this peak and bandwidth reaches in large products."""
+    for sheet in KNOWN.values():
+        pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
+        if all(abs(given - known) <= _NEAR * known for given, known in pairs):
+            return sheet.reached
+    return UNKNOWN

@@ -1,0 +1,37 @@
+"""GPUs that cluster files name by name alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.known_devices import KNOWN, UNKNOWN, reached
+
+LINK = "{bytes_per_s: 50e9, latency_s: 1e-5}"
+FILE = f"""
+nodes:
+  - {{type: h100-sxm, devices: 2, inner: {LINK}, outer: {LINK}}}
+  - {{type: mine, devices: 1, inner: {LINK}, outer: {LINK}}}
+"""
+MINE = "types: {mine: {flops_per_s: 1e12, memory_bytes: 8e9, memory_bytes_per_s: 1e11}}"
+
+
+def test_a_built_in_type_needs_no_entry(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE + MINE)
+    cluster = Cluster.load(path)
+    assert cluster.types["h100-sxm"].flops_per_s == KNOWN["h100-sxm"].flops_per_s
+    assert cluster.devices[2].flops_per_s == 1e12
+    path.write_text(FILE)
+    with pytest.raises(
+        ValueError, match=r"unknown device type 'mine': use h100-sxm, or one that is built in: a100-40gb"
+    ):
+        Cluster.load(path)
+
+
+def test_devices_of_known_rates_are_recognised() -> None:
+    assert reached(312e12, 1.94e12) == UNKNOWN  # an A100 over PCIe has less bandwidth
+    assert reached(312e12, 2.0e12) == KNOWN["a100-80gb"].reached
+    assert all(0 < sheet.reached < 1 for sheet in KNOWN.values())
