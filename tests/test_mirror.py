@@ -54,7 +54,6 @@ ELSEWHERE = {
     "cost/collective_bytes.py": ("commands/test_show_folder.py", "what sums of tensor-parallel ranks send"),
     "cost/deepspeed_stack.py": ("cost/test_costs.py", "another runtime priced by hand"),
     "cost/event_simulation.py": ("cost/test_timeline.py", "when what acts"),
-    "cost/exchanges.py": ("cost/test_home_choice.py", "what exchanges of a bucket move"),
     "cost/home_candidates.py": ("cost/test_home_choice.py", "owners that are looked at"),
     "cost/home_room.py": ("cost/test_home_choice.py", "owners within tight memory"),
     "cost/instruction_work.py": ("cost/test_timeline.py", "instructions and their seconds"),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from hydragraph.cost.traffic import Transfers
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.parameter import Bucket
+from hydragraph.spec.cluster import Cluster
 
 
 def elements_sent(
@@ -27,3 +31,44 @@ def elements_sent(
     sums = GradientKind.PARTIAL if splits_tokens else GradientKind.REPLICA
     users = propagation(bucket, stages, {parameter.name: sums for parameter in bucket.parameters})
     return copied(owners, users, ranks) if op is Op.PULL else reduced(users, owners, ranks)
+
+
+def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
+    """Return the messages of an exchange.
+
+    If all ranks send equally much to all others, and are on several nodes, the exchange is a collective. NCCL and gloo
+    pass its parts on from rank to rank along rings, so that each part enters each node once; there is a ring for every
+    network card of a node.
+
+    Args:
+        sent: elements that each rank sends to each other rank [ranks, ranks].
+        itemsize: bytes of an element.
+        cluster: of the ranks.
+    """
+    # Most pairs exchange no data: on one row of booleans numpy finds the others six times as fast.
+    at = np.flatnonzero(sent != 0)
+    src, dst = np.divmod(at, sent.shape[1])
+    size = sent.ravel()[at].astype(np.float64) * itemsize
+    ranks = len(sent)
+    equal = len(at) == ranks * (ranks - 1) and bool((size == size[0]).all()) if len(at) else False
+    if not equal or len({device.node for device in cluster.devices}) == 1:
+        return Transfers(src, dst, size)
+    return _along_rings(cluster, float(size[0]) * (ranks - 1))
+
+
+def _along_rings(cluster: Cluster, size: float) -> Transfers:
+    """Return the messages between neighbours on rings through all ranks, which pass on `size` bytes together."""
+    nodes: dict[int, list[int]] = {}
+    for rank, device in enumerate(cluster.devices):
+        nodes.setdefault(device.node, []).append(rank)
+    rings = min(cluster.node(number).cards for number in nodes)
+    pairs: dict[tuple[int, int], float] = {}
+    for ring in range(rings):
+        order = [r for local in nodes.values() for r in _rotated(local, ring * len(local) // rings)]
+        for pair in zip(order, [*order[1:], order[0]], strict=True):
+            pairs[pair] = pairs.get(pair, 0.0) + size / rings
+    return Transfers.of(pairs)
+
+
+def _rotated(ranks: list[int], by: int) -> list[int]:
+    return ranks[by:] + ranks[:by]

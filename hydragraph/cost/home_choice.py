@@ -29,7 +29,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hydragraph.cost.exchanges import elements_sent
+from hydragraph.cost.exchanges import elements_sent, transfers
 from hydragraph.cost.home_candidates import FEW, Parts, Stages, candidates
 from hydragraph.cost.home_room import within
 from hydragraph.cost.traffic import Roads, Transfers
@@ -237,11 +237,7 @@ class _Choice:
             sent.append((elements_sent(Op.PUSH, bucket, owners, stages, splits, self.ranks), GRADIENT_BYTES))
             if self._question.home.copies > 1:
                 sent.append((handed_on(owners, self.ranks), GRADIENT_BYTES))
-        found = []
-        for elements, size in sent:
-            src, dst = np.nonzero(elements)
-            found.append(Transfers(src, dst, elements[src, dst].astype(np.float64) * size))
-        return found
+        return [transfers(elements, size, self._question.cluster) for elements, size in sent]
 
     def _fits(self, classes: Sequence[Class], parts: dict[str, Parts]) -> bool:
         room = self._question.room

@@ -12,6 +12,8 @@ together. Owners are not known yet, and each block may have its own, so the mini
 terms are linear in f_n, so for a node the minimum is at f_n = 0 or 1, and for all nodes together it is reached if the
 block is owned by the node that uses most of it.
 
+A block that every rank uses whole counts as one use per node, as a collective may bring it there once.
+
 Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards of 1 GB/s. A node takes in
 (1 - f) + f = 1 GB for any f: at least 1 s. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
 """
@@ -58,6 +60,9 @@ class Cards:
                 done += stage.layers
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
+        # What every rank uses whole may come by a collective, which brings it to each node once.
+        everywhere = uses.sum(0) == len(self._node)
+        uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
         if self._copies > 1:  # weights come from the nearer owner, gradients go to the first
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)

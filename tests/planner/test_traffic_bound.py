@@ -62,8 +62,8 @@ def test_no_iteration_ends_before_whoever_owns_the_state(
 def test_it_is_most_of_an_iteration_that_waits_for_cards() -> None:
     node = Node("fast", 2, priced.FAST, Interconnect(1e6, 1e-6))
     costs = priced.costs(6, Cluster.of({"fast": TYPES["fast"]}, (node, node)), elements=100_000)
-    strategy = hg.Strategy.parse("4*<tp1,pp1>", 6)
-    seconds = costs.simulate(strategy, hg.Assignment.even([1] * 4, [700] * 4)).seconds
+    strategy = hg.Strategy.parse("<[0]x3,[1]x3> + <[2]x3,[3]x3>", 6)
+    seconds = costs.simulate(strategy, hg.Assignment.even([1] * 2, [700] * 2)).seconds
     assert Cards(costs).least_s(strategy) == pytest.approx(seconds, rel=0.15)
 
 
