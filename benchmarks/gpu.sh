@@ -82,13 +82,12 @@ left() {
 
 # A function, so that bash has read all of it before it runs any.
 main() {
-  export HYDRAGRAPH_ON_DEVICE=1  # which a CPU otherwise leaves to other tests
   local smoke="benchmarks/smoke.py --json $parts/smoke.json"
   if [ "$device" = cuda ]; then
     # The most important answers first: a step that is right, and how fast it is.
     run smoke 90 "$python" $smoke --device cuda
     bench step 150 step --device cuda
-    run correctness 90 "$python" -m pytest -q tests/commands/bench/test_on_device.py
+    run correctness 150 "$python" -m pytest -q -m "" tests/commands/bench/test_on_device.py
     bench kernels 90 kernels --device cuda
     predicted 60 --device cuda --rounds 3
     run one-killed 75 "$python" benchmarks/one_gpu.py --device cuda
@@ -97,12 +96,12 @@ main() {
   elif [ "$rehearse" = yes ]; then
     run smoke 90 "$python" $smoke --device cpu --backends eager
     bench step 90 step --device cpu --model tiny --tokens 64 --rounds 1
-    run correctness 90 "$python" -m pytest -q tests/commands/bench/test_on_device.py
+    run correctness 90 "$python" -m pytest -q -m "" tests/commands/bench/test_on_device.py
     bench kernels 60 kernels adamw --device cpu
   else
     run smoke 120 "$python" $smoke --device cpu
     bench step 480 step --device cpu --model tiny --tokens 512 --rounds 3 --compiled
-    run correctness 150 "$python" -m pytest -q tests/commands/bench/test_on_device.py
+    run correctness 150 "$python" -m pytest -q -m "" tests/commands/bench/test_on_device.py
     bench kernels 240 kernels --device cpu --compiled
     predicted 600 --rounds 2
     run one-killed 300 "$python" benchmarks/one_gpu.py --device cpu

@@ -41,11 +41,6 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def may_vary(value: Tensor, dim: int) -> None:
-    """Let `torch.compile` keep a size symbolic if possible; 0, 1 and sizes that its code needs remain numbers."""
-    torch._dynamo.maybe_mark_dynamic(value, dim)
-
-
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
     """Return a fake tensor with another's trace, shape and dtype; contiguous, unless strides are given."""
     assert isinstance(value, FakeTensor)

@@ -141,7 +141,8 @@ def step_command(
     """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
     The other sides are the eager model on padded batches, on packed ones with PyTorch's flash attention, and the same
-    under torch.compile. All train on the same sequences; losses and gradient norms are compared first.
+    with every layer and the loss under torch.compile. All train on the same sequences; losses and gradient norms are
+    compared first.
     """
     from hydragraph.commands.bench.bench_models import SHAPES
     from hydragraph.commands.bench.device_ceiling import choose_device

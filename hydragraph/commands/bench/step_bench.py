@@ -217,7 +217,9 @@ def _report(
         "rounds in which all sides take turns; tokens/s counts no padding.",
         _precision(settings),
         f"Pull {linked[0] * 1e3:.3g} ms and push {linked[1] * 1e3:.3g} ms, measured alone: {share:.2f} % of a step.",
-        *([] if settings.compiled else ["torch.compile was left out: --compiled adds its side."]),
+        "torch.compile compiles every layer and the loss, not the model as one graph."
+        if settings.compiled
+        else "torch.compile was left out: --compiled adds its side.",
     )
     bars = tuple(Bar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
     measured = settings.device.type == "cuda"

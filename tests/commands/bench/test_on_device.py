@@ -1,30 +1,32 @@
-"""Kernels and a whole step on the GPU, where there is one, against double precision on the CPU; else on the CPU.
+"""Kernels and whole steps on the GPU, or on the CPU if there is none, against double precision on the CPU.
 
-`benchmarks/gpu.sh` runs this before it measures anything.
+`benchmarks/gpu.sh` runs all of it; `make test` runs the cheapest cases, so that this file itself keeps working.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Iterator
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.cluster.communicators import _first_all_reduce as first_all_reduce
 from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.attention_backends import choose
+from hydragraph.kernels.scoring import Scoring
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
-from tests.models import llama, sequences
+from hydragraph.private.process_groups import abort_together, unbound
+from tests.models import MODELS, llama, sequences
+from tests.thorough import only, thorough
 
-# On a CPU other tests cover all of it, so that only the script itself is to be proven there.
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and "HYDRAGRAPH_ON_DEVICE" not in os.environ,
-    reason="no GPU here; benchmarks/gpu.sh --cpu runs this on the CPU",
-)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch", "triton", "flash_attn", None] if DEVICE.type == "cuda" else ["loop", None]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative, in the 2-norm
@@ -34,11 +36,20 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def skip_if_refused(backend: str | None, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
+    with hg.attention_backend(backend):
+        try:
+            choose(q, k, v, scoring)
+        except hg.Unsupported as refusal:
+            pytest.skip(str(refusal))
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     wide = expected.detach().double()
     return float((found.detach().cpu().double() - wide).norm() / wide.norm())
 
 
+@only("heads0-64-dtype0-None")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 64), ((2, 2), 128), ((3, 1), 80)])
@@ -47,17 +58,39 @@ def test_attention(backend: str | None, dtype: torch.dtype, heads: tuple[int, in
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     q, k, v, grad = (draw(sum(lengths), h, size, seed=i).to(dtype) for i, h in enumerate((*heads, heads[1], heads[0])))
     there = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
-    with hg.attention_backend(backend):
-        try:
-            choose(*there)
-        except hg.Unsupported as refusal:
-            pytest.skip(str(refusal))
+    skip_if_refused(backend, *there, Scoring(True, size**-0.5))
     out = varlen_attention(*there, starts.to(DEVICE), max_length=torch.tensor(max(lengths)), backend=backend)
     found = [out, *torch.autograd.grad(out, there, grad.to(DEVICE))]
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     expected = reference(*wide, starts, True, size**-0.5)
     for a, b in zip(found, [expected, *torch.autograd.grad(expected, wide, grad.double())], strict=True):
         assert error(a, b) < BOUND[dtype]
+
+
+@only("{'window': 50}-None")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": False}, {"window": 50}, {"chunk": 64}, {"cap": 5.0}, {"sink": True}, {"window": 9, "causal": False}],
+    ids=str,
+)
+def test_attention_with_options(backend: str | None, options: dict[str, Any]) -> None:
+    lengths, heads, size = [1, 200, 17, 300], (4, 2), 64
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    q, k, v, grad = (draw(sum(lengths), h, size, seed=i).bfloat16() for i, h in enumerate((*heads, heads[1], heads[0])))
+    sinks = [draw(heads[0], seed=5)] if "sink" in options else []
+    others = {name: value for name, value in options.items() if name != "sink"}
+    there = [x.to(DEVICE).requires_grad_() for x in (q, k, v, *sinks)]
+    scoring = Scoring(others.get("causal", True), size**-0.5, others.get("window"), others.get("cap"))
+    skip_if_refused(backend, *there[:3], scoring)
+    given = dict(zip(("sink",), there[3:], strict=False))
+    out = varlen_attention(*there[:3], starts.to(DEVICE), backend=backend, **others, **given)
+    found = [out, *torch.autograd.grad(out, there, grad.to(DEVICE))]
+    wide = [x.double().requires_grad_() for x in (q, k, v, *sinks)]
+    given = dict(zip(("sink",), wide[3:], strict=False))
+    expected = reference(*wide[:3], starts, **{"causal": True, "scale": size**-0.5, **others, **given})
+    for a, b in zip(found, [expected, *torch.autograd.grad(expected, wide, grad.double())], strict=True):
+        assert error(a, b) < BOUND[torch.bfloat16]
 
 
 def test_triton_attention_twice_is_the_same_to_the_last_bit() -> None:
@@ -118,6 +151,7 @@ def test_linear_cross_entropy(dtype: torch.dtype) -> None:
         assert error(a, b) < BOUND[dtype]
 
 
+@only("dtype0-0.0001")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_gradients_of_a_whole_step_equal_the_cpus(dtype: torch.dtype, bound: float) -> None:
     model = llama(layers=2, heads=4, kv=2)
@@ -132,6 +166,69 @@ def test_gradients_of_a_whole_step_equal_the_cpus(dtype: torch.dtype, bound: flo
     assert error(found[1], found[0]) < bound
 
 
+@thorough
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma", "mistral", "mixtral", "phi"])
+def test_gradients_of_other_families_equal_the_cpus(name: str) -> None:
+    model = MODELS[name]()
+    batch = sequences([40, 3, 17])
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        found = []
+        for device in ("cpu", DEVICE):
+            strategy = hg.Strategy.parse("<tp1,pp1>", layers=2)
+            exe = hg.compile(model, strategy, device=device, dtype=dtype, check="off", backend="eager")
+            gradients = exe.gradients(batch)
+            found.append(torch.cat([gradients[key].flatten() for key in sorted(gradients)]))
+            exe.close()
+        assert error(found[1], found[0]) < bound
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """Make a process group of this process alone, over NCCL."""
+    if DEVICE.type != "cuda":
+        pytest.skip("NCCL communicators need a GPU")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_nccl_communicators_work_on_streams_of_high_priority_and_abort_together() -> None:
+    with unbound():
+        groups = [dist.new_group([0], backend="nccl", timeout=timedelta(seconds=20)) for _ in range(2)]
+    stream = torch.cuda.Stream(DEVICE, priority=-1)
+    given = torch.arange(1 << 20, device=DEVICE, dtype=torch.float32)
+    for group in groups:
+        assert group is not None
+        first_all_reduce(group, DEVICE)
+        out = torch.empty_like(given)
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(DEVICE))
+            works = [
+                dist.all_to_all_single(out, given, group=group, async_op=True),
+                dist.all_reduce(out, group=group, async_op=True),
+            ]
+        for work in works:
+            work.wait()
+        assert torch.equal(out, given)
+    abort_together(groups)
+    assert float(given.sum()) > 0  # the device still computes
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_step_runs_where_the_user_has_made_an_nccl_group() -> None:
+    exe = hg.compile(llama(layers=2), hg.Strategy.parse("<tp1,pp1>", layers=2), device=DEVICE, dtype=torch.bfloat16)
+    gradients = exe.gradients(sequences([40, 3, 17]))
+    exe.close()
+    assert dist.is_initialized()
+    assert all(bool(each.isfinite().all()) for each in gradients.values())
+
+
+@thorough
 def test_what_a_device_runs_in_bf16_was_checked(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
