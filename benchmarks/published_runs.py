@@ -4,7 +4,7 @@
     python benchmarks/published_runs.py --only BS    # runs whose name contains this
 
 The runs are read from ../shared/data/published/runs.json: sizes, clusters, strategies and published seconds, each with
-its source. They are not part of the project, so without that file nothing is done. The constants of
+its source. The file is not part of the project; without it, the benchmark skips. The constants of
 `hydragraph.cost.datasheet` were adjusted by hand with these runs in view, so errors on other runs may be larger.
 """
 
@@ -33,6 +33,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.ir.program import Program
+from hydragraph.passes.variants import Variants
 from hydragraph.report.simulation_price import price
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node
@@ -183,7 +184,10 @@ def priced(run: Run, data: Mapping[str, Any]) -> Priced:
     model = data["models"][run.model]
     program = program_of(model["architecture"], json.dumps(model["config"], sort_keys=True))
     cluster = cluster_of(run.gpu, run.gpus, data)
-    costs = Costs(datasheet(program, cluster, degrees=(run.tp,)), cluster, home=hg.Home.parse("auto"))
+    compiled = None if run.peak_bytes is None else Variants(program).get
+    costs = Costs(
+        datasheet(program, cluster, degrees=(run.tp,), compiled=compiled), cluster, home=hg.Home.parse("auto")
+    )
     strategy = run.strategy(program.layers)
     counts = sorted({min(run.count, run.pp + 2), min(run.count, 2 * run.pp + 2)})
     took = [price(costs, strategy, run.assignment(count)).seconds for count in counts]
@@ -238,7 +242,7 @@ def main() -> None:
     parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, help="leave out runs on more GPUs")
     chosen = parser.parse_args()
     if not DATA.exists():
-        print(f"there is no {DATA.resolve()}: the published runs are not part of the project")
+        print(f"{DATA.resolve()} does not exist: skipped, because the published runs are not part of the project")
         return
     data = json.loads(DATA.read_text())
     runs = [Run.of(record) for record in data["runs"]]

@@ -151,7 +151,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
 # Messages for errors about a path that the user named, in place of the system's number and words.
 _PATHS: dict[type[Exception], str] = {
     FileExistsError: "it already exists: name another path",
-    FileNotFoundError: "there is no such file or directory: correct the path",
+    FileNotFoundError: "the file or directory does not exist: correct the path",
     IsADirectoryError: "it is a directory: name a file in it",
     NotADirectoryError: "a parent of this path is a file, not a directory: correct the path",
     PermissionError: "you are not allowed to use it: change its permissions, or name another path",

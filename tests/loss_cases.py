@@ -41,7 +41,7 @@ def _of_sequences(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return values.new_zeros(bounds.shape[0]).index_add(0, number, values), number
 
 
-# What each token has, [T], from logits [T, V].
+# A value for each token, [T], from logits [T, V].
 STARTS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "cross-entropy": lambda x, b: F.cross_entropy(x, b["labels"][0], ignore_index=-100, reduction="none"),
     "smoothed": lambda x, b: F.cross_entropy(
@@ -53,7 +53,7 @@ STARTS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "z-loss": lambda x, b: torch.where(_counted(b), 1e-2 * x.logsumexp(-1).square(), 0.0),
     "unmasked z-loss": lambda x, b: 1e-2 * x.logsumexp(-1).square(),
 }
-# What is done with the values n of tokens; the first ones keep tokens or sequences apart.
+# Changes to the values n of tokens; the first ones keep tokens or sequences apart.
 STEPS: dict[str, Step] = {
     "clamped": lambda s, n, x, b: n.clamp(max=s.number),
     "focal": lambda s, n, x, b: (1 - (-n).exp()).square() * n,
@@ -133,7 +133,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossCase:
-    """What one loss is made of."""
+    """The parts of one loss."""
 
     seed: int
     start: str

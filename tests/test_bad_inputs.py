@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no text": (lambda: hg.Strategy.parse(None, 2), "text is None: give one such as"),
     "no profile": (
         lambda: hg.Profile.load("none.json"),
-        "none.json: there is no such file; write .* profile",
+        "none.json does not exist; write .* profile",
     ),
     "a directory for a profile": (
         lambda: hg.Profile.load("."),

@@ -56,7 +56,7 @@ def test_ranks_that_ask_get_what_save_pretrained_writes(model: str, tmp_path: Pa
 
 
 class Buffered(nn.Module):
-    """A module of one's own with a persistent buffer."""
+    """A custom module with a persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -179,7 +179,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-# What is done between two steps. The first ones are followed, most of the others must be refused.
+# Actions between two steps. The first ones must take effect; most of the others must be refused.
 ACTIONS: dict[str, Callable[[User], object]] = {
     "nothing": _ignore,
     "lower the learning rate": lambda u: _each_group(u, lr=lambda x: x * 0.5),
@@ -243,7 +243,7 @@ def _labels(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UseCase:
-    """What is done in a run of several steps.
+    """A run of several steps, with actions between them.
 
     Attributes:
         strategy: on one rank or two.

@@ -146,7 +146,7 @@ def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, 
 def _plain(name: str) -> str:
     """Return a file name if the file lies directly in the checkpoint's directory."""
     if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"it names {name!r}, which is no file of this checkpoint")
+        raise ValueError(f"it names {name!r}, which is not a file of this checkpoint")
     return name
 
 

@@ -55,7 +55,7 @@ class Reader(FileSystemReader):
             raise Damaged(f"{file} holds a {type(metadata).__name__}, no checkpoint's metadata: use another one")
         paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
         if outside := [path for path in paths if path not in self._files]:
-            raise Damaged(f"{file} names {outside[0]!r}, which is no file of this checkpoint: use another one")
+            raise Damaged(f"{file} names {outside[0]!r}, which is not a file of this checkpoint: use another one")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from hydragraph.cost.block_pieces import AUX, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, Held, Piece, PricedDevice
 from hydragraph.cost.curves import Constants
+from hydragraph.cost.footprint import MicroBatch, held_by, made_bytes
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.rank_memory import Compiled
 from hydragraph.cost.reach import WHOLE, Reach, ordered
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -31,7 +33,7 @@ from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.graph_node import ATTENDING, operands, varlen
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.known_devices import reached
-from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.stage_kind import StageKind, StagePart
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Roofline:
 
     Attributes:
         attention: of what products of large matrices reach (`spec.known_devices`), by attention.
-        half: size of a weight's dimension at which its product reaches half of that.
+        half: length of a weight's dimension that halves the speed of its product.
         memory: of the memory's bandwidth, by element-wise operators.
         launch_s: seconds to start a kernel.
     """
@@ -60,32 +62,47 @@ UPDATE_BYTES = 28
 
 
 def datasheet(
-    program: Program, cluster: Cluster, efficiency: float | None = None, degrees: Sequence[int] | None = None
+    program: Program,
+    cluster: Cluster,
+    efficiency: float | None = None,
+    degrees: Sequence[int] | None = None,
+    compiled: Compiled | None = None,
 ) -> Profile:
     """Return a profile for every type of device of a cluster.
 
     Args:
         efficiency: the fraction of `flops_per_s` that computation reaches, above 0; None: by `ROOFLINE`.
         degrees: the tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
+        compiled: returns a block's graphs, such as `passes.variants.Variants.get`; the profile then includes their
+            memory. None: it has no memory of blocks, so give `Costs` some `blocks` where memory matters.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
-    every = tuple(_of_type(program, cluster, name, efficiency, degrees) for name in cluster.types)
+    every = tuple(_of_type(program, cluster, name, efficiency, degrees, compiled) for name in cluster.types)
     return Profile.merge(every)
 
 
 def _of_type(
-    program: Program, cluster: Cluster, name: str, efficiency: float | None, degrees: Sequence[int] | None
+    program: Program,
+    cluster: Cluster,
+    name: str,
+    efficiency: float | None,
+    degrees: Sequence[int] | None,
+    compiled: Compiled | None,
 ) -> Profile:
     kind = cluster.types[name]
     most = reached(kind.flops_per_s, kind.memory_bytes_per_s) if efficiency is None else efficiency
     rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
     what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
     representatives = {block.template: block for block in program.blocks}
+    shared = made_bytes(program.templates[program.aux.template].graph, MicroBatch(1024, 1)) / 1024
     pieces = {
         stage_kind: {
-            AUX: Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)),
-            **{template: _piece(program, block, stage_kind, rates) for template, block in representatives.items()},
+            AUX: replace(Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)), kept=shared),
+            **{
+                template: replace(_piece(program, block, stage_kind, rates), held=_held(block, stage_kind, compiled))
+                for template, block in representatives.items()
+            },
         }
         for stage_kind in _kinds(program, len(cluster.devices), degrees)
     }
@@ -150,6 +167,16 @@ class _Rates:
     def launches(self, products: int) -> float:
         """Return the seconds to start the kernels of a forward."""
         return KERNELS * products * ROOFLINE.launch_s if self.roofline else 0.0
+
+
+def _held(block: Block, kind: StageKind, compiled: Compiled | None) -> Held | None:
+    if compiled is None:
+        return None
+    part = StagePart(kind)
+    try:
+        return held_by(compiled(block, part), part)
+    except Unsupported:  # as in `_piece`
+        return None
 
 
 def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Piece:

@@ -250,7 +250,7 @@ class Profile:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: there is no such file; write a profile with hydragraph profile") from None
+            raise FileNotFoundError(f"{path} does not exist; write a profile with hydragraph profile") from None
         except (IsADirectoryError, UnicodeDecodeError):
             raise ValueError(
                 f"{path}: a directory, but a profile is a JSON file: write one with hydragraph profile"

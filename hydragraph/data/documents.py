@@ -390,7 +390,7 @@ def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise ValueError(f"{place}: {name!r} is no list of tools: give JSON schemas of functions, or leave it out")
+        raise ValueError(f"{place}: {name!r} is not a list of tools: give JSON schemas of functions, or leave it out")
     return tuple(value)
 
 

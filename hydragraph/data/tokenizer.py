@@ -56,7 +56,7 @@ def load(path: Path) -> Tokenizer:
     """Load a tokenizer.json, or the one in a directory, without its truncation and padding.
 
     Raises:
-        ValueError: there is no such file, or it is not a tokenizer.
+        ValueError: the file does not exist, or it is not a tokenizer.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -29,6 +29,7 @@ from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
 from hydragraph.ir.program import Program
 from hydragraph.log import doing
+from hydragraph.passes.variants import Variants
 from hydragraph.runtime.executor import hidden_size
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.home import Home
@@ -201,7 +202,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         reasons = "; ".join(dict.fromkeys(why for each in every for why in each.unfit.values()))
         _LOG.warning("measured times cannot be fitted (%s): operations are counted instead", reasons)
         source = f"by operations at the measured speed of products, because {reasons[:80]}"
-        profile = datasheet(subject.program, found.cluster, 1.0, degrees)
+        profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
     elif groups.world.rank == 0:
         for name, key in keys.items():
             remember_profile(key, found.reports[found.types.index(name)], replace(profile.of(name), others=()))

@@ -77,7 +77,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
         return Unsupported(
-            f"it computes with a tensor that is no parameter or buffer{_of_attributes(module)}, on the CPU alone",
+            f"it computes with a tensor that is not a parameter or buffer{_of_attributes(module)}, on the CPU alone",
             where=where,
             remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
         )

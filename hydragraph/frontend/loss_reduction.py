@@ -87,7 +87,7 @@ class _Sums:
         """Record sums over tokens; return False for an operator unrelated to any. See `mixing`."""
         if node.op == "output":
             unsummed = next((n for n in node.all_input_nodes if n not in self._summed), None)
-            return True if unsummed is None else "is returned, which is no sum over tokens"
+            return True if unsummed is None else "is returned, which is not a sum over tokens"
         if node.op != "call_function":
             return False
         if any(n in self._summed for n in node.all_input_nodes):
@@ -196,7 +196,7 @@ def _is_one_number(node: fx.Node) -> bool:
 
 def _refuse(what: str, where: str) -> NoReturn:
     raise Unsupported(
-        f"its loss is no sum: {what}",
+        f"its loss is not a sum: {what}",
         where=where,
         remedy="return the sum over all targets (reduction='sum'): a step divides it by the targets of the mini-batch",
     )

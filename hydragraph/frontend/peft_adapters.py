@@ -54,7 +54,7 @@ def switchable_parameters(model: nn.Module | None) -> list[str]:
     """Return the names of a peft model's parameters that switch its adapters off where they are zero: LoRA's B.
 
     Raises:
-        Unsupported: it is no peft model, or other parameters than LoRA's A and B are trained.
+        Unsupported: the model is not a peft model, or it trains parameters other than LoRA's A and B.
     """
     if model is None or not is_peft(model):
         raise Unsupported(

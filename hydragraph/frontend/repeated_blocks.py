@@ -55,7 +55,7 @@ def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         path = max(sizes, key=lambda n: sizes[n], default=None)
     if path is None or path not in found or not any(True for _ in found[path].parameters()):
         raise Unsupported(
-            "no repeated blocks were found" if path is None else f"`{path}` is no nn.ModuleList with parameters",
+            "no repeated blocks were found" if path is None else f"`{path}` is not an nn.ModuleList with parameters",
             where=type(model).__name__,
             remedy="name the nn.ModuleList (or the nn.ModuleDict with keys '0', '1', ...) of the repeated blocks "
             "with blocks='path.to.list'",

@@ -67,7 +67,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
-            return f"{stray.target} is returned, which is no sum over tokens" if stray is not None else None
+            return f"{stray.target} is returned, which is not a sum over tokens" if stray is not None else None
         if node.op != "call_function" or not isinstance(_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes

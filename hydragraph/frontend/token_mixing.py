@@ -90,7 +90,7 @@ def refuse_unproven(template: Template, tokens: str, where: str) -> None:
 _OPTIONS: Mapping[Any, tuple[tuple[int, str, str], ...]] = {
     aten.embedding.default: (
         (3, "scale_grad_by_freq=True, which counts the tokens of a whole batch", "embed without scale_grad_by_freq"),
-        (4, "sparse=True, whose gradient is no dense tensor", "embed without sparse"),
+        (4, "sparse=True, whose gradient is not a dense tensor", "embed without sparse"),
     ),
     aten.batch_norm.default: (
         (5, "batch norm takes its statistics over the tokens of a batch", "use a norm over features"),

@@ -95,7 +95,7 @@ def _refuse_module(module: nn.Module, where: str) -> None:
         for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
                 why = (
-                    "whose gradient is no dense tensor"
+                    "whose gradient is not a dense tensor"
                     if option == "sparse"
                     else "which depends on all tokens of a batch"
                 )

@@ -338,7 +338,7 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"it has no kernel for {q.dtype}"
     if q.shape[2] > 256 or q.shape[2] % 8:
-        return f"head size {q.shape[2]} is no multiple of 8 up to 256"
+        return f"head size {q.shape[2]} is not a multiple of 8 up to 256"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None

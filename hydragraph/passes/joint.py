@@ -205,7 +205,7 @@ def _share(number: int, tp: int) -> int:
         return number
     times, rest = divmod(number, SHARE)
     if rest or abs(times) >= SHARE or times % tp:
-        raise _NotProvenError(f"{number} is no share of {tp} ranks")
+        raise _NotProvenError(f"{number} is not a share of {tp} ranks")
     if abs(times) == tp:
         raise _NotProvenError(f"a share of {times} units is one unit")
     return times // tp

@@ -60,7 +60,7 @@ class Cards:
                 done += stage.layers
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
-        # What every rank uses whole may come by a collective, which brings it to each node once.
+        # A collective may bring a block that every rank uses whole, and it enters each node once.
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients

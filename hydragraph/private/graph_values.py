@@ -135,9 +135,11 @@ def size_of(size: object, hints: Sequence[int]) -> int:
                 raise ValueError("too long")
             size = int(_evaluated(ast.parse(size, mode="eval").body, numbers))
         except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
-            raise ValueError(f"the size {size[:80]!r} is no expression of {', '.join(numbers) or 'numbers'}") from error
+            raise ValueError(
+                f"the size {size[:80]!r} is not an expression of {', '.join(numbers) or 'numbers'}"
+            ) from error
     if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
-        raise ValueError(f"{size!r} is no size")
+        raise ValueError(f"{size!r} is not a size")
     return size
 
 

@@ -332,7 +332,7 @@ class Strategy:
 
         Raises:
             ValueError: showing the error in it.
-            OSError: there is no such file.
+            OSError: the file does not exist.
         """
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
             return cls.load(text)

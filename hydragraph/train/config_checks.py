@@ -132,7 +132,9 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
             strategy = Strategy.read(text, layers)
             strategy.check(layers, ranks, () if heads is None else (heads,))
         except FileNotFoundError:
-            raise ValueError(f"strategies[{i}]: there is no file {text}: correct the path, or give a text") from None
+            raise ValueError(
+                f"strategies[{i}]: the file {text} does not exist: correct the path or give a text"
+            ) from None
         except (ValueError, OSError) as error:
             raise ValueError(f"strategies[{i}]: {error}") from None
         strategies.append(strategy)

@@ -258,7 +258,7 @@ def _read_template(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise ValueError(
-            f"data.chat_template: there is no file {path}: name one with a Jinja template, or chatml, or write the "
+            f"data.chat_template: {path} does not exist: name a file with a Jinja template, or chatml, or write the "
             "template itself"
         )
     try:
@@ -457,7 +457,7 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
         return None
     file = path / _TOKENIZER if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"data.tokenizer: there is no {file}: name a tokenizer.json or a directory with one")
+        raise ValueError(f"data.tokenizer: {file} does not exist: name a tokenizer.json or a directory with one")
     return file
 
 

@@ -274,7 +274,7 @@ def directory_of(config: ModelConfig) -> str:
     """Return the path of the local directory with the model.
 
     Raises:
-        ValueError: there is no such directory, or it is a name on the Hugging Face hub, which would need the internet.
+        ValueError: the directory does not exist, or is a name on the Hugging Face hub, which would need the internet.
     """
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
@@ -282,7 +282,7 @@ def directory_of(config: ModelConfig) -> str:
     field = _field(config)
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
         raise ValueError(
-            f"{field} {path}: there is no such directory; if this is a model of the Hugging Face hub, fetch it "
+            f"{field} {path}: the directory does not exist; if this is a model of the Hugging Face hub, fetch it "
             f"(hf download {path} --local-dir {Path(path).name}) and name its directory"
         )
     what = "holds no config.json" if Path(path).is_dir() else "is not a directory"

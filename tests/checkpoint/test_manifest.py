@@ -56,7 +56,7 @@ def test_a_forged_manifest_names_no_files_elsewhere(name: str, made: Path, group
     manifest = json.loads((made / "complete.json").read_text())
     forged = {**manifest, "files": {**manifest["files"], name: {"bytes": 1, "sha256": ""}}}
     (made / "complete.json").write_text(json.dumps(forged))
-    with pytest.raises(Damaged, match=r"complete\.json is damaged .*which is no file of this checkpoint"):
+    with pytest.raises(Damaged, match=r"complete\.json is damaged .*which is not a file of this checkpoint"):
         save_and_load.load(made, *make(ALONE), groups)
     del manifest["files"][".metadata"]
     (made / "complete.json").write_text(json.dumps(manifest))

@@ -83,12 +83,12 @@ def test_files_elsewhere_are_refused(saved: Path, path: str) -> None:
     metadata = FileSystemReader(saved).read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = path
     write(saved, metadata)
-    with pytest.raises(ValueError, match="is no file of this checkpoint"):
+    with pytest.raises(ValueError, match="is not a file of this checkpoint"):
         reader(saved).read_metadata()
 
 
 def test_a_file_that_nobody_has_checked_is_refused(saved: Path) -> None:
-    with pytest.raises(Damaged, match=r"names '__0_0\.distcp', which is no file of this checkpoint"):
+    with pytest.raises(Damaged, match=r"names '__0_0\.distcp', which is not a file of this checkpoint"):
         Reader(saved, [".metadata"]).read_metadata()
 
 

@@ -7,10 +7,12 @@ import pytest
 from hydragraph.cost.costs import CostedWork, Costs
 from hydragraph.cost.datasheet import _Rates, datasheet
 from hydragraph.cost.instruction_work import Work
+from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
+from hydragraph.passes.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.known_devices import UNKNOWN
@@ -123,6 +125,20 @@ def test_a_whole_iteration_is_priced() -> None:
     costs = Costs(datasheet(llama(), devices, efficiency=1.0), devices)
     found = simulate(programs, devices, costs.work(strategy, Assignment.even([2, 1], TOKENS)))
     assert found.seconds > 2 * 3 * FORWARD  # pipeline 0: two micro-batches of two layers on two ranks
+
+
+def test_with_compiled_graphs_it_has_the_memory_of_blocks() -> None:
+    program, devices = llama(), cluster(2)
+    variants = Variants(program)
+    strategy = Strategy.parse("<tp1,pp2>", 2)
+    assignment = Assignment.even([3], 1500)
+    plain = datasheet(program, devices)
+    found = Costs(datasheet(program, devices, compiled=variants.get), devices).memory(strategy, assignment)
+    exact = Costs(plain, devices, blocks=CompiledBlocks(program, variants.get)).memory(strategy, assignment)
+    without = Costs(plain, devices).memory(strategy, assignment)
+    for one, two, none in zip(found, exact, without, strict=True):
+        assert one.total == pytest.approx(two.total, rel=0.005)
+        assert none.activations < 0.3 * two.activations
 
 
 def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() -> None:

@@ -73,7 +73,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty, so there is nothing to learn"),
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
         ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
-        ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is no list of tools"),
+        ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
         ({}, "text", "nor any other: write"),
     ],
 )

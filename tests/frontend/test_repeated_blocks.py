@@ -53,7 +53,7 @@ def test_lists_inside_blocks_are_not_taken() -> None:
 def test_models_without_blocks_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"Linear: no repeated blocks were found; name the nn.ModuleList"):
         block_list(nn.Linear(2, 2))
-    with pytest.raises(Unsupported, match=r"`nowhere` is no nn.ModuleList with parameters"):
+    with pytest.raises(Unsupported, match=r"`nowhere` is not an nn.ModuleList with parameters"):
         block_list(Stack(Layer()), "nowhere")
     with pytest.raises(Unsupported, match="no repeated blocks were found"):
         block_list(nn.ModuleDict({"first": Layer(), "second": Layer()}))  # named, so their order is not told

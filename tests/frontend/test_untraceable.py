@@ -247,7 +247,7 @@ class Functional(nn.Module):
     [
         (lambda: nn.Embedding(101, 32, scale_grad_by_freq=True), "tokens: scale_grad_by_freq=True, which depends on"),
         (lambda: nn.Embedding(101, 32, max_norm=1.0), "tokens: max_norm=1.0"),
-        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, whose gradient is no dense tensor"),
+        (lambda: nn.Embedding(101, 32, sparse=True), "tokens: sparse=True, whose gradient is not a dense tensor"),
         (lambda: Functional(scale_grad_by_freq=True), r"Own before its first block: scale_grad_by_freq=True, which co"),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule, a wrapper"),

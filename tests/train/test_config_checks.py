@@ -88,7 +88,7 @@ def test_sizes_that_differ_by_layer_are_none() -> None:
         ({"optimizer": {"name": "AdamW", "momentum": 0.9}}, 1, "optimizer.momentum: AdamW has no such setting"),
         ({"strategies": ["<tp1,pp3>"]}, 1, r"strategies\[0\].*3 stages for 2 layers"),
         ({"strategies": ["<tp8,pp1>"]}, 8, r"strategies\[0\].*does not divide 4 attention heads"),
-        ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\]: there is no file none.yaml: correct"),
+        ({"strategies": ["<tp1,pp1>", "none.yaml"]}, 1, r"strategies\[1\]: the file none.yaml does not exist: correct"),
         ({"device": "mps"}, 1, "device 'mps': use cpu, or cuda"),
         (
             {"data__vocab_size": 10**30},

@@ -115,7 +115,7 @@ def test_a_vocabulary_is_known_once_it_is_learned_or_given(tmp_path: Path) -> No
 
 
 def test_names_the_tokenizer_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer: there is no .*nowhere"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer: .*nowhere does not exist"):
         prepare(config(tmp_path, tokenizer=str(tmp_path / "nowhere")))
 
 
@@ -202,7 +202,7 @@ def test_a_tokenizer_keeps_its_configuration_and_may_lack_a_template(tmp_path: P
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
     ours = prepare(config(tmp_path, **settings, chat_template=str(tmp_path / "template.jinja")))
     assert ours != directory
-    with pytest.raises(ValueError, match=r"data.chat_template: there is no file .*nowhere"):
+    with pytest.raises(ValueError, match=r"data.chat_template: .*nowhere.* does not exist"):
         check_data(config(tmp_path, **settings, chat_template="nowhere"))
 
 

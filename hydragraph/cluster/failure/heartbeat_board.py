@@ -100,7 +100,7 @@ class Board:
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)
         if not ours:
             os.close(descriptor)
-            raise OSError(f"{address} is no board of this user's with {ranks} lines")
+            raise OSError(f"{address} is not a board of this user with {ranks} lines")
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:

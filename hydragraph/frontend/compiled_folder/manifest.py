@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         # Reading a pipe may block forever, and a link may lead anywhere.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
-            raise Refused(folder, f"its {NAME} is a link, or no plain file")
+            raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
     except OSError as error:
         why = error.strerror or str(error)
@@ -222,12 +222,12 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
         raise Refused(folder, f"{NAME} does not name {path:.200}")
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\\" in path or "\0" in path or {"..", "."} & set(path.split("/")):
-        raise Refused(folder, f"{NAME} names {path!r:.200}, which is no file of the folder")
+        raise Refused(folder, f"{NAME} names {path!r:.200}, which is not a file of the folder")
     place = folder.joinpath(*parts)
     try:
         # A link may lead out of the folder, and reading a pipe or a device may block forever.
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
-            raise Refused(folder, f"{path} is a link, leads out of the folder, or is no plain file")
+            raise Refused(folder, f"{path} is a link, leads out of the folder, or is not a plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
             raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, and {NAME} says {expected.bytes}")
         content = place.read_bytes()
@@ -251,7 +251,7 @@ def read_json(content: bytes, where: str) -> Any:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def flag(value: object, where: str) -> bool:
 def dtype(value: object, where: str) -> torch.dtype:
     """Return the dtype that a value names, if graphs may use it."""
     if not isinstance(value, str) or value not in _DTYPES:
-        _refuse(where, f"{value!r:.80} is no dtype: expected one of {', '.join(_DTYPES)}")
+        _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
@@ -264,7 +264,7 @@ class _Graph:
             case _:
                 right = False
         if not right:
-            earlier = ", which is no earlier node" if kind == "node" else ""
+            earlier = ", which is not an earlier node" if kind == "node" else ""
             raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}}{earlier}")
 
     def _value(self, value: Any) -> None:

@@ -20,7 +20,7 @@ def test_every_operator_of_pytorch_on_the_list_exists_and_is_drawn_from_no_rando
     for name in ALLOWED:
         if name.startswith("aten::"):
             found = overloads(name)
-            assert found, f"{name} is no operator of this PyTorch"
+            assert found, f"{name} is not an operator of this PyTorch"
             assert not any(torch.Tag.nondeterministic_seeded in op.tags for op in found), name
 
 

@@ -146,7 +146,7 @@ def _hangs_a_link(folder: Path) -> None:
         (_links_the_graphs, "it holds graphs and"),
         (_links_a_file, "program.json is a link"),
         (_links_the_manifest, "its manifest.json is a link"),
-        (_pipe_for_a_manifest, "no plain file"),
+        (_pipe_for_a_manifest, "not a plain file"),
         (_hangs_a_link, "it holds graphs/more.json"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_link_that_leads_out_and_a_pipe_are_refused(folder: Path) -> None:
         load(folder)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(Refused, match="no plain file"):
+    with pytest.raises(Refused, match="not a plain file"):
         load(folder)
 
 
@@ -196,7 +196,7 @@ def test_a_link_that_leads_out_and_a_pipe_are_refused(folder: Path) -> None:
         ("{", "damaged"),
         ('{"format": 99}', "its format is 99"),
         ('{"format": 1, "format": 1}', "given twice"),
-        ('{"format": NaN}', "is no number"),
+        ('{"format": NaN}', "is not a number"),
         ("[" * 100_000, "damaged"),
         ("\xff", "damaged"),
     ],
