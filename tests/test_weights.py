@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,11 @@ def handed_over(prepared: Ready, path: str) -> dict[str, Tensor]:
         assert torch.equal(tensor, found[name].bfloat16())
         break  # the other ranks do not wait for the rest
     exe.step(sequences([9, 4, 6]))
+    unfinished = exe.weights(to=range(exe.ranks))
+    next(unfinished)
+    assert isinstance(unfinished, Generator)
     exe.close()
+    unfinished.close()  # needs no other rank
     return found
 
 

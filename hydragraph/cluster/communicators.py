@@ -89,6 +89,7 @@ class Groups:
 
     Attributes:
         waited_s: total seconds that this process has waited for messages.
+        closed: whether `close` was called.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -100,6 +101,7 @@ class Groups:
         self._waiter = None if watch is None else watch.waiter()
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
+        self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
         self._told: tuple[Message, ...] = ()  # rank 0's broadcasts that some ranks may not have received
         self._roles: dict[Role, dist.ProcessGroup] = {}
@@ -441,6 +443,7 @@ class Groups:
 
     def close(self) -> None:
         """Close all communicators."""
+        self.closed = True
         groups = self._all()
         self._roles = {}
         self._directions = {}

@@ -1245,6 +1245,7 @@ class Executable:
             state = {first[n]: t.to(kind(first[n])) if t.is_floating_point() else t for n, t in tensors.items()}
             yield from published_names(self._shell, state).items()
 
+        groups = self.groups
         buckets = self._session.gather_by_bucket(self.home.weights, frozenset(first), to, travels)
         try:
             while True:
@@ -1258,10 +1259,11 @@ class Executable:
                     {name: b.detach().clone() for name, b in self._session.buffers.items() if name in first}
                 )
         finally:
-            with own_modes("weights"), self._watch.calling("weights"):
-                for _ in buckets:
-                    pass
-            self._limited = None
+            if not groups.closed:
+                with own_modes("weights"), self._watch.calling("weights"):
+                    for _ in buckets:
+                        pass
+                self._limited = None
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the model's state dict, on the CPU."""
