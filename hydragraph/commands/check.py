@@ -49,6 +49,10 @@ def check_command(
     profile: Annotated[
         str | None, typer.Option(help="A file that hydragraph profile wrote, to predict seconds.")
     ] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches; default: a roofline."),
+    ] = None,
     corrections: CorrectionsFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     overrides: Set = None,
@@ -71,12 +75,14 @@ def check_command(
 
     if cluster is not None and memory is not None:
         raise ValueError("--cluster and --memory both set the memory of devices: give one of them")
+    if profile is not None and efficiency is not None:
+        raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
     settings = TrainConfig.load(config, overrides or ())
     ranks = settings.ranks if cluster is None else len(Cluster.load(cluster).devices)
     texts = chosen_strategies(strategies, settings.strategies, ranks)
     check_settings(replace(settings, strategies=texts), ranks)
     _look_at_data(settings)
-    parsed, costs = _costs(settings, texts, cluster, memory, profile, corrections)
+    parsed, costs = _costs(settings, texts, cluster, memory, profile, efficiency, corrections)
     screen = Console(stderr=True)
     fits = []
     for strategy in parsed:
@@ -115,6 +121,7 @@ def _costs(
     cluster: Path | None,
     memory: float | None,
     profile: str | None,
+    efficiency: float | None,
     corrections: Path | None,
 ) -> tuple[tuple[Strategy, ...], Costs]:
     """Return the strategies, and their costs from the compiled graphs."""
@@ -142,7 +149,7 @@ def _costs(
     most = max(Counter(device.node for device in where.devices).values())
     doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may double them
     degrees = sorted(named | set(filter(program.allows, doubled)))
-    priced = datasheet(program, where, degrees=degrees) if profile is None else read_profile(profile)
+    priced = datasheet(program, where, efficiency, degrees) if profile is None else read_profile(profile)
     costs = Costs(
         priced,
         where,

@@ -91,7 +91,7 @@ def _of_config(
     overrides: Sequence[str] | None,
 ) -> Report:
     """Simulate the strategies of a config."""
-    from hydragraph.commands.simulate import assigned, chosen_cluster, strategies_and_costs
+    from hydragraph.commands.simulate import Step, assigned, chosen_cluster, strategies_and_costs
     from hydragraph.report.simulation_report import Simulated, simulation_report
 
     config = TrainConfig.load(source, overrides or ())
@@ -101,7 +101,7 @@ def _of_config(
     strategies, costs = strategies_and_costs(config, where, texts, profile, None, owners, corrections)
     found = []
     for strategy in strategies:
-        assignment = assigned(config, costs, strategy, None, None, None)
+        assignment = assigned(config, costs, strategy, Step())
         found.append(Simulated(strategy, assignment, costs.simulate(strategy, assignment)))
     return simulation_report(source.name, costs, found)
 

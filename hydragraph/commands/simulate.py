@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,6 +46,43 @@ EXAMPLE = (
 )
 
 
+@dataclass(frozen=True)
+class Step:
+    """Data of a simulated step; without any, the config's tokens in sequences of its maximum length.
+
+    Attributes:
+        micro_batches: micro-batches of each pipeline, such as "4,2".
+        sequences: sequences of the step, instead of `micro_batches`.
+        micro_batch: sequences of a micro-batch.
+        tokens: tokens of a sequence.
+        lengths: file of the lengths to draw a mini-batch from, instead of the others.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+
+    micro_batches: str | None = None
+    sequences: int | None = None
+    micro_batch: int = 1
+    tokens: int | None = None
+    lengths: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch > 1):
+            raise ValueError(
+                "--lengths draws micro-batches; leave out --micro-batches, --micro-batch, --sequences and --tokens"
+            )
+        if self.micro_batches is not None:
+            check_counts(self.micro_batches)
+            if self.sequences is not None:
+                raise ValueError("--micro-batches and --sequences both say how much a step trains on: give one of them")
+        if self.sequences is not None and self.sequences % self.micro_batch:
+            raise ValueError(
+                f"--sequences {self.sequences} cannot be cut into micro-batches of {self.micro_batch}: give a multiple "
+                "of --micro-batch"
+            )
+
+
 def simulate_command(
     config: Config,
     cluster: Annotated[
@@ -63,8 +101,12 @@ def simulate_command(
         ),
     ] = None,
     tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each sequence; default: data.max_length.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of each micro-batch.")] = 1,
+    sequences: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of one micro-batch, taken as one sequence; default: data.max_length."),
+        typer.Option(min=1, help="Sequences of a step, instead of the micro-batches of each pipeline."),
     ] = None,
     lengths: Annotated[
         Path | None,
@@ -77,7 +119,8 @@ def simulate_command(
         str | None, typer.Option(help="A file that hydragraph profile wrote; default: floating-point operations.")
     ] = None,
     efficiency: Annotated[
-        float | None, typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches (0.45).")
+        float | None,
+        typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches; default: a roofline."),
     ] = None,
     corrections: CorrectionsFile = None,
     health: Annotated[
@@ -112,17 +155,14 @@ def simulate_command(
     settings = TrainConfig.load(config, overrides or ())
     where = chosen_cluster(cluster, devices, settings.ranks)
     texts = chosen_strategies(strategies, settings.strategies, len(where.devices))
-    if lengths is not None and (micro_batches or tokens):
-        raise ValueError("--lengths draws micro-batches; leave out --micro-batches and --tokens")
-    if micro_batches is not None:
-        check_counts(micro_batches)
+    step = Step(micro_batches, sequences, micro_batch, tokens, lengths)
     rates = None if health is None else Health.load(health)
     parsed, costs = strategies_and_costs(
         settings, where, texts, profile, efficiency, chosen_home(home, settings.home), corrections
     )
     if rates is not None:
         costs = costs.changed(health=rates)
-    priced = _priced(settings, parsed, costs, micro_batches, tokens, lengths)
+    priced = _priced(settings, parsed, costs, step)
     print(costs.source)
     _print_table(priced, where)
     for shown, _ in priced:
@@ -191,9 +231,7 @@ def _priced(
     config: TrainConfig,
     strategies: Sequence[Strategy],
     costs: Costs,
-    micro_batches: str | None,
-    tokens: int | None,
-    lengths: Path | None,
+    step: Step,
 ) -> list[tuple[PricedStrategy, Assignment]]:
     """Return the strategies, the one with the most tokens per second first, and what each ran."""
     from hydragraph.report.simulation_price import price
@@ -204,35 +242,33 @@ def _priced(
         priced = []
         for strategy in strategies:
             bar.update(task, advance=1, description=escape(f"simulating {strategy.name}"))
-            assignment = assigned(config, costs, strategy, micro_batches, tokens, lengths)
+            assignment = assigned(config, costs, strategy, step)
             priced.append((price(costs, strategy, assignment), assignment))
     return sorted(priced, key=lambda pair: -pair[0].tokens_per_s)
 
 
-def assigned(
-    config: TrainConfig,
-    costs: Costs,
-    strategy: Strategy,
-    micro_batches: str | None,
-    tokens: int | None,
-    lengths: Path | None,
-) -> Assignment:
+def assigned(config: TrainConfig, costs: Costs, strategy: Strategy, step: Step) -> Assignment:
     """Return what a strategy runs: equal micro-batches, or a mini-batch drawn from lengths as a run would assign it."""
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 
-    if lengths is not None:
+    if step.lengths is not None:
         from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.train.plan_input import read_lengths
 
-        data = [min(n, config.data.max_length) for n in read_lengths(lengths) if n]
+        data = [min(n, config.data.max_length) for n in read_lengths(step.lengths) if n]
         (batch,) = mini_batches(data, config.data.tokens_per_step, 1, 0)
         return assign_pipelines(costs.pipelines(strategy), batch)
-    length = tokens or config.data.max_length
-    if micro_batches is not None:
-        return Assignment.even(read_counts(micro_batches, len(strategy.pipelines)), length)
-    return Assignment.even(share(costs, strategy, length, -(-config.data.tokens_per_step // length)), length)
+    length = step.tokens or config.data.max_length
+    if step.micro_batches is not None:
+        counts = read_counts(step.micro_batches, len(strategy.pipelines))
+    else:
+        number = -(-config.data.tokens_per_step // (length * step.micro_batch))
+        if step.sequences is not None:
+            number = step.sequences // step.micro_batch
+        counts = share(costs, strategy, length, number, step.micro_batch)
+    return Assignment.even(counts, length, step.micro_batch)
 
 
 def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:

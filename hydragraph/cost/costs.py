@@ -149,6 +149,8 @@ class Costs:
     def source(self) -> str:
         """The source of the seconds of computation, as a sentence."""
         names = ", ".join(profile.name for profile in self._of_type.values())
+        if not self.measured:
+            names = "; ".join([names, *dict.fromkeys(note for p in self._of_type.values() for note in p.notes)])
         by = f"; corrected: {self.corrections}" if self.corrections.types else ""
         return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
 

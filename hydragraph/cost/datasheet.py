@@ -57,6 +57,9 @@ class Roofline:
 
 ROOFLINE = Roofline()
 KERNELS = 2  # of the forward per product: itself, and the element-wise operators before it, which are fused
+# Kind of run -> number of published runs, and the mean absolute error of their predicted seconds, as a fraction
+# (`benchmarks/published_runs.py`, 2026-11-27).
+PUBLISHED = {"without pipelines": (28, 0.174), "with pipelines": (25, 0.216), "on mixed GPUs": (7, 0.226)}
 # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
 
@@ -119,11 +122,14 @@ def _of_type(
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
         efficiency=most,
-        notes=(
-            "nothing was measured: "
-            + ("kernels take what a roofline says" if efficiency is None else f"computation takes its FLOPs at {what}"),
-        ),
+        notes=(_expected_error(len(cluster.types) > 1),) if efficiency is None else (),
     )
+
+
+def _expected_error(mixed: bool) -> str:
+    kinds = ["on mixed GPUs"] if mixed else ["without pipelines", "with pipelines"]
+    each = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
+    return f"the mean error of such predictions is {' and '.join(each)}"
 
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:

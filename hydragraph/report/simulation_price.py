@@ -63,18 +63,19 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
     return PricedStrategy(strategy, counts, tokens, costs.simulate(strategy, assignment))
 
 
-def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int) -> list[int]:
+def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
     """Distribute equal micro-batches to the pipelines of a strategy; see `spread`.
 
     Args:
-        tokens: tokens of one micro-batch, treated as one sequence.
+        tokens: tokens of one sequence.
         micro_batches: total number.
+        sequences: sequences of one micro-batch.
 
     Returns:
         The micro-batches of each pipeline; 0 for one that would only delay the others.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
-    slowest = [max(sum(stage.seconds([tokens])) for stage in p.parts) for p in costs.pipelines(strategy)]
+    slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]
     return spread([len(pipeline.stages) for pipeline in strategy.pipelines], slowest, micro_batches)
 
 

@@ -19,20 +19,22 @@ class Assignment:
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def even(cls, counts: Sequence[int], tokens: int | Sequence[int]) -> Assignment:
-        """Return micro-batches of one sequence each.
+    def even(cls, counts: Sequence[int], tokens: int | Sequence[int], sequences: int = 1) -> Assignment:
+        """Return micro-batches of equally many sequences.
 
         Args:
             counts: micro-batches of each pipeline.
             tokens: of every sequence, or of the sequences of each pipeline.
+            sequences: of every micro-batch.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
         micro_batches = []
         first = 0
         for count in counts:
-            micro_batches.append(tuple((i,) for i in range(first, first + count)))
-            first += count
-        lengths = tuple(n for count, n in zip(counts, per_pipeline, strict=True) for _ in range(count))
+            starts = range(first, first + count * sequences, sequences)
+            micro_batches.append(tuple(tuple(range(start, start + sequences)) for start in starts))
+            first += count * sequences
+        lengths = tuple(n for count, n in zip(counts, per_pipeline, strict=True) for _ in range(count * sequences))
         return cls(tuple(micro_batches), lengths)
 
     @property

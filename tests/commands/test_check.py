@@ -17,13 +17,15 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fits" in result.stdout
     assert "DOES NOT" not in result.stdout
-    assert "computation is not measured: datasheet of the devices at 45%" in result.stdout
+    assert "computation is not measured: datasheet of the devices at up to 60%" in result.stdout
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     config = write(tmp_path, strategies=["<tp1,pp1>"])
     enough = run("check", config, "--memory", "1e9")
     assert enough.exit_code == 0, enough.output
+    chosen = run("check", config, "--memory", "1e9", "--efficiency", "0.25")
+    assert "datasheet of the devices at 25%" in chosen.stdout
     little = run("check", config, "--memory", "1000")
     assert little.exit_code == 1, little.output
     assert "DOES NOT FIT" in little.stdout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hydragraph.cost.costs import CostedWork, Costs
-from hydragraph.cost.datasheet import _Rates, datasheet
+from hydragraph.cost.datasheet import PUBLISHED, _Rates, datasheet
 from hydragraph.cost.instruction_work import Work
 from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.cost.timeline import simulate
@@ -23,6 +25,7 @@ from tests.models import captured
 
 TOKENS = 10
 LINK = Interconnect(bytes_per_s=100.0, latency_s=0.5)
+MIXED = Cluster((Device(1.0, 10**9, 7.0, type="a"), Device(2.0, 10**9, 7.0, type="b")), LINK, LINK)
 LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 102 * 64  # elements of a layer's matrices: q and o, k and v, gate, up and down
 HEAD = 101 * 64
 FORWARD = 2 * LAYER * TOKENS + 2 * TOKENS * TOKENS * 64  # products, and causal attention over four heads of 16
@@ -125,6 +128,14 @@ def test_a_whole_iteration_is_priced() -> None:
     costs = Costs(datasheet(llama(), devices, efficiency=1.0), devices)
     found = simulate(programs, devices, costs.work(strategy, Assignment.even([2, 1], TOKENS)))
     assert found.seconds > 2 * 3 * FORWARD  # pipeline 0: two micro-batches of two layers on two ranks
+
+
+def test_the_errors_that_predictions_state_are_those_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs/costs.md").read_text()
+    names = {"on mixed GPUs": "on V100s mixed with T4s"}
+    for kind, (runs, error) in PUBLISHED.items():
+        assert f"| {names.get(kind, kind)} | {runs} | {100 * error:.1f} % |" in page
+    assert "is 23% on 7 published runs on mixed GPUs" in Costs(datasheet(llama(), MIXED), MIXED).source
 
 
 def test_with_compiled_graphs_it_has_the_memory_of_blocks() -> None:

@@ -29,6 +29,9 @@ def test_even_micro_batches_have_each_sequence_once_and_its_pipelines_tokens(pip
     assert sorted(i for p in assignment.micro_batches for m in p for i in m) == list(range(sum(counts)))
     assert assignment.tokens == tuple(((n,),) * count for count, n in pipelines)
     assert Assignment.even(counts, 3).lengths == (3,) * sum(counts)
+    paired = Assignment.even(counts, tokens, sequences=2)
+    assert [[len(m) for m in p] for p in paired.micro_batches] == [[2] * count for count in counts]
+    assert paired.tokens == tuple(((n, n),) * count for count, n in zip(counts, tokens, strict=True))
 
 
 def test_one_by_one_keeps_pipelines_and_order() -> None:
