@@ -102,7 +102,6 @@ ELSEWHERE = {
     "planner/assignment/problem.py": ("planner/exact/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("planner/exact/test_dispatching.py", "the search against the bound"),
     "planner/exact/exact_assignment.py": ("planner/exact/test_dispatching.py", "it is the oracle there"),
-    "planner/explanation.py": ("planner/test_plan.py", "the explanation of a plan"),
     "planner/policy.py": ("engine/test_planning_service.py", "one strategy stays, or one is chosen every step"),
     "planner/request.py": ("engine/test_planning_service.py", "what planning processes are sent"),
     "private/argument_trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),

@@ -32,6 +32,7 @@ Say = Callable[[str], None]
 
 # Part of the deadline after which no further graphs are compiled.
 COMPILING = 0.6
+EXPLAINING = 1.0  # relative to the time of planning: time to simulate rivals
 # Default number of tokens in a sample mini-batch.
 TOKENS = 100_000
 
@@ -141,6 +142,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.work.read(config)
 
+    from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.report.device_picture import write_device_picture
 
@@ -169,6 +171,9 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
             costs = _compile_first(costs, left(COMPILING))
         say("searching")
         found = plan(costs, workload, method, running, left(), solver)
+        if asked.deadline is None:
+            say("simulating the rivals")
+            found = with_causes(costs, workload, found, max(2.0, EXPLAINING * found.took_s))
     written = [] if asked.output is None else [_write(found, asked.output)]
     if asked.picture is not None:
         write_device_picture(found, costs, asked.picture)
@@ -279,7 +284,7 @@ def _told(compiled: Compiled, say: Say) -> Compiled:
         key = (block.template, part)
         if key not in known:
             known.add(key)
-            say(f"compiling graphs for their memory: {block.template}, tensor-parallel degree {part.kind.tp}")
+            say(f"compiling graphs for their memory: {block.name}, tensor-parallel degree {part.kind.tp}")
             found = compiled(block, part)
             say("searching")
             return found

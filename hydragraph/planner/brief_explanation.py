@@ -1,35 +1,27 @@
-"""A plan in a few lines: what runs, how long and how full it is, and why the usual strategies lose.
+"""A plan in a few lines: what runs, how long and how full it is, and why the usual strategies and its rivals lose.
 
 The usual strategies are plain data parallelism, plain tensor parallelism, and the best of all equal pipelines. Each is
-priced and simulated like the plan. Its cause is the kind of device time that it spends more of than the plan:
-
-    memory       it does not fit
-    computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
-    traffic      pulls, pushes and messages that are not hidden, and the update
-    bubble       waiting for other stages; without stages: imbalance, waiting for other ranks
-    idle         devices without work
+priced and simulated like the plan. It loses by its memory, or by the kind of device time that it spends more of than
+the plan (`planner.device_time`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from hydragraph.cost.accounts import Kind, predicted_accounts
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
-from hydragraph.planner.explanation import pipeline_text
+from hydragraph.planner.device_time import device_time, main_cause
+from hydragraph.planner.explanation import SHOWN, pipeline_text
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage
 from hydragraph.planner.price_mini_batches import Varied
-from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
-
-_COMPUTATION = (Kind.FORWARD, Kind.BACKWARD)
-_WAITING = (Kind.LATE, Kind.OTHER)
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
@@ -47,7 +39,8 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
         f"{plan.memory[tightest] / 1e9:.3g} of {plan.limits[tightest] / 1e9:.3g} GB",
     ]
     varied = Varied(costs, workload.batches)
-    return (*lines, *(f"{name}: {_verdict(varied, plan, s)}" for name, s in _usual(varied, plan.strategy).items()))
+    usual = _usual(varied, plan.strategy)
+    return (*lines, *(f"{name}: {each.name} {_verdict(varied, plan, each)[0]}" for name, each in usual.items()))
 
 
 def _in_words(costs: Costs, plan: Plan) -> str:
@@ -104,44 +97,46 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
     return found
 
 
-def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> str:
-    """Return how much longer a strategy takes than the plan, and the cause."""
-    name = rival.name
+def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
+    """Simulate the rivals that a plan's explanation shows, and say what they spend more time on.
+
+    Args:
+        costs: that the plan was made with.
+        workload: that it was made for.
+        plan: the plan.
+        seconds: time after which further rivals keep the reasons that they have.
+    """
+    until = time.monotonic() + seconds
+    varied = Varied(costs, workload.batches)
+    rivals = list(plan.rivals)
+    for i, rival in enumerate(rivals[:SHOWN]):
+        if time.monotonic() > until:
+            break
+        if math.isfinite(rival.seconds):
+            why, took = _verdict(varied, plan, rival.strategy)
+            rivals[i] = replace(rival, why=why, seconds=took)
+    return replace(plan, rivals=tuple(rivals))
+
+
+def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
+    """Return how much longer a strategy takes than the plan and the cause, and its seconds."""
     if rival == plan.strategy:
-        return f"{name} is the plan"
+        return "is the plan", plan.seconds
     try:
         settled = varied.settle(rival, "usual")
     except Unsupported as error:
-        return f"{name} cannot run: {error}"
+        return f"cannot run: {error}", math.inf
     if isinstance(settled, Shortage):
-        return f"{name} does not fit: {settled} (memory)"
+        return f"does not fit: {settled} (memory)", math.inf
     if not math.isfinite(settled.seconds):
-        return f"{name} cannot take the longest sequence (memory)"
+        return "cannot take the longest sequence (memory)", math.inf
     more = settled.seconds / plan.seconds - 1
     if more < 0.005:
-        return f"{name} takes as long"
+        return "takes as long", settled.seconds
     costs = varied.costs
-    own = _spent(costs, plan.strategy, plan.home, plan.assignment)
-    other = _spent(costs, rival, settled.home, settled.assignments[0])
-    cause = max(other, key=lambda kind: other[kind] - own.get(kind, 0.0))
-    return f"{name} takes {more:.0%} longer (mostly {cause})"
-
-
-def _spent(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
-    """Return the seconds of an average device by what they are spent on."""
-    timeline = costs.changed(home=home).simulate(strategy, assignment)
-    accounts = predicted_accounts(timeline)
-    staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
-    waiting = "bubble" if staged else "imbalance"
-    spent = {"computation": 0.0, "traffic": 0.0, waiting: 0.0, "idle devices": 0.0}
-    for rank, account in enumerate(accounts):
-        if rank not in strategy.devices:
-            spent["idle devices"] += timeline.seconds
-            continue
-        for kind, seconds in account.seconds.items():
-            what = "computation" if kind in _COMPUTATION else waiting if kind in _WAITING else "traffic"
-            spent[what] += seconds
-    return {what: seconds / len(accounts) for what, seconds in spent.items()}
+    own = device_time(costs, plan.strategy, plan.home, plan.assignment)
+    cause = main_cause(device_time(costs, rival, settled.home, settled.assignments[0]), own)
+    return f"takes {more:.0%} longer (mostly {cause})", settled.seconds
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:

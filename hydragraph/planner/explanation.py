@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,7 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6  # rivals
+TIGHT = 0.9  # of a device's memory, above which a plan warns if nothing was measured
 
 
 @dataclass(frozen=True)
@@ -38,35 +40,51 @@ def explanation(
     workload: Workload,
     chosen: Settled,
     bound: float,
-    rivals: Sequence[Rival],
     moved: int,
     took_s: float,
 ) -> str:
-    """Return the text of `Plan.explain`."""
+    """Return the text of `Plan.explain`, without idle devices' reasons and rivals."""
     how = "simulated" if chosen.simulated else "its slowest pipeline, with an estimate of traffic"
     lines = [
         f"{workload} on {costs.ranks} devices: {chosen.seconds:.4g} s an iteration ({how}), "
         f"{chosen.seconds / bound - 1:.1%} above the bound of {bound:.4g} s; planned in {took_s:.2f} s",
         f"strategy: {chosen.strategy.name}",
     ]
-    counts = chosen.assignments[0].counts
-    described = [(pipeline_text(costs, p), n) for p, n in zip(chosen.strategy.pipelines, counts, strict=True)]
-    for (text, count), same in groupby(described):
+    work = chosen.assignments[0].tokens
+    described = [(pipeline_text(costs, p), _work(own)) for p, own in zip(chosen.strategy.pipelines, work, strict=True)]
+    for (text, what), same in groupby(described):
         times = len(list(same))
-        lines.append(f"  {f'{times} x ' if times > 1 else ''}{text}; {count} micro-batches{' each' * (times > 1)}")
+        lines.append(f"  {f'{times} x ' if times > 1 else ''}{text}; {'each ' * (times > 1)}{what}")
     idle = sorted(set(range(costs.ranks)) - set(chosen.strategy.devices))
     if idle:
-        lines.append(f"  idle: {_ranks(costs, idle)}")
+        types = Counter(costs.cluster.type_of(rank) or "device" for rank in idle)
+        named = " + ".join(f"{count} {name}" for name, count in types.items())
+        lines.append(f"  idle: {_ranks(costs, idle)}, {named}")
     tightest = max(range(costs.ranks), key=lambda rank: chosen.memory[rank] / costs.memory_of(rank))
     lines.append(
         f"memory: at most {max(chosen.memory) / 1e9:.3g} GB; tightest: rank {tightest} with "
         f"{chosen.memory[tightest] / 1e9:.3g} of {costs.memory_of(tightest) / 1e9:.3g} GB"
     )
+    if not costs.measured and chosen.memory[tightest] > TIGHT * costs.memory_of(tightest):
+        lines[-1] += "; on a GPU the allocator needs some more, so try a step before a long run"
     lines.append(f"state: {_owners(costs, chosen)}" + (f"; {moved / 1e9:.3g} GB change their owner" if moved else ""))
-    lines += [f"lost: {rival.strategy.name[:90]} {rival.why}" for rival in rivals[:SHOWN]]
-    if len(rivals) > SHOWN:
-        lines.append(f"lost: {len(rivals) - SHOWN} more")
     return "\n".join(lines)
+
+
+def _work(micro_batches: Sequence[Sequence[int]]) -> str:
+    """Describe the micro-batches of a pipeline, given the lengths of the sequences of each."""
+    if not micro_batches:
+        return "no micro-batches"
+    sequences = _range([len(lengths) for lengths in micro_batches])
+    tokens = _range([sum(lengths) for lengths in micro_batches])
+    count = len(micro_batches)
+    plural = "" if sequences == "1" else "s"
+    return f"{count} micro-batch{'es' * (count > 1)} of {sequences} sequence{plural} ({tokens} tokens)"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:

@@ -22,7 +22,7 @@ from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.link import copy
 from hydragraph.planner.canonical_order import as_told, order_of, places_of, told
 from hydragraph.planner.cluster_parts import with_fewer
-from hydragraph.planner.explanation import Rival, explanation
+from hydragraph.planner.explanation import SHOWN, Rival, explanation
 from hydragraph.planner.finalists import Exactly, Finalists, Moved, Proposal, finalists, proposals
 from hydragraph.planner.generators.group_prices import SAFETY, Market, healthy, state_bytes
 from hydragraph.planner.generators.malleus_autohet import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
@@ -98,7 +98,8 @@ class Plan:
         simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
             traffic.
         took_s: planning time.
-        text: the text that `explain` returns.
+        text: the text that `explain` returns, without idle devices' reasons and rivals.
+        spare: ranks that work, but not in this plan.
     """
 
     strategy: Strategy
@@ -116,6 +117,7 @@ class Plan:
     simulated: bool
     took_s: float
     text: str
+    spare: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -124,10 +126,30 @@ class Plan:
 
     def explain(self) -> str:
         """Return a description of the plan: pipelines, stages, memory, owners, and why the rivals lost."""
-        return self.text
+        lost = [f"lost: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
+        if len(self.rivals) > SHOWN:
+            lost.append(f"lost: {len(self.rivals) - SHOWN} more")
+        spare = [f"no work for {', '.join(map(str, self.spare))}: {self._why_spare()}"] if self.spare else []
+        return "\n".join([self.text, *spare, *lost])
+
+    def _why_spare(self) -> str:
+        """Compare with the best plan that uses any of the spare devices, or else compare their memory."""
+        using = [r.seconds for r in self.rivals if not set(self.spare).isdisjoint(r.strategy.devices)]
+        if any(map(math.isfinite, using)):
+            more = min(using) / self.seconds - 1
+            return (
+                f"the best plan found with any of them takes {more:.1%} longer"
+                if more > 0.0005
+                else "a plan with some of them takes as long"
+            )
+        most = max(self.limits[rank] for rank in self.spare)
+        smallest = min(self.memory[rank] for rank in self.strategy.devices)
+        if most < smallest:
+            return f"their {most / 1e9:.3g} GB are less than the {smallest / 1e9:.3g} GB of the smallest part"
+        return "no plan that fits was found with any of them"
 
     def __str__(self) -> str:
-        return self.text
+        return self.explain()
 
 
 def plan(
@@ -277,10 +299,11 @@ def _plan(
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
-    rivals = _rivals(chosen, settled, passed, looked.short)
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
-    text = explanation(costs, workload, chosen, least, rivals, moved(chosen.home), took)
+    rivals = _rivals(chosen, settled, passed, looked.short)
+    text = explanation(costs, workload, chosen, least, moved(chosen.home) if running else 0, took)
+    used = {*chosen.strategy.devices, *costs.health.lost}
     return Plan(
         chosen.strategy,
         chosen.home,
@@ -297,6 +320,7 @@ def _plan(
         chosen.simulated,
         took,
         text,
+        tuple(rank for rank in range(costs.ranks) if rank not in used),
     )
 
 

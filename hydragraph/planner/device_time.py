@@ -1,0 +1,40 @@
+"""The seconds of an average device by what they are spent on: why one plan takes longer than another.
+
+computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
+traffic      pulls, pushes and messages that are not hidden, and the update
+bubble       waiting for other stages; without stages: imbalance, waiting for other ranks
+idle         devices without work
+"""
+
+from __future__ import annotations
+
+from hydragraph.cost.accounts import Kind, predicted_accounts
+from hydragraph.cost.costs import Costs
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+_COMPUTATION = (Kind.FORWARD, Kind.BACKWARD)
+_WAITING = (Kind.LATE, Kind.OTHER)
+
+
+def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
+    """Simulate an iteration and return the mean seconds of a device by what they are spent on."""
+    timeline = costs.changed(home=home).simulate(strategy, assignment)
+    accounts = predicted_accounts(timeline)
+    staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
+    waiting = "bubble" if staged else "imbalance"
+    spent = {"computation": 0.0, "traffic": 0.0, waiting: 0.0, "idle devices": 0.0}
+    for rank, account in enumerate(accounts):
+        if rank not in strategy.devices:
+            spent["idle devices"] += timeline.seconds
+            continue
+        for kind, seconds in account.seconds.items():
+            what = "computation" if kind in _COMPUTATION else waiting if kind in _WAITING else "traffic"
+            spent[what] += seconds
+    return {what: seconds / len(accounts) for what, seconds in spent.items()}
+
+
+def main_cause(slower: dict[str, float], faster: dict[str, float]) -> str:
+    """Return what the slower plan spends most more on."""
+    return max(slower, key=lambda kind: slower[kind] - faster.get(kind, 0.0))
