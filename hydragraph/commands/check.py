@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -21,6 +22,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
+    from hydragraph.ir.program import Program
     from hydragraph.report.memory_fit import MemoryFit
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.strategy import Strategy
@@ -65,13 +67,15 @@ def check_command(
     missing data.
 
     Peak memory is found by walking every rank's program with the sizes of its compiled graphs and of the optimizer's
-    state; advice is checked in the same way. To check a GPU run on a machine without GPUs, add --set device=cuda. The
-    exit code is 1 if a strategy does not fit.
+    state; advice is checked in the same way. MFU is the model's operations, without recomputation, relative to what the
+    devices could compute in that time. To check a GPU run on a machine without GPUs, add --set device=cuda. The exit
+    code is 1 if a strategy does not fit.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home_text import owners_text
     from hydragraph.train.config_checks import check_settings
+    from hydragraph.train.model_flops import step_flops
 
     if cluster is not None and memory is not None:
         raise ValueError("--cluster and --memory both set the memory of devices: give one of them")
@@ -82,24 +86,28 @@ def check_command(
     texts = chosen_strategies(strategies, settings.strategies, ranks)
     check_settings(replace(settings, strategies=texts), ranks)
     _look_at_data(settings)
-    parsed, costs = _costs(settings, texts, cluster, memory, profile, efficiency, corrections)
+    parsed, costs, program = _costs(settings, texts, cluster, memory, profile, efficiency, corrections)
+    peak = math.fsum(device.flops_per_s for device in costs.cluster.devices)
+    comparable = profile is None or cluster is not None  # a profile may be of other devices than the default ones
     screen = Console(stderr=True)
     fits = []
     for strategy in parsed:
         with screen.status(escape(f"checking {strategy.name}")):
             assignment = _step(settings, strategy, lengths)
             fitting = fit(costs, strategy, assignment)
-            fits.append((fitting, advice(costs, fitting, assignment)))
+            flops = step_flops(program, [n for pipeline in assignment.tokens for batch in pipeline for n in batch])
+            mfu = flops / (peak * fitting.seconds) if comparable else None
+            fits.append((fitting, mfu, advice(costs, fitting, assignment)))
     if as_json:
-        records = [{**fitting.as_dict(), "change_first": what} for fitting, what in fits]
+        records = [{**fitting.as_dict(), "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
         print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
     else:
         print(costs.source)
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], costs.ranks)}")
         _print(fits)
-        for fitting, _ in fits:
+        for fitting, *_ in fits:
             console().print(_parts(fitting))
-    if not all(fitting.fits for fitting, _ in fits):
+    if not all(fitting.fits for fitting, *_ in fits):
         raise typer.Exit(1)
 
 
@@ -123,8 +131,8 @@ def _costs(
     profile: str | None,
     efficiency: float | None,
     corrections: Path | None,
-) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies, and their costs from the compiled graphs."""
+) -> tuple[tuple[Strategy, ...], Costs, Program]:
+    """Return the strategies, their costs from the compiled graphs, and the model."""
     import torch
 
     from hydragraph.commands.captured_model import captured
@@ -159,7 +167,7 @@ def _costs(
         corrections=read_corrections(corrections),
         push_itemsize=getattr(torch, config.push_dtype).itemsize,
     )
-    return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length)
+    return strategies, costs.of_strategies(*strategies, tokens=config.data.max_length), program
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
@@ -196,16 +204,18 @@ def _parts(fitting: MemoryFit) -> Table:
     return table
 
 
-def _print(fits: list[tuple[MemoryFit, str]]) -> None:
+def _print(fits: list[tuple[MemoryFit, float | None, str]]) -> None:
     table = Table(title="will it fit", title_justify="left")
     table.add_column("strategy", overflow="fold")
-    for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "change first"):
-        table.add_column(heading, justify="right" if heading in ("peak", "of", "rank") else "left", overflow="fold")
-    for fitting, what in fits:
+    for heading in ("", "peak", "of", "rank", "mostly", "a step takes", "MFU", "change first"):
+        table.add_column(
+            heading, justify="right" if heading in ("peak", "of", "rank", "MFU") else "left", overflow="fold"
+        )
+    for fitting, mfu, what in fits:
         rank = fitting.tightest
         sizes = (bytes_text(fitting.memory[rank].total), bytes_text(fitting.limits[rank]), str(rank))
         state = "fits" if fitting.fits else "DOES NOT FIT"
-        table.add_row(
-            escape(fitting.strategy.name), state, *sizes, fitting.largest, seconds_text(fitting.seconds), escape(what)
-        )
+        used = "" if mfu is None else f"{mfu:.1%}"
+        took = seconds_text(fitting.seconds)
+        table.add_row(escape(fitting.strategy.name), state, *sizes, fitting.largest, took, used, escape(what))
     console().print(table)

@@ -302,7 +302,7 @@ def _plan(
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
     rivals = _rivals(chosen, settled, passed, looked.short)
-    text = explanation(costs, workload, chosen, least, moved(chosen.home) if running else 0, took)
+    text = explanation(costs, workload, chosen, least, 0 if running is None else moved(chosen.home), took)
     used = {*chosen.strategy.devices, *costs.health.lost}
     return Plan(
         chosen.strategy,

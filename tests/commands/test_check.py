@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert enough.exit_code == 0, enough.output
     chosen = run("check", config, "--memory", "1e9", "--efficiency", "0.25")
     assert "datasheet of the devices at 25%" in chosen.stdout
+    (record,) = json.loads(run("check", config, "--memory", "1e9", "--efficiency", "0.25", "--json").stdout)[
+        "strategies"
+    ]
+    assert 0.01 < record["mfu"] < 0.25  # attention and products take their operations at a quarter of the peak
     little = run("check", config, "--memory", "1000")
     assert little.exit_code == 1, little.output
     assert "DOES NOT FIT" in little.stdout

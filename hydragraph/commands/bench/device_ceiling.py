@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from hydragraph.commands.bench.interleaved_timing import timed
+from hydragraph.train.model_flops import peak_flops_per_s
 
 ROUNDS = 7
-
-# Dense bf16 FLOP/s that NVIDIA's data sheets give, by a word of the device's name.
-NOMINAL = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Ceilings:
         dtype: of the products.
         copy_bytes_per_s: read and written by one copy.
         product_flops_per_s: of one square matrix product; a multiplication and an addition count as two.
-        nominal_flops_per_s: what the maker says, where this table knows the device.
+        nominal_flops_per_s: from the datasheet, if the device is known.
     """
 
     device: str
@@ -61,8 +59,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     product_s = min(timed(lambda _: a @ b, i, device) for i in range(ROUNDS))
     name = device_name(device)
-    nominal = next((flops for word, flops in NOMINAL.items() if word in name and dtype == torch.bfloat16), None)
-    return Ceilings(name, dtype, 2 * source.nbytes / copy_s, 2 * n**3 / product_s, nominal)
+    peak = peak_flops_per_s(name, dtype)
+    return Ceilings(name, dtype, 2 * source.nbytes / copy_s, 2 * n**3 / product_s, peak)
 
 
 def device_name(device: torch.device) -> str:

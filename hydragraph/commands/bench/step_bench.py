@@ -17,13 +17,20 @@ from hydragraph.commands.bench.bench_table import Bar, Report, Target
 from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
 from hydragraph.commands.bench.eager_baselines import Baseline, baselines
 from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, alternate, peak_bytes
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.engine import api
 from hydragraph.engine.executable import Executable
 from hydragraph.ir.layout import whole
+from hydragraph.ir.program import Program
 from hydragraph.kernels.adamw import AdamW
+from hydragraph.planner.quick_plan import assign
+from hydragraph.report.simulation_price import price
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import pull_exchange, push_exchange, start_pull, start_push
 from hydragraph.runtime.streams import streams_of
+from hydragraph.spec.cluster import Cluster, Device, Interconnect
+from hydragraph.spec.known_devices import KNOWN, Datasheet
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
@@ -104,8 +111,34 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     finally:
         exe.close()
     timed_rounds = range(WARM_UP, WARM_UP + settings.rounds)
+    sheet = _datasheet_of(settings.device, ceilings)
+    if sheet is not None:
+        batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
+        predicted = _mean([predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches])
+        notes.append(
+            f"From the GPU's datasheet, hydragraph's step was predicted to take {predicted * 1e3:.4g} ms, "
+            f"{predicted / times[OURS].seconds - 1:+.0%} beside the measured time."
+        )
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
     return _report(settings, ceilings, model, times, linked, flops, notes)
+
+
+def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[int], sheet: Datasheet) -> float:
+    """Return the seconds of a step of these sequences on one device, from its datasheet."""
+    device = Device(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
+    unused = Interconnect(1e12, 0.0)
+    cluster = Cluster((device,), unused, unused)
+    costs = Costs(datasheet(program, cluster, degrees=(1,)), cluster)
+    return price(costs, strategy, assign(strategy, lengths)).seconds
+
+
+def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
+    """Return the known datasheet with the GPU's peak and the memory nearest to its own."""
+    alike = [sheet for sheet in KNOWN.values() if sheet.flops_per_s == ceilings.nominal_flops_per_s]
+    if not alike:
+        return None
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(alike, key=lambda sheet: abs(sheet.memory_bytes - memory))
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:

@@ -7,9 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.commands.bench.bench_models import SHAPES, Shape, draw_sequences
+import hydragraph as hg
+from hydragraph.commands.bench.bench_models import SHAPES, Shape, draw_sequences, mixed_lengths
 from hydragraph.commands.bench.eager_baselines import baselines, packed_batches, padded_batches
-from hydragraph.commands.bench.step_bench import Found, StepSettings, bench_step, check_same, compile_ours, step_targets
+from hydragraph.commands.bench.step_bench import (
+    Found,
+    StepSettings,
+    bench_step,
+    check_same,
+    compile_ours,
+    predicted_seconds,
+    step_targets,
+)
+from hydragraph.spec.known_devices import KNOWN
 from hydragraph.spec.strategy import Strategy
 
 CPU = torch.device("cpu")
@@ -94,3 +104,12 @@ def test_targets() -> None:
     assert judged == [("0.95x", "MISSED"), ("45.0 %", "met"), ("2.50 %", "MISSED")]
     assert {t.met for t in step_targets({}, 0, None)} == {None}
     assert SHAPES["1b"].layers == 16
+
+
+def test_a_step_is_predicted_from_a_datasheet() -> None:
+    program = hg.capture(SHAPES["1b"].build("meta"), dtype=torch.bfloat16, check="off")
+    strategy = Strategy.parse("<tp1,pp1>", 16)
+    lengths = mixed_lengths(32768, 1)
+    seconds = predicted_seconds(program, strategy, lengths, KNOWN["h100-sxm"])
+    assert 0.4 < seconds < 0.7  # an H100 took 0.522 s: benchmarks/results/2026-11-27-1635-h100.md
+    assert predicted_seconds(program, strategy, lengths, KNOWN["a100-80gb"]) > 1.5 * seconds
