@@ -86,7 +86,8 @@ def plan_command(
     efficiency: Annotated[
         float | None,
         typer.Option(
-            help="Without a profile: the part of the FLOP/s that computation reaches (0.45).", rich_help_panel=_UNEVEN
+            help="Without a profile: the part of the FLOP/s that computation reaches; default: a roofline.",
+            rich_help_panel=_UNEVEN,
         ),
     ] = None,
     health: Annotated[
@@ -153,6 +154,16 @@ def plan_command(
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
+    prices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price",
+            metavar="TYPE=DOLLARS",
+            help="Price of an hour of a device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices without "
+            "work cost nothing. Repeatable.",
+            rich_help_panel=_UNEVEN,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -189,6 +200,7 @@ def plan_command(
         "--running": running,
         "--home": home,
         "--deadline": deadline,
+        "--price": prices,
         "--output": output,
         "--report": report,
     }
@@ -220,6 +232,7 @@ def plan_command(
         picture=picture,
         corrections=corrections,
         report=report,
+        prices=tuple(prices or ()),
     )
     plan_devices(asked, as_json)
 

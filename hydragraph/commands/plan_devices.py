@@ -97,6 +97,7 @@ class Asked:
     Attributes:
         work: the workload.
         profiles: files with measured profiles of all types of devices; empty: a datasheet prices them.
+        prices: of an hour of a device, by type, as texts; empty: no price is printed.
     """
 
     cluster: Path
@@ -114,6 +115,7 @@ class Asked:
     corrections: Path | None = None
     report: Path | None = None
     solver: str | None = None
+    prices: Sequence[str] = ()
 
     def check(self) -> None:
         """Check that the options fit together.
@@ -144,11 +146,13 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
 
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
+    from hydragraph.planner.rental_price import Prices
     from hydragraph.report.device_picture import write_device_picture
 
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
     check_question(method, asked.deadline, solver)
+    prices = Prices.parse(asked.prices, cluster) if asked.prices else None
 
     def left(part: float = 1.0) -> float | None:
         """Return the seconds until a part of the deadline has passed."""
@@ -181,9 +185,14 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
     if asked.report is not None:
         written.append(_write_report(found, costs, source, asked.report))
     if as_json:
-        print(json.dumps(_record(found, costs, source), indent=1))
+        record = _record(found, costs, source)
+        if prices is not None:
+            token = prices.million_tokens(found.strategy, found.seconds, workload)
+            record["price"] = {"per_hour": prices.hour(found.strategy), "per_million_tokens": token}
+        print(json.dumps(record, indent=1))
         return
-    print("\n".join([source, found.explain(), *written]))
+    priced = [] if prices is None else prices.sentences(found, workload)
+    print("\n".join([source, found.explain(), *priced, *written]))
 
 
 def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:

@@ -180,7 +180,7 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert f"strategies: [{uneven / 'plan.yaml'}]" in told.stdout
     assert (uneven / "plan.png").read_bytes().startswith(b"\x89PNG")
     # The same again, as JSON, is what hg.plan says; and what was written is read as what runs now.
-    kept = ("--running", "plan.yaml", "--home", "equal", "--json")
+    kept = ("--running", "plan.yaml", "--home", "equal", "--json", "--price", "2.5")
     record = json.loads(plan_devices(uneven, "--cluster", "cluster.yaml", *TYPES, *SOME, *files, *kept).stdout)
     costs = priced.costs(LAYERS, priced.mixed(), hg.Health({0: 2.57})).changed(home=hg.Home())
     expected = hg.plan(costs, hg.Workload(8, 64), running=written)
@@ -190,6 +190,7 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert record["memory"] == list(expected.memory)
     assert [rival["strategy"] for rival in record["rivals"]] == [rival.strategy.name for rival in expected.rivals]
     assert any("(mostly " in rival["why"] for rival in record["rivals"])
+    assert record["price"]["per_hour"] == 2.5 * len(set(expected.strategy.devices))
 
 
 def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) -> None:

@@ -1,0 +1,75 @@
+"""The price of training under a plan: dollars per hour of the devices that it uses, and per million tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hydragraph.planner.plan import Plan
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.training_workload import Workload
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of renting devices.
+
+    Attributes:
+        cluster: the devices.
+        per_hour: dollars for an hour of one device, by type.
+    """
+
+    cluster: Cluster
+    per_hour: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], cluster: Cluster) -> Prices:
+        """Read texts such as "h100-sxm=2.5", or "2.5" for all types that have no text of their own.
+
+        Raises:
+            ValueError: a text is not a price, names a type that the cluster does not have, or a type has no price.
+        """
+        named: dict[str, float] = {}
+        for text in texts:
+            name, _, number = text.rpartition("=")
+            try:
+                named[name] = float(number)
+            except ValueError:
+                named[name] = math.nan
+            if not 0 <= named[name] < math.inf:
+                raise ValueError(f"--price {text!r}: give dollars per hour, as in h100-sxm=2.5, or 2.5 for all types")
+            if name and name not in cluster.types:
+                raise ValueError(f"--price {text!r}: the cluster has no type {name!r}, only {', '.join(cluster.types)}")
+        found = {name: named.get(name, named.get("", math.nan)) for name in cluster.types}
+        without = [name for name, price in found.items() if math.isnan(price)]
+        if without:
+            raise ValueError(f"--price: {without[0]} has no price: add --price {without[0]}=DOLLARS")
+        return cls(cluster, found)
+
+    def hour(self, strategy: Strategy) -> float:
+        """Return the dollars for an hour of the devices that a strategy uses."""
+        return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(strategy.devices))
+
+    def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
+        """Return the dollars for a million tokens, if an iteration of the workload takes so many seconds."""
+        tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
+        return self.hour(strategy) * seconds / 3600 / tokens * 1e6
+
+    def sentences(self, plan: Plan, workload: Workload) -> list[str]:
+        """Return the price of a plan, and its cheapest rival if that is cheaper per token."""
+        own = self.million_tokens(plan.strategy, plan.seconds, workload)
+        used = len(set(plan.strategy.devices))
+        said = [f"price: ${self.hour(plan.strategy):.4g} an hour for {used} devices, ${own:.4g} per million tokens"]
+        priced = [
+            (self.million_tokens(rival.strategy, rival.seconds, workload), rival)
+            for rival in plan.rivals
+            if math.isfinite(rival.seconds)
+        ]
+        least, rival = min(priced, key=lambda pair: pair[0], default=(math.inf, None))
+        if rival is None or least >= own:
+            return [*said, "price: none of the rivals costs less per token"]
+        longer = rival.seconds / plan.seconds - 1
+        name = rival.strategy.name
+        return [*said, f"price: {name} costs {1 - least / own:.1%} less per token, and takes {longer:.1%} longer"]
