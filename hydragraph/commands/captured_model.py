@@ -29,7 +29,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     from hydragraph.passes.compile_with_inductor import choose_backend
     from hydragraph.passes.variants import Variants
     from hydragraph.train.data import known_vocabulary
-    from hydragraph.train.model import adapted, check_vocabulary, loss_of, skeleton
+    from hydragraph.train.model import adapted, captured_loss, check_vocabulary, skeleton
 
     quieten()
     known = None
@@ -40,6 +40,6 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     if known is not None:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)
-    program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
+    program = capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
     inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
     return model, program, Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())

@@ -94,11 +94,11 @@ def _datasheet(config: TrainConfig, where: Cluster) -> Profile:
     from hydragraph.commands.launch_process import quieten
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.frontend.capture import capture
-    from hydragraph.train.model import loss_of, skeleton
+    from hydragraph.train.model import captured_loss, skeleton
 
     quieten()
     model = skeleton(config.model, config.data.vocab_size)
-    return datasheet(capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config)), where)
+    return datasheet(capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config)), where)
 
 
 def _print(found: Comparison, corrections: Path) -> None:

@@ -158,7 +158,7 @@ def compile_quietly(
     from hydragraph.frontend.packed_inputs import token_cross_entropy
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.passes.compile_with_inductor import TUNED, choose_backend
-    from hydragraph.train.model import loss_of, skeleton
+    from hydragraph.train.model import captured_loss, skeleton
 
     quieten()
     here = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,9 +169,10 @@ def compile_quietly(
         task = bar.add_task("capturing the model", total=None)
         model = skeleton(config.model, *_tokens(config))
         began = time.perf_counter()
-        loss = loss_of(config)
-        program = capture(model, dtype=getattr(torch, config.dtype), loss=loss)
-        line = check_here(CheckedModel(model, program, loss=loss or token_cross_entropy), config.check)
+        loss = captured_loss(config)
+        program = capture(model, dtype=getattr(torch, config.dtype), **loss)
+        checked = CheckedModel(model, program, loss=loss["loss"] or token_cross_entropy, example=loss["example"])
+        line = check_here(checked, config.check)
         seconds = time.perf_counter() - began
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
         parsed = [_parsed(text, program.layers) for text in config.strategies]
@@ -198,7 +199,7 @@ def compile_quietly(
             print("hydragraph: Inductor had no code to write", file=sys.stderr)
         if arch is not None and built is not None:
             KernelsFile(arch, TUNED, tuple(compiler.graphs)).save(output, built.values())
-        record = model_record(model, loss)
+        record = model_record(model, **loss)
         save(output, program, named_variants(compiler.traced, fitting), record, check, config.ranks, arch)
     return summary
 

@@ -87,12 +87,12 @@ def profile_rank(
     from hydragraph.runtime.executor import hidden_size
     from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.model import loss_of, skeleton
+    from hydragraph.train.model import captured_loss, skeleton
 
     quieten()
     world = join(config.device)
     model = skeleton(config.model, config.data.vocab_size)
-    program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
+    program = capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
     chosen = schemes or _every_scheme(program, world.ranks)
     kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, flags)
     tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)

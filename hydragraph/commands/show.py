@@ -243,8 +243,8 @@ def _captured(config: TrainConfig) -> tuple[nn.Module, Program]:
     import torch
 
     from hydragraph.frontend.capture import capture
-    from hydragraph.train.model import loss_of, skeleton
+    from hydragraph.train.model import captured_loss, skeleton
 
     quieten()
     model = skeleton(config.model, config.data.vocab_size)
-    return model, capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
+    return model, capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))

@@ -207,7 +207,7 @@ def strategies_and_costs(
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.frontend.capture import capture
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.model import loss_of, skeleton
+    from hydragraph.train.model import captured_loss, skeleton
     from hydragraph.train.plan_input import read_corrections, read_profile
 
     if profile is not None and efficiency is not None:
@@ -221,7 +221,7 @@ def strategies_and_costs(
         return strategies, Costs(read_profile(profile), cluster, home=home, corrections=known, push_itemsize=pushed)
     screen = Console(stderr=True)
     with screen.status("capturing the model"):
-        program = capture(model, dtype=getattr(torch, config.dtype), loss=loss_of(config))
+        program = capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
         degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
         priced = datasheet(program, cluster, efficiency, degrees)
         return strategies, Costs(priced, cluster, home=home, corrections=known, push_itemsize=pushed)

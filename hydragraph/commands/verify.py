@@ -59,8 +59,9 @@ def verify_rank(config: TrainConfig) -> list[Row]:
     from hydragraph.train.config_checks import check_settings, read_strategies
     from hydragraph.train.data import mini_batches
     from hydragraph.train.loop import shared_tokens
-    from hydragraph.train.model import adapted, build_model, loss_of
+    from hydragraph.train.model import adapted, build_model, captured_loss
     from hydragraph.train.optimizer import optimizer_factory
+    from hydragraph.train.paired_steps import PairedSteps
     from hydragraph.train.terminal import Screen
 
     quieten()
@@ -74,13 +75,15 @@ def verify_rank(config: TrainConfig) -> list[Row]:
         factory = optimizer_factory(config.optimizer, model)
         # No check: what follows compares more.
         options: dict[str, Any] = {"device": "cpu", "check": "off", "home": config.home, "seed": config.seed}
-        options["loss"] = loss_of(config)
-        executor = api.compile(model, strategies[0], optimizer=factory, **options)
+        executor = api.compile(model, strategies[0], optimizer=factory, **captured_loss(config), **options)
 
         def masks(number: int, length: int) -> AbstractContextManager[None]:
             return same_masks(model, executor.program, keys_of(key_of(config.seed, 1), [length], [number]))
 
-        batch = next(mini_batches(config, tokens))
+        batch: Any = next(mini_batches(config, tokens))
+        if config.objective is not None:
+            compiled: Any = executor  # a Trainable made by `compile`
+            batch = PairedSteps(compiled, config.objective.loss).weighted(batch)
         drawn = masks if executor.program.drops else None
         rows = verify(model, executor, strategies, batch, world.rank, drawn, config.label_smoothing)
         executor.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
-from hydragraph.data.documents import PLAIN, Document, Fields, Format, texts_of
+from hydragraph.data.documents import PLAIN, Document, Fields, Format, Preference, texts_of
 
 
 @dataclass
@@ -92,10 +92,16 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class Placed:
-    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7"."""
+    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7".
+
+    A pair of answers is two documents, the preferred one first.
+    """
 
     place: str
     document: Document | None
+
+
+_Found = tuple[str, Document | Preference | None]  # a place, and what was read there
 
 
 def documents(
@@ -157,6 +163,7 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
         suffix = suffix_of(path)
         if suffix in tables.SUFFIXES:
             found.add(_table_format(path, fields))
+            next(_read_table(path, fields, CorpusReport()), None)
         elif suffix in _LINES:
             next(_read_jsonl(path, fields, CorpusReport(), found), None)
         else:
@@ -290,29 +297,34 @@ def _raise(error: OSError) -> None:
 
 
 def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int | None) -> Iterator[Placed]:
-    """Yield the first `limit` documents of the files, and log what was left out."""
-    yield from islice(_draw(paths, fields, report), limit)
+    """Yield the first `limit` documents of the files, pairs of answers as two, and log what was left out."""
+    for place, document in islice(_draw(paths, fields, report), limit):
+        if isinstance(document, Preference):
+            yield Placed(f"{place}, {fields.chosen}", document.chosen)
+            yield Placed(f"{place}, {fields.rejected}", document.rejected)
+        else:
+            yield Placed(place, document)
     level = logging.WARNING if report.undecodable or report.unread else logging.INFO
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
-def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[Placed]:
+def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[_Found]:
     """Yield the documents of the files, counting what is left out."""
     sizes = [path.stat().st_size for path in paths]
     report.bytes += sum(sizes)
     behind = report.read
     for path, size in zip(paths, sizes, strict=True):
-        for placed in _read(path, fields, report):
-            if placed.document:
+        for place, document in _read(path, fields, report):
+            if document:
                 report.documents += 1
-                yield placed
+                yield place, document
             else:
                 report.empty += 1
         behind += size
         report.read = behind
 
 
-def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
+def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
     """Yield the documents of one file."""
     suffix = suffix_of(path)
     if suffix in _LINES:
@@ -322,7 +334,7 @@ def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
     return _read_text(path, report)
 
 
-def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
+def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     """Yield a whole file as one text."""
     try:
         # From bytes: reading in text mode would rewrite line ends.
@@ -334,12 +346,12 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[Placed]:
     if _BINARY.search(text):
         report.undecodable.append(str(path))
         return
-    yield Placed(str(path), text)
+    yield str(path), text
 
 
 def _read_jsonl(
     path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
-) -> Iterator[Placed]:
+) -> Iterator[_Found]:
     """Yield one document per non-blank line; their formats are added to `formats`."""
     format: Format | None = None
     with opened(path) as lines:
@@ -361,7 +373,7 @@ def _read_jsonl(
                 if formats is not None:
                     formats.add(format)
             report.unread |= dict.fromkeys(fields.unread(record, format))
-            yield Placed(place, fields.document(record, format, place))
+            yield place, fields.document(record, format, place)
 
 
 def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
@@ -392,7 +404,7 @@ def _table_format(path: Path, fields: Fields) -> Format:
     return format
 
 
-def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Placed]:
+def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
     """Yield one document per row, a few thousand rows in memory at a time."""
     format = _table_format(path, fields)
     read = fields.read(format)
@@ -402,4 +414,4 @@ def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[Pl
         if row is None:
             report.undecodable.append(place)
             continue
-        yield Placed(place, fields.document(row, format, place))
+        yield place, fields.document(row, format, place)

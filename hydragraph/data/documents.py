@@ -1,17 +1,19 @@
-"""Documents of a corpus (texts, prompts with completions, conversations, token ids) and how records become them."""
+"""Documents of a corpus (texts, conversations, pairs of answers, token ids, ...) and how records become them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
-FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens")
+FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens", "preference")
 TRAIN_ON = ("assistant", "last", "all")  # the trained tokens of a conversation
 OVERLONG = ("cut", "drop", "refuse")  # handling of documents longer than the context
 
-Format = Literal["text", "chat", "completion", "alpaca", "tokens"]
+Messages = tuple[Mapping[str, Any], ...]
+Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 
 # Names of the speakers in ShareGPT's and LLaMA-Factory's conversations. A function call is spoken by the assistant, and
 # its text is kept unchanged.
@@ -26,8 +28,11 @@ _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
 # Other names of prompts and their completions in published data.
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
+PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+_CONVERSATIONS = "conversations"  # what precedes the answers of a pair in LLaMA-Factory's files
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
+ASSISTANT = "assistant"
 _NO_LABEL = -100  # a label that PyTorch's cross entropy ignores
 _UNTRAINED = ("weight", "train", "training")  # fields of messages that can exclude them from training
 
@@ -85,6 +90,14 @@ class TokenIds:
     targets: tuple[bool, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which people prefer the first."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+
+
 Document = str | Completion | Conversation | TokenIds
 
 
@@ -93,12 +106,12 @@ class Fields:
     """Names of the fields of a record (a .jsonl object, a row of a table), by content.
 
     Attributes:
-        format: "text", "chat", "completion", "alpaca" or "tokens"; "auto": derived from the fields of a file's first
-            record.
+        format: one of `Format`; "auto": derived from the fields of a file's first record.
         text: of a text.
         messages: of a conversation: a list of {role, content}, or of ShareGPT's {from, value}.
         tools: of the tools available in it; optional in a record.
-        prompt, completion: of a pair, both texts or both lists of messages.
+        prompt, completion: both texts or both lists of messages.
+        chosen, rejected: of the two answers to a prompt: texts, messages, or conversations that begin alike.
     """
 
     format: str = "auto"
@@ -107,12 +120,13 @@ class Fields:
     tools: str = "tools"
     prompt: str = "prompt"
     completion: str = "completion"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every field that may be read."""
-        formats: tuple[Format, ...] = ("text", "chat", "completion", "alpaca", "tokens")
-        return tuple(dict.fromkeys(name for format in formats for name in self.read(format)))
+        return tuple(dict.fromkeys(name for format in get_args(Format) for name in self.read(format)))
 
     def read(self, format: Format) -> tuple[str, ...]:
         """Return the fields that are read from a record of this format."""
@@ -122,6 +136,10 @@ class Fields:
             "completion": (self.prompt, self.completion, self.tools, _TEMPLATE_ARGUMENTS),
             "alpaca": (_INSTRUCTION, *_INPUTS, *_OUTPUTS, _SYSTEM, _HISTORY, _TEMPLATE_ARGUMENTS),
             "tokens": (_IDS, _LABELS, _MASK),
+            "preference": (
+                *(self.prompt, self.chosen, self.rejected, self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
+                *(_CONVERSATIONS, _INSTRUCTION, *_INPUTS, _HISTORY),
+            ),
         }
         return fields[format]
 
@@ -146,12 +164,14 @@ class Fields:
             "completion": (self.prompt, self.completion),
             "alpaca": (_INSTRUCTION, next((name for name in _OUTPUTS if name in names), _OUTPUTS[0])),
             "tokens": (_IDS,),
+            "preference": (self.chosen, self.rejected),
         }
         if self.format != "auto":
             chosen: Format = self.format  # type: ignore[assignment]
             missing = [name for name in needed[chosen] if name not in names]
             if missing:
                 settings = {"text": "text_field", "chat": "messages_field", "completion": "prompt_field"}
+                settings["preference"] = "chosen_field" if missing[0] == self.chosen else "rejected_field"
                 remedy = (
                     f"set {settings[chosen]} to one of {list(names)}"
                     if chosen in settings
@@ -169,8 +189,8 @@ class Fields:
             )
         return possible[0] if possible else "text"
 
-    def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | None:
-        """Return a record's document; None if its text is null.
+    def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
+        """Return a record's document, or its pair of answers; None if its text is null.
 
         Raises:
             ValueError: a field is missing, or of another kind; the error names the place.
@@ -189,6 +209,8 @@ class Fields:
             return _instruction(record, place)
         if format == "tokens":
             return _token_ids(record, place)
+        if format == "preference":
+            return self._preference(record, place)
         prompt = _field(record, self.prompt, place)
         completion = _field(record, self.completion, place)
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -203,16 +225,94 @@ class Fields:
             f"{type(completion).__name__}: give two texts, or two lists of messages"
         )
 
+    def _preference(self, record: Mapping[str, Any], place: str) -> Preference:
+        """Return the pair of answers in a record; the messages with which both begin are not trained."""
+        chosen, rejected = (self._answer(record, name, place) for name in (self.chosen, self.rejected))
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            return self._texts(record, chosen, rejected, place)
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise ValueError(
+                f"{place}: one of {self.chosen!r} and {self.rejected!r} is a text and the other a conversation: give "
+                "two texts, or two lists of messages"
+            )
+        return self._compared(record, chosen, rejected, place)
+
+    def _compared(self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str) -> Preference:
+        """Return a pair of conversations, in which the messages that both begin with are not trained."""
+        before, system = self._before(record, place), self._system(record)
+        if not before and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
+            raise ValueError(self._no_prompt(record, place))
+
+        def whole(answer: Messages) -> Messages:
+            said = (*before, *answer) if answer[0]["role"] == ASSISTANT else answer
+            return said if said[0]["role"] == _SYSTEM else (*system, *said)
+
+        tools, arguments = _tools(record.get(self.tools), self.tools, place), _arguments(record, place)
+        untrained = _prompts_untrained(whole(chosen), whole(rejected))
+        return Preference(*(Conversation(messages, tools, arguments) for messages in untrained))
+
+    def _answer(self, record: Mapping[str, Any], name: str, place: str) -> str | Messages:
+        """Return one answer of a pair: a text, or messages."""
+        value = record.get(name)
+        if isinstance(value, Mapping):  # a single message
+            value = [value]
+        if value is None or value in ("", []):
+            raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): leave the pair out")
+        return value if isinstance(value, str) else _messages(value, name, place)
+
+    def _texts(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
+        """Return a pair of answers that are texts."""
+        prompt = record.get(self.prompt)
+        if record.get(_INSTRUCTION) and not prompt:
+            return _of_instructions([{**record, _OUTPUTS[0]: text} for text in (chosen, rejected)], place)
+        if not self._before(record, place):
+            return self._prompt_within(record, chosen, rejected, place)
+        said = [({"role": ASSISTANT, "content": text},) for text in (chosen, rejected)]
+        pair = self._compared(record, said[0], said[1], place)
+        if not isinstance(prompt, str):
+            return pair
+        system = "".join(f"{message['content']}\n\n" for message in self._system(record))
+        plain = [Completion(system + prompt, text) for text in (chosen, rejected)]
+        if not system:
+            return Preference(*plain)
+        conversations = (c for c in (pair.chosen, pair.rejected) if isinstance(c, Conversation))
+        return Preference(
+            *(Instruction(c.messages, c.tools, c.arguments, text) for c, text in zip(conversations, plain, strict=True))
+        )
+
+    def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
+        """Return a pair of texts that both begin with the prompt."""
+        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        blanks = [blank.start() for blank in re.finditer(r"\s", chosen[:same])]
+        if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
+            raise ValueError(self._no_prompt(record, place))
+        # Words are not cut, and tokenizers join a blank with the word behind it.
+        at = blanks[-1]
+        return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
+
+    def _no_prompt(self, record: Mapping[str, Any], place: str) -> str:
+        """Return advice for a pair of answers without a prompt."""
+        other = next((name for name in PROMPTS if record.get(name)), None)
+        remedy = f"set prompt_field to {other!r}" if other else "or begin both answers with it"
+        return f"{place}: the pair has no prompt: give it as {self.prompt!r}, {remedy}"
+
+    def _before(self, record: Mapping[str, Any], place: str) -> Messages:
+        """Return the messages that precede both answers; none if the record has them in the answers."""
+        given = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
+        if given is None:
+            return ()
+        return ({"role": "user", "content": given},) if isinstance(given, str) else _messages(given, self.prompt, place)
+
+    def _system(self, record: Mapping[str, Any]) -> Messages:
+        """Return the message of a record's own field for it; none without one."""
+        system = record.get(_SYSTEM)
+        return ({"role": _SYSTEM, "content": system},) if isinstance(system, str) and system else ()
+
     def _no_text(self, record: Mapping[str, Any], place: str) -> str:
         """Return advice for a record without a text field."""
         lacks = f"{place}: no field {self.text!r}"
         if "conversations" in record:
             return f"{lacks}: set messages_field to 'conversations'"
-        if {"chosen", "rejected"} <= record.keys():
-            return (
-                f"{lacks}: these are preference data ('chosen', 'rejected'), which hydragraph train does not read: "
-                "examples/dpo.py trains on pairs by a loss of its own"
-            )
         for prompt, completion in PAIRS:
             if prompt in record and completion in record:
                 return f"{lacks}: set prompt_field to {prompt!r} and completion_field to {completion!r}"
@@ -226,6 +326,21 @@ class Fields:
 
 
 PLAIN = Fields()
+
+
+def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
+    """Yield two conversations in which the messages that both begin with, except the last, are not trained."""
+    most = min(len(chosen), len(rejected)) - 1
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    for messages in (chosen, rejected):
+        yield (*({**message, "weight": 0} for message in messages[:shared]), *messages[shared:])
+
+
+def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Preference:
+    """Return a pair of answers from records of Alpaca's kind with the same instruction."""
+    found = [instruction for record in records if (instruction := _instruction(record, place)) is not None]
+    untrained = _prompts_untrained(*(instruction.messages for instruction in found))
+    return Preference(*(replace(i, messages=messages) for i, messages in zip(found, untrained, strict=True)))
 
 
 def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hydragraph.data.token_file import TokenFile
@@ -122,10 +124,14 @@ class MiniBatches(Iterator[list[Drawn]]):
         split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
             what an earlier run validated on.
         overlong: "cut" documents of more than `max_length` tokens, or "drop" them.
+        pairs: whether every two documents are the answers of a pair, which stays together. Of a longer one, "cut" keeps
+            the first `max_length` tokens, and "drop" leaves out the pair.
 
     Attributes:
-        chunks: what one epoch draws.
+        chunks: what one epoch draws; of pairs, the two answers are neighbours.
         lengths: of the sequences in the last mini-batch; empty before the first.
+        drawn: the chunks of the last mini-batch.
+        scores: a number for each chunk, which mini-batches then hold as "reference"; None: there are none.
 
     Raises:
         ValueError: a setting is out of range, or the split holds no document of two tokens.
@@ -141,9 +147,15 @@ class MiniBatches(Iterator[list[Drawn]]):
         heldout: float = 0.0,
         split_seed: int = 0,
         overlong: str = "cut",
+        pairs: bool = False,
     ) -> None:
-        _check_settings(tokens, max_length, seed, split, split_seed)
-        if len(file) == 1 and heldout:
+        self._together = 2 if pairs else 1
+        _check_settings(tokens, max_length, seed, split, split_seed, self._together)
+        if pairs:
+            self.chunks = _pairs(
+                file, max_length, overlong, split_documents(len(file) // 2, split, heldout, split_seed)
+            )
+        elif len(file) == 1 and heldout:
             self.chunks = split_pieces(cut(file.lengths, np.zeros(1, np.int64), max_length), split, heldout)
         else:
             documents = split_documents(len(file), split, heldout, split_seed)
@@ -152,8 +164,11 @@ class MiniBatches(Iterator[list[Drawn]]):
             self.chunks = _with_targets(file, cut(file.lengths, documents, max_length))
         if not len(self.chunks):
             short = f" of at most {max_length}" if overlong == "drop" else ""
-            raise ValueError(f"{file.path}: no {split} document has two tokens{short}: give a corpus with longer texts")
+            what = "pair has answers" if pairs else "document has two tokens"
+            raise ValueError(f"{file.path}: no {split} {what}{short}: give a corpus with longer texts")
         self.lengths: tuple[int, ...] = ()
+        self.drawn: tuple[int, ...] = ()
+        self.scores: npt.NDArray[np.float32] | None = None
         self._file = file
         self._settings: dict[str, int | float | str] = {
             "file": file.fingerprint,
@@ -164,6 +179,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             "heldout": heldout,
             "split_seed": split_seed,
             "overlong": overlong,
+            "pairs": pairs,
         }
         self._budget = tokens
         self._seed = seed
@@ -184,16 +200,21 @@ class MiniBatches(Iterator[list[Drawn]]):
 
         For validation: each call yields the same mini-batches; the last one may be small.
         """
+        return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
+
+    def single_pass_chunks(self) -> Iterator[list[int]]:
+        """Yield the chunks of each mini-batch of `single_pass`."""
         chosen: list[int] = []
         room = self._budget
-        for chunk, length in enumerate(self.chunks.lengths.tolist()):
+        units = self.chunks.lengths.reshape(-1, self._together)
+        for unit, length in enumerate(units.sum(1).tolist()):
             if length > room:
-                yield [self.read(chunk) for chunk in chosen]
+                yield chosen
                 chosen = []
                 room = self._budget
-            chosen.append(chunk)
+            chosen += self._unit(unit)
             room -= length
-        yield [self.read(chunk) for chunk in chosen]
+        yield chosen
 
     @property
     def tokens(self) -> int:
@@ -201,28 +222,40 @@ class MiniBatches(Iterator[list[Drawn]]):
         return int(self.chunks.lengths.sum())
 
     @property
-    def next_length(self) -> int:
-        """Number of tokens of the chunk that `take` returns next."""
-        return int(self.chunks.lengths[self._order[self._position]])
+    def next_lengths(self) -> list[int]:
+        """Numbers of tokens of the chunks that `take` returns next."""
+        return [int(self.chunks.lengths[chunk]) for chunk in self._unit(int(self._order[self._position]))]
 
-    def take(self) -> int:
-        """Advance past the next chunk, into the next epoch after the last one, and return it for `read`."""
-        chunk = int(self._order[self._position])
+    def take(self) -> list[int]:
+        """Advance past the next chunk or pair, into the next epoch after the last one; return its chunks for `read`."""
+        unit = int(self._order[self._position])
         self._position += 1
-        if self._position == len(self.chunks):
+        if self._position == len(self._order):
             self._epoch += 1
             self._position = 0
             self._order = self._epoch_order(self._epoch)
-        return chunk
+        return self._unit(unit)
 
-    def read(self, chunk: int) -> Drawn:
-        """Copy a chunk out of the file."""
+    def _unit(self, unit: int) -> list[int]:
+        """Return the chunks that stay together as one unit of the order: one, or the two of a pair."""
+        return list(range(unit * self._together, (unit + 1) * self._together))
+
+    def read(self, chunk: int, with_score: bool = True) -> Drawn:
+        """Copy a chunk out of the file, with its score if it has one, unless that is not wanted."""
         document, start = int(self.chunks.documents[chunk]), int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
         ids = self._file.slice(document, start, stop)
-        if not self._file.targeted:
+        scores = self.scores if with_score else None
+        if not self._file.targeted and scores is None:
             return ids
-        return {"input_ids": ids, "labels": ids.where(self._file.targets(document, start, stop), IGNORED)}
+        labels = ids.where(self._file.targets(document, start, stop), IGNORED)
+        reference = {} if scores is None else {"reference": torch.tensor(scores[chunk])}
+        return {"input_ids": ids, "labels": labels, **reference}
+
+    @property
+    def identity(self) -> str:
+        """What its chunks depend on, as text."""
+        return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     @property
     def epoch(self) -> int:
@@ -240,7 +273,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             ValueError: the state is incomplete, or of another file or other settings; the error names both.
         """
         for name, mine in self._settings.items():
-            theirs = state.get(name, "cut" if name == "overlong" else None)  # the behaviour of earlier versions
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # the behaviour of earlier versions
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
@@ -252,9 +285,9 @@ class MiniBatches(Iterator[list[Drawn]]):
             raise ValueError(
                 f"mini-batch state: epoch {epoch!r}, position {position!r}: load what state_dict() returned"
             )
-        if epoch < 0 or not 0 <= position < len(self.chunks):
+        if epoch < 0 or not 0 <= position < len(self._order):
             raise ValueError(
-                f"mini-batch state: epoch {epoch}, position {position} of {len(self.chunks)} chunks: "
+                f"mini-batch state: epoch {epoch}, position {position} of {len(self._order)}: "
                 "load what state_dict() returned"
             )
         if epoch != self._epoch:
@@ -268,16 +301,17 @@ class MiniBatches(Iterator[list[Drawn]]):
         chosen: list[int] = []
         lengths: list[int] = []
         room = self._budget
-        while (length := self.next_length) <= room:
-            chosen.append(self.take())
-            lengths.append(length)
-            room -= length
+        while sum(following := self.next_lengths) <= room:
+            chosen += self.take()
+            lengths += following
+            room -= sum(following)
         self.lengths = tuple(lengths)
+        self.drawn = tuple(chosen)
         return chosen
 
     def _epoch_order(self, epoch: int) -> _Indices:
         """Return the permutation of chunks of one epoch."""
-        return _shuffle(len(self.chunks), _EPOCH_STREAM, self._seed, epoch)
+        return _shuffle(len(self.chunks) // self._together, _EPOCH_STREAM, self._seed, epoch)
 
 
 def _with_targets(file: TokenFile, chunks: Chunks) -> Chunks:
@@ -286,14 +320,34 @@ def _with_targets(file: TokenFile, chunks: Chunks) -> Chunks:
     return Chunks(chunks.documents[kept], chunks.starts[kept], chunks.lengths[kept])
 
 
-def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int) -> None:
+def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
+    """Return the answers of pairs, without pairs in which an answer keeps no target.
+
+    Args:
+        pairs: those to take; the answers of pair i are documents 2i and 2i + 1.
+    """
+    documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
+    whole = file.lengths[documents]
+    lengths = np.minimum(whole, max_length)
+    starts = np.zeros_like(documents)
+    usable = file.counts(documents, starts, lengths) > 0
+    if overlong == "drop":
+        usable &= whole <= max_length
+    kept = np.repeat(usable.reshape(-1, 2).all(1), 2)
+    return Chunks(documents[kept], starts[kept], lengths[kept])
+
+
+def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int, together: int) -> None:
     """Raise a ValueError for a setting that is out of range."""
     if max_length < 2:
         raise ValueError(f"max_length {max_length}: a sequence needs a token and a target: choose at least 2")
-    if tokens < max_length:
+    if tokens < together * max_length:
+        least, what = (
+            (f"twice max_length {max_length}", "pair") if together > 1 else (f"max_length {max_length}", "sequence")
+        )
         raise ValueError(
-            f"tokens {tokens} is below max_length {max_length}: a whole sequence must fit into a mini-batch: "
-            "raise tokens or lower max_length"
+            f"tokens {tokens} is below {least}: a whole {what} must fit into a mini-batch: raise tokens or lower "
+            "max_length"
         )
     if split not in ("train", "heldout"):
         raise ValueError(f"split {split!r}: choose 'train' or 'heldout'")

@@ -22,6 +22,7 @@ class Mixture(Iterator[list[Drawn]]):
 
     Attributes:
         lengths: of the sequences in the last mini-batch; empty before the first.
+        drawn: pairs of a corpus and one of its chunks, of the last mini-batch.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -29,6 +30,7 @@ class Mixture(Iterator[list[Drawn]]):
             raise ValueError(f"weights {list(weights)} of {len(members)} corpora: give one above 0 for each")
         self.members = tuple(members)
         self.lengths: tuple[int, ...] = ()
+        self.drawn: tuple[tuple[int, int], ...] = ()
         self._weights = tuple(map(float, weights))
         self._drawn = [0] * len(members)
         self._budget = tokens
@@ -82,11 +84,12 @@ class Mixture(Iterator[list[Drawn]]):
         room = self._budget
         while True:
             i = min(range(len(self.members)), key=lambda i: (self._drawn[i] / self._weights[i], i))
-            length = self.members[i].next_length
-            if length > room:
+            following = self.members[i].next_lengths
+            if sum(following) > room:
                 self.lengths = tuple(lengths)
+                self.drawn = tuple(chosen)
                 return chosen
-            chosen.append((i, self.members[i].take()))
-            lengths.append(length)
-            self._drawn[i] += length
-            room -= length
+            chosen += [(i, chunk) for chunk in self.members[i].take()]
+            lengths += following
+            self._drawn[i] += sum(following)
+            room -= sum(following)

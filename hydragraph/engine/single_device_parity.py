@@ -82,7 +82,8 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights; its `.grad` fields are not changed.
-        sequences: 1-D token ids, or mappings with `input_ids` and `labels` (-100 does not count).
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and perhaps `weights`,
+            the factor of the sequence's losses.
         masks: for a model with dropout, the masks of its gradients; the loss is that of an evaluation, without any.
         label_smoothing: of the loss.
 
@@ -105,16 +106,17 @@ def reference(
         )
         return total / count
 
+    factors = [1.0 if isinstance(sequence, Tensor) else float(sequence.get("weights", 1.0)) for sequence in sequences]
     for number, (ids, labels) in enumerate(pairs):
         if not bool((labels != -100).any()):
             continue
         with masks(number, len(ids)) if masks else nullcontext():
-            part = loss_of(ids, labels)
+            part = factors[number] * loss_of(ids, labels)
         if masks is None:
             loss += part.item()
         else:
             with torch.no_grad(), masks(-1, len(ids)):
-                loss += loss_of(ids, labels).item()
+                loss += factors[number] * loss_of(ids, labels).item()
         found = torch.autograd.grad(part, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, found, strict=True):
             if gradient is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.step_metrics import Metrics, perplexity
+from hydragraph.train.step_metrics import Metrics
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_end")
 
@@ -95,13 +95,8 @@ class WeightsAndBiases:
     def on_step(self, metrics: Metrics) -> None:
         """Log a step."""
         numbers = {name: value for name, value in asdict(metrics).items() if isinstance(value, int | float)}
-        self._run.log({**numbers, **_evaluated(metrics.eval_losses)}, step=metrics.step)
+        self._run.log({**numbers, **metrics.by_set}, step=metrics.step)
 
     def on_end(self) -> None:
         """Finish the Weights & Biases run."""
         self._run.finish()
-
-
-def _evaluated(losses: Mapping[str, float]) -> dict[str, float]:
-    found = {f"eval/{name}": loss for name, loss in losses.items()}
-    return {**found, **{f"perplexity/{name}": perplexity(loss) for name, loss in losses.items()}}

@@ -12,7 +12,7 @@ _QUANTIZED = "not supported: quantized base weights (QLoRA) and 8-bit optimizers
 _DTYPE = "`dtype: bfloat16`; weights, sums and optimizer state stay fp32, and fp16 and fp8 are not supported"
 _TRACKER = "`metrics.jsonl` and TensorBoard in the run folder; other trackers through `callbacks`"
 _EXPERT = "not supported: context parallelism and expert parallelism"
-_PREFERENCE = "not supported as a field: write the loss in Python, `hg.compile(..., loss=...)`"
+_PREFERENCE = "`objective`: {dpo: {beta: 0.1}}, simpo or orpo, with `chosen` and `rejected` in the data"
 _LORA_DROPOUT = "`adapter.lora.dropout`"
 _LOADER = "leave it out: token files are prepared once by one process of each host, and read by all"
 _KERNEL = "leave it out: attention over packed sequences uses the kernel that the device has"

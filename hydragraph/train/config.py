@@ -7,7 +7,7 @@ import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,15 @@ from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.coming_from import HERE
+from hydragraph.train.field_checks import (
+    check_choice,
+    check_fraction,
+    check_number,
+    check_text,
+    check_texts,
+    check_whole,
+)
+from hydragraph.train.objective_config import ObjectiveConfig
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
 DTYPES = ("float32", "bfloat16")
@@ -33,49 +42,12 @@ _ALTERNATIVES = (
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
-def _check_text(name: str, value: object, optional: bool = False) -> None:
-    if not (optional and value is None) and not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{name} is {value!r}: give a text")
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) and value.strip():
-        raise ValueError(f"{name} is {value!r}: give a list, as in {name}: [{value}]")
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name} is {value!r}: give a list of at least one text")
-    for item in value:
-        _check_text(name, item)
-    return tuple(value)
-
-
 def _strategies(value: object) -> tuple[str, ...]:
     """Return strategies as texts; one that is written out as YAML becomes that YAML on one line."""
     several = [value] if isinstance(value, str | Mapping) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]
-    return _texts("strategies", several)
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
-
-
-def _check_number(name: str, value: object, least: float = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name} is {value!r}: give a number of at least {least:g}")
-
-
-def _check_fraction(name: str, value: object, one: bool = False) -> None:
-    """Check that a number is at least 0, and below 1 or, where `one` is allowed, at most 1."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
+    return check_texts("strategies", several)
 
 
 @dataclass(frozen=True)
@@ -105,9 +77,9 @@ class ModelConfig:
             raise ValueError(f"dropout is {self.dropout!r}: give true or false; rates are in the model's config")
         if not isinstance(self.trust_remote_code, bool):
             raise ValueError(f"trust_remote_code is {self.trust_remote_code!r}: give true or false")
-        _check_text("architecture", self.architecture, optional=True)
-        _check_text("path", self.path, optional=True)
-        _check_text("weights", self.weights, optional=True)
+        check_text("architecture", self.architecture, optional=True)
+        check_text("path", self.path, optional=True)
+        check_text("weights", self.weights, optional=True)
         if (self.path is not None) == (self.architecture is not None or self.weights is not None):
             raise ValueError(
                 "give either architecture, to train a new model, or path, to continue from a directory, or weights, "
@@ -151,15 +123,15 @@ class LoraConfig:
     modules_to_save: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("r", self.r, 1)
-        _check_number("alpha", self.alpha)
-        _check_fraction("dropout", self.dropout)
+        check_whole("r", self.r, 1)
+        check_number("alpha", self.alpha)
+        check_fraction("dropout", self.dropout)
         if isinstance(self.targets, str):
-            _check_text("targets", self.targets)
+            check_text("targets", self.targets)
         elif self.targets is not None:
-            object.__setattr__(self, "targets", _texts("targets", self.targets))
+            object.__setattr__(self, "targets", check_texts("targets", self.targets))
         if self.modules_to_save is not None:
-            object.__setattr__(self, "modules_to_save", _texts("modules_to_save", self.modules_to_save))
+            object.__setattr__(self, "modules_to_save", check_texts("modules_to_save", self.modules_to_save))
         for name in ("rslora", "dora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
@@ -185,13 +157,15 @@ class SourceConfig:
             Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
         suffixes: suffixes of the files to read from a directory; None: all files.
         format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
-            its completion), "alpaca" (instruction, input, output, system, history) or "tokens" (input_ids, and labels
-            that may be -100); "auto" decides by the first record of each file.
+            its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
+            that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
+            decides by the first record of each file.
         text_field: the field of a .jsonl object, or the column of a table, with the text.
         messages_field: the field with a conversation, a list of {role, content}.
         tools_field: the field with the tools of a conversation.
         prompt_field: the field with a prompt; the loss leaves its tokens out.
         completion_field: the field with the completion of the prompt.
+        chosen_field, rejected_field: the fields with the preferred answer to the prompt and the other one.
         max_samples: read at most this number of documents; None: all.
     """
 
@@ -203,17 +177,19 @@ class SourceConfig:
     tools_field: str = "tools"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
     max_samples: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "paths", _texts("paths", self.paths))
+        object.__setattr__(self, "paths", check_texts("paths", self.paths))
         if self.suffixes is not None:
-            object.__setattr__(self, "suffixes", _texts("suffixes", self.suffixes))
+            object.__setattr__(self, "suffixes", check_texts("suffixes", self.suffixes))
         if self.max_samples is not None:
-            _check_whole("max_samples", self.max_samples, 1)
-        _check_choice("format", self.format, FORMATS)
-        for name in ("text_field", "messages_field", "tools_field", "prompt_field", "completion_field"):
-            _check_text(name, getattr(self, name))
+            check_whole("max_samples", self.max_samples, 1)
+        check_choice("format", self.format, FORMATS)
+        for name in (own.name for own in fields(SourceConfig) if own.name.endswith("_field")):
+            check_text(name, getattr(self, name))
 
     @property
     def fields(self) -> Fields:
@@ -225,6 +201,8 @@ class SourceConfig:
             self.tools_field,
             self.prompt_field,
             self.completion_field,
+            self.chosen_field,
+            self.rejected_field,
         )
 
 
@@ -240,7 +218,7 @@ class MixedConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_number("weight", self.weight)
+        check_number("weight", self.weight)
         if not self.weight:
             raise ValueError("weight is 0: leave the corpus out, or give it a weight above 0")
 
@@ -263,7 +241,8 @@ class DataConfig(SourceConfig):
             its last message) or "all". With a prompt and a completion, the loss covers the completion.
         tokens_per_step: most tokens of a mini-batch.
         max_length: tokens of the longest sequence.
-        overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train.
+        overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train. Of answers to compare, "cut"
+            keeps the first `max_length` tokens, prompt included, and "drop" leaves out the pair.
         heldout: fraction of the documents held out for evaluation; None: 0.01, or 0 if `evaluation` is given.
         cache: directory for tokenizers and token files, which are found again by a key of the corpus; None: the run
             folder.
@@ -297,15 +276,15 @@ class DataConfig(SourceConfig):
             if not isinstance(value, SourceConfig):
                 raise ValueError(f"evaluation.{name} is {value!r}: give it paths")
         for name in ("tokenizer", "cache", "chat_template"):
-            _check_text(name, getattr(self, name), optional=True)
+            check_text(name, getattr(self, name), optional=True)
         if not isinstance(self.template_arguments, Mapping):
             raise ValueError(f"template_arguments is {self.template_arguments!r}: give a mapping")
-        _check_choice("train_on", self.train_on, TRAIN_ON)
-        _check_choice("overlong", self.overlong, OVERLONG)
+        check_choice("train_on", self.train_on, TRAIN_ON)
+        check_choice("overlong", self.overlong, OVERLONG)
         for name, least in (("vocab_size", 1), ("tokens_per_step", 2), ("max_length", 2)):
-            _check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         if self.heldout is not None:
-            _check_fraction("heldout", self.heldout)
+            check_fraction("heldout", self.heldout)
 
     @property
     def held_out(self) -> float:
@@ -344,9 +323,9 @@ class OptimizerConfig:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        _check_text("name", self.name)
-        _check_number("lr", self.lr)
-        _check_number("weight_decay", self.weight_decay)
+        check_text("name", self.name)
+        check_number("lr", self.lr)
+        check_number("weight_decay", self.weight_decay)
         if self.betas is not None:
             if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
                 raise ValueError(f"betas is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
@@ -354,10 +333,10 @@ class OptimizerConfig:
             if len(self.betas) != 2:
                 raise ValueError(f"betas is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
             for beta in self.betas:
-                _check_fraction("betas", beta)
+                check_fraction("betas", beta)
         for name in ("eps", "momentum"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name))
+                check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -380,17 +359,17 @@ class ScheduleConfig:
     decay_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("warmup", self.warmup, 0)
+        check_whole("warmup", self.warmup, 0)
         if self.warmup_ratio is not None:
-            _check_fraction("warmup_ratio", self.warmup_ratio)
+            check_fraction("warmup_ratio", self.warmup_ratio)
             if self.warmup:
                 raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
-        _check_choice("decay", self.decay, DECAYS)
+        check_choice("decay", self.decay, DECAYS)
         if self.decay_ratio is not None:
-            _check_fraction("decay_ratio", self.decay_ratio, one=True)
+            check_fraction("decay_ratio", self.decay_ratio, one=True)
             if self.decay != "wsd":
                 raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
-        _check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
+        check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
 
     def warmup_of(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps`."""
@@ -451,17 +430,17 @@ class PlanConfig:
         if not isinstance(self.choose, bool):
             raise ValueError(f"choose is {self.choose!r}: give true or false")
         for name in ("profile", "cluster", "health"):
-            _check_text(name, getattr(self, name), optional=True)
+            check_text(name, getattr(self, name), optional=True)
         for name, needed in (("cluster", "profile"), ("health", "cluster")):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
             raise ValueError(f"cluster is {self.cluster!r}: set choose: true, which assigns sequences by it")
-        _check_whole("ahead", self.ahead, 0)
-        _check_whole("workers", self.workers, 1)
-        _check_whole("sample", self.sample, 1)
-        _check_number("gain", self.gain)
-        _check_number("patience_s", self.patience_s)
+        check_whole("ahead", self.ahead, 0)
+        check_whole("workers", self.workers, 1)
+        check_whole("sample", self.sample, 1)
+        check_number("gain", self.gain)
+        check_number("patience_s", self.patience_s)
 
 
 @dataclass(frozen=True)
@@ -497,14 +476,14 @@ class ElasticConfig:
     def __post_init__(self) -> None:
         if self.copies not in (1, 2) or isinstance(self.copies, bool):
             raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
-        _check_whole("spares", self.spares, 0)
+        check_whole("spares", self.spares, 0)
         if self.min_ranks is not None:
-            _check_whole("min_ranks", self.min_ranks, 1)
+            check_whole("min_ranks", self.min_ranks, 1)
         for name in ("rejoin", "monitor", "replan", "dry_run"):
             if not isinstance(getattr(self, name), bool) and not (name == "replan" and self.replan is None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
         for name in ("enter", "leave"):
-            _check_number(name, getattr(self, name), 1.0)
+            check_number(name, getattr(self, name), 1.0)
         if not 1 < self.leave < self.enter:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
 
@@ -523,6 +502,8 @@ class TrainConfig:
         adapter: train adapters only, and write them as `peft` does; None: train all weights.
         callbacks: objects or classes, as "module:name", with any of on_step(metrics), on_evaluate(metrics) and
             on_checkpoint(step, path), called on rank 0. "wandb" logs to Weights & Biases.
+        objective: train on pairs of answers of which one is preferred (`data.format: preference`): {dpo: {beta: 0.1}},
+            {simpo: {...}} or {orpo: {...}}, or their names alone; None: predict the next token.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or the YAML itself. Steps take turns
             among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads the
             measurements in `plan.profile`, and plans for them and the data.
@@ -576,6 +557,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
     adapter: AdapterConfig | None = None
+    objective: ObjectiveConfig | None = None
     callbacks: tuple[str, ...] = ()
     elastic: ElasticConfig = ElasticConfig()
     max_grad_norm: float | None = 1.0
@@ -609,17 +591,17 @@ class TrainConfig:
         if self.epochs is None:
             if self.steps == 0 and not isinstance(self.steps, bool):
                 raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
-            _check_whole("steps", self.steps, 1)
+            check_whole("steps", self.steps, 1)
         else:
-            _check_number("epochs", self.epochs)
+            check_number("epochs", self.epochs)
             if self.steps:
                 raise ValueError(
                     f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
                 )
         for name in ("ranks", "evaluate_batches", "keep"):
-            _check_whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "evaluate_per_epoch", "checkpoint_every", "checkpoint_per_epoch"):
-            _check_whole(name, getattr(self, name), 0)
+            check_whole(name, getattr(self, name), 0)
         for what in ("evaluate", "checkpoint"):
             every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
             if every and per_epoch:
@@ -628,28 +610,28 @@ class TrainConfig:
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.max_grad_norm is not None:
-            _check_number("max_grad_norm", self.max_grad_norm)
-        _check_fraction("label_smoothing", self.label_smoothing)
-        _check_number("grace_s", self.grace_s, 0.1)
-        _check_number("progress_s", self.progress_s, 1.0)
-        _check_choice("dtype", self.dtype, DTYPES)
+            check_number("max_grad_norm", self.max_grad_norm)
+        check_fraction("label_smoothing", self.label_smoothing)
+        check_number("grace_s", self.grace_s, 0.1)
+        check_number("progress_s", self.progress_s, 1.0)
+        check_choice("dtype", self.dtype, DTYPES)
         if self.backend is not None:
-            _check_choice("backend", self.backend, BACKENDS)
-        _check_text("device", self.device, optional=True)
+            check_choice("backend", self.backend, BACKENDS)
+        check_text("device", self.device, optional=True)
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             object.__setattr__(self, "check", "off")
-        _check_choice("check", self.check, CHECKS)
-        _check_text("compiled", self.compiled, optional=True)
+        check_choice("check", self.check, CHECKS)
+        check_text("compiled", self.compiled, optional=True)
         if not isinstance(self.trust, bool):
             raise ValueError(f"trust is {self.trust!r}: give true or false")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
         if self.deterministic and self.backend == "inductor":
             raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
-        _check_choice("push_dtype", self.push_dtype, DTYPES)
+        check_choice("push_dtype", self.push_dtype, DTYPES)
         if self.deterministic and self.push_dtype != "float32":
             raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
-        _check_text("output", self.output)
+        check_text("output", self.output)
         if self.elastic.copies > self.home.copies:
             object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
         if self.elastic.min_ranks is not None and self.elastic.min_ranks > self.ranks > 1:
@@ -657,7 +639,7 @@ class TrainConfig:
         if self.callbacks is None or self.callbacks in ((), []):
             object.__setattr__(self, "callbacks", ())
         else:
-            object.__setattr__(self, "callbacks", _texts("callbacks", self.callbacks))
+            object.__setattr__(self, "callbacks", check_texts("callbacks", self.callbacks))
         if self.adapter is not None and self.model.weights is not None:
             raise ValueError(
                 "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"
@@ -667,6 +649,9 @@ class TrainConfig:
                 f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "
                 f"{self.data.tokens_per_step}: a whole sequence must fit into a mini-batch"
             )
+        if self.objective is not None:
+            _check_pairs(self)
+            object.__setattr__(self, "data", _of_pairs(self.data))
         if self.automatic and len(self.strategies) > 1:
             raise ValueError("strategies: auto stands alone: leave out the others, or name only strategies")
         if self.automatic and not self.plan.choose:
@@ -730,13 +715,43 @@ class TrainConfig:
         write_whole(Path(path), text)
 
 
+def _check_pairs(config: TrainConfig) -> None:
+    """Check what differs with a loss of pairs of answers."""
+    data = config.data
+    if config.label_smoothing:
+        raise ValueError(
+            "label_smoothing is of cross-entropy: with an objective leave it out; DPO has objective.dpo.label_smoothing"
+        )
+    for source in (data, *data.sources, *data.evaluation.values()):
+        if source.format not in ("auto", "preference"):
+            raise ValueError(
+                f"data.format is {source.format}, and the objective compares two answers: leave format out, and give "
+                "records with a prompt, chosen and rejected"
+            )
+    if 2 * data.max_length > data.tokens_per_step:
+        raise ValueError(
+            f"data.max_length is {data.max_length}, and data.tokens_per_step {data.tokens_per_step}: both answers of a "
+            f"pair must fit into a mini-batch: set tokens_per_step to at least {2 * data.max_length}"
+        )
+
+
+def _of_pairs(data: DataConfig) -> DataConfig:
+    """Return a run's data, read as pairs of answers."""
+    return replace(
+        data,
+        format="preference",
+        mixture=tuple(replace(source, format="preference") for source in data.mixture),
+        evaluation={name: replace(source, format="preference") for name, source in data.evaluation.items()},
+    )
+
+
 def _check_best(config: TrainConfig) -> None:
     """Check the settings about the lowest evaluation loss."""
     if not isinstance(config.keep_best, bool):
         raise ValueError(f"keep_best is {config.keep_best!r}: give true or false")
     if config.patience is not None:
-        _check_whole("patience", config.patience, 1)
-    _check_number("min_improvement", config.min_improvement)
+        check_whole("patience", config.patience, 1)
+    check_number("min_improvement", config.min_improvement)
     for name, given in (("keep_best", config.keep_best), ("patience", config.patience)):
         if given and not config.evaluates:
             raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")

@@ -23,6 +23,7 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import Parts
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
+from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
 _ENCODING = 3  # version of the encoding of documents; token files cached by another version are made again
@@ -89,6 +90,11 @@ def check_data(config: TrainConfig) -> None:
         holds |= found
     if not holds:
         raise ValueError(_NO_TEXT)
+    if "preference" in holds and config.objective is None:
+        raise ValueError(
+            "the data are pairs of answers (chosen, rejected): set objective: {dpo: {beta: 0.1}}, or, to train on the "
+            "preferred answers alone, data.format: completion and data.completion_field: chosen"
+        )
     existing = _known_tokenizer(config)
     if existing is not None:
         tokenizer.load(existing)
@@ -100,6 +106,26 @@ def check_data(config: TrainConfig) -> None:
             f"{existing} has no chat template, which conversations need: set data.chat_template to chatml, or to the "
             "file of a template"
         )
+
+
+def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
+    """Yield sentences on the answers of pairs that are cut or left out because of their length."""
+    most = config.data.max_length
+    for i, file in enumerate(tokens.files if config.objective is not None else ()):
+        where = f" of data.mixture[{i}]" if config.data.mixture else ""
+        longer = int((file.lengths > most).sum())
+        kept = sum(len(_stream(config, i, file, split).chunks) for split in _splits(config.data))
+        if out := (len(file) - kept) // 2:
+            yield (
+                f"{out:,} of {len(file) // 2:,} pairs{where} are left out: within data.max_length, {most} tokens, an "
+                f"answer of theirs has {'its prompt only' if config.data.overlong == 'cut' else 'no room'}"
+            )
+        if longer and config.data.overlong == "cut":
+            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and end there"
+
+
+def _splits(data: DataConfig) -> tuple[Split, ...]:
+    return ("train", "heldout") if data.held_out else ("train",)
 
 
 def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
@@ -341,13 +367,19 @@ def _alone(partial: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def mini_batches(config: TrainConfig, tokens: Tokens) -> MiniBatches | Mixture:
+def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
     """Return the endless stream of a run's training mini-batches.
+
+    Args:
+        config, tokens: of the run.
+        scores: of pairs' answers under the model before training, which mini-batches then hold.
 
     Raises:
         ValueError: a document is longer than `data.max_length` and must be refused, or the corpus is empty.
     """
     members = [_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
+    for i, member in enumerate(members):
+        member.scores = None if scores is None else scores[train_name(i)]
     return members[0] if len(members) == 1 else Mixture(members, config.data.weights, config.data.tokens_per_step)
 
 
@@ -356,7 +388,10 @@ def _stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniB
     if data.overlong == "refuse":
         _refuse_overlong(data, data.sources[i], file)
     overlong = "drop" if data.overlong == "drop" else "cut"
-    return MiniBatches(file, data.tokens_per_step, data.max_length, config.seed, split, data.held_out, 0, overlong)
+    pairs = config.objective is not None
+    return MiniBatches(
+        file, data.tokens_per_step, data.max_length, config.seed, split, data.held_out, 0, overlong, pairs
+    )
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
@@ -371,8 +406,21 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
         )
 
 
-def evaluation_batches(config: TrainConfig, tokens: Tokens) -> dict[str, list[list[Drawn]]]:
-    """Return the mini-batches of every evaluation of a run, by the name of their set."""
+def evaluation_batches(
+    config: TrainConfig, tokens: Tokens, scores: Scores | None = None
+) -> dict[str, list[list[Drawn]]]:
+    """Return the mini-batches of every evaluation set of a run, by its name; arguments as for `mini_batches`."""
+    found: dict[str, list[list[Drawn]]] = {}
+    for name, streams in evaluation_streams(config, tokens).items():
+        for i, stream in enumerate(streams):
+            stream.scores = None if scores is None else scores[evaluation_name(name, i)]
+        batches = chain.from_iterable(stream.single_pass() for stream in streams)
+        found[name] = list(islice(batches, config.evaluate_batches))
+    return found
+
+
+def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
+    """Return the streams of every evaluation set of a run, by its name."""
     data = config.data
     streams: dict[str, list[MiniBatches]] = {}
     if data.held_out:
@@ -381,9 +429,9 @@ def evaluation_batches(config: TrainConfig, tokens: Tokens) -> dict[str, list[li
     for name, file in tokens.evaluation.items():
         if data.overlong == "refuse":
             _refuse_overlong(data, data.evaluation[name], file)
-        streams[name] = [MiniBatches(file, data.tokens_per_step, data.max_length, overlong=overlong)]
-    found = {name: chain.from_iterable(one.single_pass() for one in several) for name, several in streams.items()}
-    return {name: list(islice(batches, config.evaluate_batches)) for name, batches in found.items()}
+        pairs = config.objective is not None
+        streams[name] = [MiniBatches(file, data.tokens_per_step, data.max_length, overlong=overlong, pairs=pairs)]
+    return streams
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:

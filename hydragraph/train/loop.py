@@ -33,16 +33,19 @@ from hydragraph.train.data import (
     check_data,
     data_remarks,
     evaluation_batches,
+    evaluation_streams,
     mini_batches,
     open_tokens,
+    pair_remarks,
     parts_of_epochs,
     prepare,
     steps_of,
     verify,
 )
-from hydragraph.train.model import adapted, build_model, check_vocabulary, loss_of, skeleton
+from hydragraph.train.model import adapted, build_model, captured_loss, check_vocabulary, skeleton
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
+from hydragraph.train.reference_scores import ReferenceScores
 from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
 from hydragraph.train.run_recovery import go_on, write_run_ranks
 from hydragraph.train.run_saving import (
@@ -153,12 +156,17 @@ def _session(
     config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
-    anew = partial(mini_batches, config, tokens)
+    reference = _reference(config, tokens, folder)
+    scores = None if reference is None else reference.of
+    anew = partial(mini_batches, config, tokens, scores)
     batches = anew()
     check_budget(given, batches.tokens)
-    evaluation = evaluation_batches(config, tokens) if config.evaluates else {}
+    if config.evaluates:
+        evaluation_streams(config, tokens)  # raises errors now
     if leader is not None:
         for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
+            leader.note(sentence)
+        for sentence in pair_remarks(config, tokens):
             leader.note(sentence)
         for sentence in remarks(given, model, strategies, world.ranks, batches, config.steps):
             leader.note(sentence)
@@ -173,6 +181,14 @@ def _session(
         last = together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
             tokenizer.copy(tokens.directory, folder.tokenizer)
+        unscored = [] if reference is None else reference.missing(config)
+        if config.model.weights is not None and start.last is not None and unscored:
+            executor.load_pretrained(Path(config.model.weights))  # the checkpoint's weights follow
+        asked = reference.complete(unscored, executor, world, stopping, leader) if reference and unscored else 0
+        if asked:
+            executor.close()
+            return RunOutcome(folder, (), asked)
+        evaluation = evaluation_batches(config, tokens, scores) if config.evaluates else {}
         done = 0
         if last is not None:
             last, extra = load(world, folder, executor, last, start.step is None, leader)
@@ -226,6 +242,14 @@ def _session(
         return _follow(run, course, stopping, owned, model, tokens)
 
 
+def _reference(config: TrainConfig, tokens: Tokens, folder: RunFolder) -> ReferenceScores | None:
+    """Return the scores of the model before training, none of them known yet; None: the run needs none."""
+    if config.objective is None or not config.objective.needs_reference:
+        return None
+    evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
+    return ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation)
+
+
 def _compiled(
     config: TrainConfig,
     compile: Callable[..., Any],
@@ -240,7 +264,7 @@ def _compiled(
         model,
         optimizer=optimizer_factory(config.optimizer, model, world.device),
         **_chosen_from(config, strategies, tokens),
-        loss=loss_of(config),
+        **captured_loss(config),
         max_grad_norm=config.max_grad_norm,
         dtype=getattr(torch, config.dtype),
         device=world.device,
@@ -273,10 +297,14 @@ def _join_run(
         else _model(config, tokens)
     )
     strategies = () if config.automatic else read_strategies(config.strategies, model, config.ranks)
-    anew = partial(mini_batches, config, tokens)
+    config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
+    reference = _reference(config, tokens, folder)
+    scores = None if reference is None else reference.of
+    if reference is not None:
+        reference.read()
+    anew = partial(mini_batches, config, tokens, scores)
     batches = anew()
-    config = replace(config, steps=steps_of(config, batches), epochs=None)
-    evaluation = evaluation_batches(config, tokens) if config.evaluates else {}
+    evaluation = evaluation_batches(config, tokens, scores) if config.evaluates else {}
     executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
     executor.watched = config.watches
     turns = () if config.plan.choose else strategies
@@ -405,13 +433,14 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
     config = run.config
     strategy = run.strategy_of(step)
     following = course.coming.following
-    if following is not None and not _meets_after(run, step):
+    if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr
     try:
-        report: StepResult = run.executor.step(sequences, strategy)
+        steps: Any = run.pairs or run.executor
+        report: StepResult = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks reach this line, and it may be the last checkpoint

@@ -16,6 +16,7 @@ from torch import nn
 
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
+from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
 # Settings that are rates of dropout in training; other heads' rates do not count.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
@@ -25,9 +26,17 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def loss_of(config: TrainConfig) -> Loss | None:
     """Return the loss of a config; None: the default one."""
+    if config.objective is not None:
+        return weighted_logprobs
     if not config.label_smoothing:
         return None
     return partial(token_cross_entropy, label_smoothing=config.label_smoothing)
+
+
+def captured_loss(config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments `loss` and `example` of `hydragraph.capture` and `hydragraph.compile` for a config."""
+    example = None if config.objective is None else {WEIGHTS: torch.ones(1, 8)}
+    return {"loss": loss_of(config), "example": example}
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:

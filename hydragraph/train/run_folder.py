@@ -102,6 +102,11 @@ class RunFolder:
         return self.path / "tokenizer"
 
     @property
+    def reference(self) -> Path:
+        """Scores of pairs' answers under the model before training (`reference_scores`)."""
+        return self.path / "reference.npz"
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of all checkpoints."""
         return self.path / "checkpoints"
@@ -308,6 +313,7 @@ class RunFolder:
             self.picture,
             self.trace,
             self.corrections,
+            self.reference,
             self.config,
         ):
             path.unlink(missing_ok=True)

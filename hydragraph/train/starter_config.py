@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydragraph.data import corpus
-from hydragraph.data.documents import PAIRS, Fields, Format
+from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
 from hydragraph.train.config_schema import SCHEMA
 
 _BYTES_PER_TOKEN = 4  # approximate, for English text
@@ -109,13 +109,14 @@ def starter(found: Found, devices: Devices, output: str) -> str:
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
     if found.data:  # at least about twenty steps per pass
-        per_step = max(min(per_step, found.tokens // 20), longest)
+        per_step = max(min(per_step, found.tokens // 20), 2 * longest if found.format == "preference" else longest)
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         "# hydragraph train this file; hydragraph check says whether it fits into memory, and what a step takes.",
         "# docs/config.md lists every field.",
         *_model(found, longest),
         *_data(found, longest, per_step),
+        *_objective(found),
         *_strategies(devices),
         *_length(found, chat),
         *_optimizer(found),
@@ -137,6 +138,7 @@ def _fields(data: Sequence[Path]) -> Fields:
         corpus.formats(data, None, fields)
     except ValueError as error:
         for other in (
+            *(Fields(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
             Fields(messages="conversations", format="chat"),
             *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
             Fields(text="content"),
@@ -183,6 +185,7 @@ def _data(found: Found, longest: int, per_step: int) -> list[str]:
         ],
         "alpaca": [],
         "tokens": [],
+        "preference": [("prompt_field", found.fields.prompt, "prompt")],
     }
     lines += [f"  {name}: {json.dumps(value)}" for name, value, usual in named[found.format] if value != usual]
     if found.fields.format != "auto":
@@ -212,8 +215,15 @@ def _paths_comment(found: Found) -> str:
         "completion": "prompts with completions",
         "alpaca": "instructions with outputs",
         "tokens": "token ids",
+        "preference": "pairs of answers, one of them preferred",
     }[found.format]
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
+
+
+def _objective(found: Found) -> list[str]:
+    if found.format != "preference":
+        return []
+    return ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; docs/preferences.md"]
 
 
 def _strategies(devices: Devices) -> list[str]:

@@ -62,6 +62,9 @@ class Metrics:
         eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
         mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
             and the peak of all GPUs; None if that peak is not known.
+        pairs: with an objective, the figures of the mini-batch's pairs before the update (`PairResult`), and the
+            seconds of scoring them, which `seconds` contains.
+        eval_pairs: with an objective, the figures of every evaluation set, by its name.
         time: when it was logged, in UTC; "" in runs of earlier versions.
         beside: on the step after which expected and measured seconds of steps are compared, the result in words.
         plan: on the first step after a start with `strategies: auto`, the explanation of the plan, line by line.
@@ -88,14 +91,26 @@ class Metrics:
     peak_memory_bytes: int = 0
     mfu: float | None = None
     eval_losses: Mapping[str, float] = field(default_factory=dict)
+    pairs: Mapping[str, float] = field(default_factory=dict)
+    eval_pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     time: str = ""
     plan: tuple[str, ...] = ()
     beside: str = ""
 
     @property
-    def eval_perplexity(self) -> float | None:
-        """The perplexity of `eval_loss`."""
-        return None if self.eval_loss is None else perplexity(self.eval_loss)
+    def perplexities(self) -> dict[str, float]:
+        """The perplexity of every evaluation set; none with an objective, whose losses are not those of tokens."""
+        return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
+
+    @property
+    def by_set(self) -> dict[str, float]:
+        """Figures of the evaluation sets and of pairs, by the names that trackers show."""
+        found = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
+        found |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
+        found |= {f"pairs/{name}": value for name, value in self.pairs.items()}
+        for name, figures in self.eval_pairs.items():
+            found |= {f"eval_{name}/{figure}": value for figure, value in figures.items()}
+        return found
 
 
 def perplexity(loss: float) -> float:
@@ -186,9 +201,8 @@ class MetricsLog:
             value = getattr(metrics, name)
             if value is not None:
                 self._events.add_scalar(name, value, metrics.step)
-        for name, loss in metrics.eval_losses.items():
-            self._events.add_scalar(f"eval/{name}", loss, metrics.step)
-            self._events.add_scalar(f"perplexity/{name}", perplexity(loss), metrics.step)
+        for name, value in metrics.by_set.items():
+            self._events.add_scalar(name, value, metrics.step)
 
     def mark(self, event: Event) -> None:
         """Show an event in TensorBoard at its step: as text, and its numbers as scalars as well."""

@@ -10,6 +10,8 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.loss_picture import matplotlib_installed
 from hydragraph.train.model_flops import peak_flops_per_s, step_flops
 from hydragraph.train.optimizer import learning_rate
+from hydragraph.train.paired_steps import PairReport
+from hydragraph.train.preference_objective import mean_over_pairs
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.straggler_file import write_slow
@@ -21,18 +23,20 @@ from hydragraph.train.trainable import StepResult, Watcher
 def log_step(run: Run, step: int, report: StepResult) -> None:
     """Evaluate after a step if it is due, and log both."""
     config = run.config
-    losses = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else {}
+    losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
         return
     beside = run.expectation.stepped(report)
+    pairs = report.pairs if isinstance(report, PairReport) else {}
+    seconds = report.seconds + pairs.get("scoring_s", 0.0)
     metrics = Metrics(
         step=step,
         loss=report.loss,
         grad_norm=report.grad_norm,
         lr=learning_rate(step, config.steps, config.optimizer.lr, config.schedule),
         tokens=report.tokens,
-        tokens_per_s=report.tokens / report.seconds,
-        seconds=report.seconds,
+        tokens_per_s=report.tokens / seconds,
+        seconds=seconds,
         strategy=report.strategy,
         sequences=report.sequences,
         micro_batches=tuple(report.micro_batches),
@@ -46,7 +50,9 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
         planning_hidden_s=report.planning_hidden_s,
         expected_s=report.expected_s,
         peak_memory_bytes=peak_memory(run.world.device),
-        mfu=_mfu(run, report),
+        mfu=_mfu(run, report, seconds),
+        pairs=pairs,
+        eval_pairs=eval_pairs,
         time=now(),
         plan=() if run.log.written else run.executor.planning.explanation,
         beside="" if beside is None else str(beside),
@@ -70,13 +76,20 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
             write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
 
 
-def _evaluate(run: Run, strategy: Strategy | None) -> dict[str, float]:
-    """Return the mean loss per token over the mini-batches of every set."""
+def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the mean loss per token, or per pair, over the mini-batches of every set, and the figures of pairs."""
     losses: dict[str, float] = {}
+    figures: dict[str, dict[str, float]] = {}
     for name, batches in run.evaluation.items():
+        if run.pairs is not None:
+            results = [run.pairs.evaluate(sequences, strategy) for sequences in batches]
+            losses[name] = mean_over_pairs(results, [result.loss for result in results])
+            names = results[0].figures
+            figures[name] = {n: mean_over_pairs(results, [r.figures[n] for r in results]) for n in names}
+            continue
         reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
         losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
-    return losses
+    return losses, figures
 
 
 def tell(run: Run, event: Event) -> None:
@@ -96,11 +109,13 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
     return sum(known) if len(known) == len(peaks) else None
 
 
-def _mfu(run: Run, report: StepResult) -> float | None:
+def _mfu(run: Run, report: StepResult, seconds: float) -> float | None:
     if run.peak_flops_per_s is None:
         return None
     flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
-    return flops / report.seconds / run.peak_flops_per_s
+    if run.pairs is not None:
+        flops *= 4 / 3  # scoring is one more forward pass, and a backward pass costs two
+    return flops / seconds / run.peak_flops_per_s
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:

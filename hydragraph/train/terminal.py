@@ -145,8 +145,16 @@ class Screen:
 def evaluation_text(metrics: Metrics) -> str:
     """Return the losses of a step's evaluation, set by set, such as "held out 2.1034 (perplexity 8.194)"; "": none."""
     losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
-    named = {("held out" if name == "heldout" else name): loss for name, loss in losses.items()}
-    return ", ".join(f"{name} {loss:.4f} (perplexity {perplexity(loss):.4g})" for name, loss in named.items())
+    return ", ".join(
+        f"{'held out' if name == 'heldout' else name} {loss:.4f} ({_beside(metrics, name, loss)})"
+        for name, loss in losses.items()
+    )
+
+
+def _beside(metrics: Metrics, name: str, loss: float) -> str:
+    """Return what is shown beside the loss of an evaluation set."""
+    figures = metrics.eval_pairs.get(name)
+    return f"perplexity {perplexity(loss):.4g}" if figures is None else f"accuracy {figures['accuracy']:.0%}"
 
 
 def duration_text(seconds: float) -> str:
@@ -165,7 +173,8 @@ def duration_text(seconds: float) -> str:
 def _numbers(metrics: Metrics) -> tuple[str, ...]:
     used = "" if metrics.mfu is None else f"MFU {metrics.mfu:.0%}"
     memory = f"{metrics.peak_memory_bytes / 1e9:.3g} GB" if metrics.peak_memory_bytes else ""
-    return (f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_s:,.0f} tokens/s", used, memory)
+    ordered = f"accuracy {metrics.pairs['accuracy']:.0%}" if metrics.pairs else ""
+    return (f"loss {metrics.loss:.4f}", ordered, f"{metrics.tokens_per_s:,.0f} tokens/s", used, memory)
 
 
 def _strategy(metrics: Metrics) -> str:

@@ -16,6 +16,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.mini_batch_lookahead import Ahead
+from hydragraph.train.paired_steps import PairedSteps
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog
 from hydragraph.train.stragglers.controller import Controller
@@ -59,6 +60,12 @@ class Run:
     watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
     evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
+
+    @property
+    def pairs(self) -> PairedSteps | None:
+        """The executor for mini-batches of pairs, if the run has an objective."""
+        objective = self.config.objective
+        return None if objective is None else PairedSteps(self.executor, objective.loss)
 
     def strategy_of(self, step: int) -> Strategy | None:
         """Return the strategy of a step, in turn; None: the executor chooses."""
@@ -112,7 +119,7 @@ class Course:
 def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
     """Read mini-batches as far ahead as they are planned."""
     plan = run.config.plan
-    return Ahead(batches, plan.ahead if plan.choose else 0, run.executor.announce)
+    return Ahead(batches, plan.ahead if plan.choose else 0, (run.pairs or run.executor).announce)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -76,14 +76,24 @@ class Trainable(Protocol):
     def rehome(self, home: Home) -> None:
         """Move state to another home during the next step; all ranks call it."""
 
-    def announce(self, sequences: Sequence[Drawn]) -> None:
+    def announce(self, sequences: Sequence[Mapping[str, Any] | Tensor]) -> None:
         """Announce the mini-batch of a later step."""
 
     def promise(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> None:
         """Promise that a step with this mini-batch directly follows the next one, without another call in between."""
 
-    def step(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
+    def step(
+        self,
+        sequences: Sequence[Mapping[str, Any] | Tensor],
+        strategy: Strategy | None = None,
+        divide_by: Any = "targets",
+    ) -> Any:
         """Train on one global mini-batch; return a `StepResult`, or raise `Stopped` if any rank has `stopping`."""
+
+    def score(
+        self, sequences: Sequence[Drawn], entropy: Literal[False] = False, strategy: Strategy | None = None
+    ) -> Tensor:
+        """Return the log-probability of each sequence's targets, fp32 [L], without updating anything."""
 
     def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Return a `StepResult` without updating anything."""

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.data.corpus import CorpusReport, documents, files, fingerprint, formats, left_out, unread
-from hydragraph.data.documents import Fields
+from hydragraph.data.corpus import (
+    CorpusReport,
+    documents,
+    files,
+    fingerprint,
+    formats,
+    left_out,
+    placed_documents,
+    unread,
+)
+from hydragraph.data.documents import PLAIN, Completion, Fields
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -232,3 +241,14 @@ def test_a_folder_of_texts_is_read_without_what_would_be_refused_by_name(tmp_pat
     assert list(documents([tmp_path], report=report)) == ["code"]
     assert report.undecodable == [str(tmp_path / "x.bin")]
     assert [path.name for path in left_out([tmp_path])] == ["b.json"]
+
+
+def test_a_pair_of_answers_is_two_documents_of_one_record(tmp_path: Path) -> None:
+    pairs = [{"prompt": "Q", "chosen": f"A{i}", "rejected": f"B{i}"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    report = CorpusReport()
+    found = list(placed_documents([tmp_path / "pairs.jsonl"], None, PLAIN, report, limit=2))
+    assert [placed.document for placed in found] == [Completion("Q", answer) for answer in ("A0", "B0", "A1", "B1")]
+    assert found[3].place == f"{tmp_path / 'pairs.jsonl'}:2, rejected"
+    assert report.documents == 2
+    assert formats([tmp_path / "pairs.jsonl"]) == {"preference"}

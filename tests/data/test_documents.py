@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from hydragraph.data.documents import PLAIN, Completion, Conversation, Fields, Instruction, TokenIds
+from hydragraph.data.documents import (
+    PLAIN,
+    Completion,
+    Conversation,
+    Document,
+    Fields,
+    Instruction,
+    Preference,
+    TokenIds,
+)
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -141,7 +150,6 @@ def test_token_ids_have_labels_at_their_own_places() -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "these are preference data .*examples/dpo.py"),
         ({"query": "Q", "response": "A"}, "set prompt_field to 'query' and completion_field to 'response'"),
         ({"input": "Q", "output": "A"}, "set prompt_field to 'input' and completion_field to 'output'"),
     ],
@@ -149,3 +157,103 @@ def test_token_ids_have_labels_at_their_own_places() -> None:
 def test_other_names_of_fields_are_told(record: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         PLAIN.document(record, "text", "f:3")
+
+
+USER, YES, NO = (
+    {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
+)
+SYSTEM = {"role": "system", "content": "S"}
+
+
+def untrained(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    return tuple({**message, "weight": 0} for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("record", "chosen", "rejected"),
+    [
+        ({"prompt": "Q ", "chosen": "A", "rejected": "B"}, Completion("Q ", "A"), Completion("Q ", "B")),
+        (
+            {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: yet no"},
+            Completion("\n\nHuman: hi\n\nAssistant:", " yes"),
+            Completion("\n\nHuman: hi\n\nAssistant:", " yet no"),
+        ),
+        *(
+            (record, Conversation((*untrained(USER), YES)), Conversation((*untrained(USER), NO)))
+            for record in (
+                {"chosen": [USER, YES], "rejected": [USER, NO]},
+                {"prompt": "Q", "messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]},
+                {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+                {"prompt": [USER], "chosen": "A", "rejected": "B"},
+                {"prompt": "Q", "chosen": [YES], "rejected": [NO]},
+                {
+                    "conversations": [{"from": "human", "value": "Q"}],
+                    "chosen": {"from": "gpt", "value": "A"},
+                    "rejected": {"from": "gpt", "value": "B"},
+                },
+            )
+        ),
+        (
+            {"system": "S", "prompt": "Q", "chosen": [YES], "rejected": [NO]},
+            Conversation((*untrained(SYSTEM, USER), YES)),
+            Conversation((*untrained(SYSTEM, USER), NO)),
+        ),
+        (
+            {"system": "S", "prompt": "Q", "chosen": "A", "rejected": "B"},
+            Instruction((*untrained(SYSTEM, USER), YES), (), {}, Completion("S\n\nQ", "A")),
+            Instruction((*untrained(SYSTEM, USER), NO), (), {}, Completion("S\n\nQ", "B")),
+        ),
+        (
+            {"chosen": [USER, YES, USER, YES], "rejected": [USER, YES, USER, NO]},
+            Conversation((*untrained(USER, YES, USER), YES)),
+            Conversation((*untrained(USER, YES, USER), NO)),
+        ),
+    ],
+)
+def test_pairs_of_answers(record: dict[str, Any], chosen: Document, rejected: Document) -> None:
+    if "messages" not in record:
+        assert PLAIN.format_of(record.keys(), "f") == "preference"
+    assert PLAIN.document(record, "preference", "f:3") == Preference(chosen, rejected)
+
+
+def test_a_pair_for_an_instruction() -> None:
+    pair = PLAIN.document({"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"}, "preference", "f:3")
+    assert isinstance(pair, Preference)
+    assert isinstance(pair.chosen, Instruction)
+    assert pair.chosen.messages == (*untrained(USER), YES)
+    assert pair.chosen.completion.completion == "A"
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (
+            {"prompt": "Q", "chosen": "A"},
+            r"f:3: there is no rejected answer \('rejected' is None\): leave the pair out",
+        ),
+        ({"prompt": "Q", "chosen": "", "rejected": "B"}, "there is no chosen answer"),
+        ({"prompt": "Q", "chosen": [], "rejected": [NO]}, "there is no chosen answer"),
+        (
+            {"question": "Q", "chosen": "A b", "rejected": "A c"},
+            "the pair has no prompt: .*set prompt_field to 'question'",
+        ),
+        (
+            {"chosen": "A", "rejected": "B"},
+            "the pair has no prompt: give it as 'prompt', or begin both answers with it",
+        ),
+        ({"chosen": [YES], "rejected": [NO]}, "the pair has no prompt"),
+        ({"prompt": "Q", "chosen": "A", "rejected": [NO]}, "one of 'chosen' and 'rejected' is a text and the other"),
+    ],
+)
+def test_pairs_that_lack_something_are_named(record: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PLAIN.document(record, "preference", "f:3")
+
+
+def test_other_names_of_answers() -> None:
+    fields = Fields(format="preference", prompt="question", chosen="good", rejected="bad")
+    assert fields.format_of(["question", "good", "bad"], "f") == "preference"
+    pair = fields.document({"question": "Q", "good": "A", "bad": "B"}, "preference", "f:1")
+    assert pair == Preference(Completion("Q", "A"), Completion("Q", "B"))
+    with pytest.raises(ValueError, match="no field 'bad': set rejected_field to one of"):
+        fields.format_of(["question", "good"], "f")

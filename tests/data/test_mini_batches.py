@@ -305,3 +305,68 @@ def test_skipping_is_drawing_without_reading(file: TokenFile) -> None:
     for _ in range(4):
         assert one.skip() == tuple(map(len, next(two)))
         assert one.state_dict() == two.state_dict()
+
+
+@contextmanager
+def answers(targets: list[tuple[int, int]], prompt: int = 3) -> Iterator[TokenFile]:
+    """A file of pairs, whose answers have these lengths behind a prompt; the id of a token is its pair."""
+    with tempfile.TemporaryDirectory() as folder:
+        documents = [
+            Encoded([pair] * (prompt + length), [False] * prompt + [True] * length)
+            for pair, lengths in enumerate(targets)
+            for length in lengths
+        ]
+        yield write_encoded(Path(folder) / "tokens", [documents], 100, 99, True)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=12),
+    overlong=st.sampled_from(["cut", "drop"]),
+    room=st.integers(0, 30),
+)
+def test_the_answers_of_a_pair_stay_together(lengths: list[tuple[int, int]], overlong: str, room: int) -> None:
+    most = 12
+    with answers(lengths) as file:
+        kept = [i for i, pair in enumerate(lengths) if overlong == "cut" or max(pair) + 3 <= most]
+        if not kept:
+            return
+        batches = MiniBatches(file, 2 * most + room, most, overlong=overlong, pairs=True)
+        seen: list[int] = []
+        while batches.epoch == 0 or not seen:
+            batch: list[Any] = next(batches)
+            assert sum(len(one["input_ids"]) for one in batch) == sum(batches.lengths) <= 2 * most + room
+            for place, (chosen, rejected) in enumerate(zip(batch[::2], batch[1::2], strict=True)):
+                pair = int(chosen["input_ids"][0])
+                assert batches.drawn[2 * place] % 2 == 0
+                assert batches.drawn[2 * place] + 1 == batches.drawn[2 * place + 1]
+                for one, length in zip((chosen, rejected), lengths[pair], strict=True):
+                    assert one["input_ids"].tolist() == [pair] * min(length + 3, most)
+                    assert int((one["labels"] != -100).sum()) == min(length, most - 3)
+                seen.append(pair)
+        assert sorted(seen[: len(kept)]) == kept
+        once = [int(one["input_ids"][0]) for batch in batches.single_pass() for one in batch]  # type: ignore[index]
+        assert once == [pair for pair in kept for _ in range(2)]
+
+
+def test_pairs_are_held_out_and_left_out_whole() -> None:
+    with answers([(1, 1)] * 10) as file:
+        parts = [MiniBatches(file, 8, 4, split=split, heldout=0.3, pairs=True) for split in ("train", "heldout")]
+        pairs = [{int(file[int(i)][0]) for i in part.chunks.documents} for part in parts]
+        assert [len(part.chunks) for part in parts] == [14, 6]
+        assert not pairs[0] & pairs[1]
+        with pytest.raises(ValueError, match="tokens 7 is below twice max_length 4: a whole pair must fit"):
+            MiniBatches(file, 7, 4, pairs=True)
+        with pytest.raises(ValueError, match="no train pair has answers"):
+            MiniBatches(file, 6, 3, pairs=True)  # the prompt alone
+
+
+def test_scores_come_with_the_sequences() -> None:
+    with answers([(1, 2), (3, 4)]) as file:
+        batches = MiniBatches(file, 100, 10, pairs=True)
+        batches.scores = np.arange(4, dtype=np.float32)
+        batch: list[Any] = next(batches)
+        assert [float(one["reference"]) for one in batch] == [float(i) for i in batches.drawn]
+        assert "reference" not in batches.read(0, with_score=False)
+        before = batches.state_dict()
+        with pytest.raises(ValueError, match="pairs is True, but this stream's is False"):
+            MiniBatches(file, 100, 10).load_state_dict(before)

@@ -400,7 +400,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> Non
 
 def test_the_final_model_is_that_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([2.0, 1.0, 1.5])
-    monkeypatch.setattr(step_reporting, "_evaluate", lambda *_: {"heldout": next(losses)})
+    monkeypatch.setattr(step_reporting, "_evaluate", lambda *_: ({"heldout": next(losses)}, {}))
     run = config(tmp_path, strategies=["<tp1,pp1>"], steps=3, evaluate_every=1, checkpoint_every=0, keep=1, check="off")
     watched = Watched()
     outcome = train(replace(run, keep_best=True), "new", hg.compile, watched)

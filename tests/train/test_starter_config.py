@@ -26,6 +26,14 @@ RECORDS = {
     "conversations": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
     "completion": {"prompt": "what", "completion": "it"},
     "instruction": {"instruction": "what", "input": "", "output": "it"},
+    "preference": {"prompt": "what", "chosen": "it", "rejected": "that"},
+    "question": {"question": "what", "chosen": "it is", "rejected": "it was", "source": "people"},
+    "ultrafeedback": {
+        "prompt": "hi",
+        "messages": TURNS,
+        "chosen": TURNS,
+        "rejected": [TURNS[0], {**TURNS[1], "content": "no"}],
+    },
 }
 
 
@@ -61,6 +69,7 @@ def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, mod
     check_settings(config, 1)
     check_data(config)
     assert (config.model.path == str(model)) is with_model
+    assert (config.objective is not None) == ("rejected" in RECORDS[kind])
     assert (config.data.max_length, config.epochs) == (
         64 if with_model else 256,
         1 if "text" in RECORDS[kind] or kind == "content" else 3,

@@ -1,0 +1,109 @@
+"""Losses of pairs of answers, as a run's config names them; `preference_objective` computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from hydragraph.train.field_checks import check_fraction, check_number
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """Direct preference optimisation (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
+
+    The reward of an answer is beta * (log p - log p_ref), where p_ref is the model before training.
+
+    Attributes:
+        beta: strength of the reference; a smaller one lets the model move away further.
+        label_smoothing: the assumed fraction of pairs whose answers were swapped (conservative DPO).
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta)
+        check_fraction("label_smoothing", self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class SimpoConfig:
+    """Simple preference optimisation (Meng et al., 2024, eq. 6): rewards per token, without a reference.
+
+    The reward of an answer is beta / tokens * log p, and the preferred one should be higher by gamma.
+
+    Attributes:
+        beta: scale of the rewards.
+        gamma: the difference of rewards that the loss aims for.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta)
+        check_number("gamma", self.gamma)
+
+
+@dataclass(frozen=True)
+class OrpoConfig:
+    """Odds ratio preference optimisation (Hong et al., 2024, eq. 6): fine-tuning on the preferred answer, and the odds.
+
+    The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.
+
+    Attributes:
+        weight: of the odds ratio beside the cross-entropy of the preferred answer; the paper's lambda.
+    """
+
+    weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("weight", self.weight)
+
+
+PairLoss = DpoConfig | SimpoConfig | OrpoConfig
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """A loss of pairs of answers, of which one is preferred; give one of the fields, or its name instead of a mapping.
+
+    Attributes:
+        dpo: direct preference optimisation, relative to the model before training.
+        simpo: simple preference optimisation, without a reference.
+        orpo: odds ratio preference optimisation, which also fine-tunes on the preferred answers.
+    """
+
+    dpo: DpoConfig | None = None
+    simpo: SimpoConfig | None = None
+    orpo: OrpoConfig | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            what = "is empty" if not given else f"has {' and '.join(given)}"
+            raise ValueError(f"objective {what}: give one of dpo, simpo and orpo, such as {{dpo: {{beta: 0.1}}}}")
+
+    @classmethod
+    def parse(cls, text: str) -> ObjectiveConfig:
+        """Return an objective with its defaults, by its name.
+
+        Raises:
+            ValueError: there is no objective of that name.
+        """
+        losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
+        if text not in losses:
+            raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")
+        return cls(**{text: losses[text]()})
+
+    @property
+    def loss(self) -> PairLoss:
+        """The loss that was given."""
+        loss = self.dpo or self.simpo or self.orpo
+        assert loss is not None, "one of them was given"
+        return loss
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model before training."""
+        return self.dpo is not None

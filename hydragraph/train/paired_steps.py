@@ -1,0 +1,86 @@
+"""Steps and evaluations with a loss of pairs of answers: scores first, then the gradient token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.data.mini_batches import IGNORED, Drawn
+from hydragraph.engine.executable import StepReport
+from hydragraph.spec.strategy import Strategy
+from hydragraph.train.objective_config import PairLoss
+from hydragraph.train.preference_objective import WEIGHTS, PairResult, evaluate_pairs
+from hydragraph.train.trainable import Trainable
+
+
+@dataclass(frozen=True, eq=False)
+class PairReport(StepReport):
+    """Report of a step on pairs of answers.
+
+    Attributes:
+        pairs: figures of the pairs, as in `PairResult`, and `scoring_s`, the seconds of scoring them before the step.
+    """
+
+    pairs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class PairedSteps:
+    """A compiled model, called with mini-batches of pairs: each preferred answer is followed by the other one.
+
+    The model must be compiled with the loss `weighted_logprobs`.
+    """
+
+    executor: Trainable
+    loss: PairLoss
+
+    def announce(self, sequences: Sequence[Drawn]) -> None:
+        """Announce the mini-batch of a later step, so that it is planned before, or while answers are scored."""
+        self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
+
+    def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
+        """Train on a mini-batch.
+
+        Raises:
+            FloatingPointError: a score, the loss or a gradient is not finite; the weights are unchanged.
+        """
+        began = time.perf_counter()
+        pairs = self.evaluate(sequences, strategy)
+        scoring_s = time.perf_counter() - began
+        report = self.executor.step(_weighted(sequences, pairs.weights), strategy, divide_by=len(sequences) // 2)
+        known = {each.name: getattr(report, each.name) for each in fields(StepReport)}
+        return PairReport(**{**known, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
+
+    def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
+        """Return a mini-batch as the first step trains on it, where scores are those of the reference."""
+        scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
+        known = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
+        return _weighted(known, self.evaluate(known, None).weights)
+
+    def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairResult:
+        """Return the losses of a mini-batch without updating anything."""
+        answers = _answers(sequences)
+        scores = self.executor.score([_plain(answer) for answer in answers], strategy=strategy)
+        targets = torch.tensor([int((answer["labels"][1:] != IGNORED).sum()) for answer in answers])
+        unknown = torch.tensor(torch.nan)
+        reference = torch.stack([answer.get("reference", unknown) for answer in answers])
+        return evaluate_pairs(self.loss, scores, targets, reference)
+
+
+def _answers(sequences: Sequence[Drawn]) -> list[dict[str, Tensor]]:
+    """Return the sequences of a mini-batch, each with labels."""
+    return [one if isinstance(one, dict) else {"input_ids": one, "labels": one} for one in sequences]
+
+
+def _plain(answer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the model reads of an answer."""
+    return {"input_ids": answer["input_ids"], "labels": answer["labels"]}
+
+
+def _weighted(sequences: Sequence[Drawn], weights: Sequence[float]) -> list[dict[str, Any]]:
+    return [{**_plain(one), WEIGHTS: weight} for one, weight in zip(_answers(sequences), weights, strict=True)]

@@ -1,0 +1,136 @@
+"""Losses of pairs of answers, of which one is preferred to the other: DPO, SimPO and ORPO.
+
+Each loss depends on an answer only through its log-probability s, the sum over the answer's tokens. Its gradient with
+respect to the weights is therefore a sum over tokens, in which every token of an answer has the same factor dL/ds, a
+number. So both answers of a pair may lie in different micro-batches, pipelines and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydragraph.frontend.packed_inputs import token_logprobs
+from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
+
+WEIGHTS = "weights"  # the field of a sequence with the factor of its token losses
+_SURE = -1e-7  # the log-probability per token above which an answer counts as certain, since its odds would be infinite
+
+
+def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sum of the token losses -log p, each times the weight of its sequence."""
+    return -(token_logprobs(outputs, batch) * batch[WEIGHTS][0]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """One answer of each of n pairs.
+
+    Attributes:
+        scores: log-probability of each answer under the model, fp64 [n].
+        targets: number of tokens of each answer, fp64 [n].
+        reference: log-probability of each answer under the model before training, fp64 [n]; NaN if it is not known.
+    """
+
+    scores: Tensor
+    targets: Tensor
+    reference: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        """Log-probability per token of each answer."""
+        return self.scores / self.targets
+
+
+def rewards(loss: PairLoss, answers: Answers) -> Tensor:
+    """Return the reward of each answer that a loss assumes, [n]; of ORPO, the weighted log-probability per token."""
+    match loss:
+        case DpoConfig():
+            return loss.beta * (answers.scores - answers.reference)
+        case SimpoConfig():
+            return loss.beta * answers.means
+        case OrpoConfig():
+            return loss.weight * answers.means
+
+
+def losses(loss: PairLoss, chosen: Answers, rejected: Answers) -> Tensor:
+    """Return the loss of each pair, [n]."""
+    match loss:
+        case DpoConfig():
+            margins = rewards(loss, chosen) - rewards(loss, rejected)
+            swapped = loss.label_smoothing
+            return -(1 - swapped) * F.logsigmoid(margins) - swapped * F.logsigmoid(-margins)
+        case SimpoConfig():
+            return -F.logsigmoid(rewards(loss, chosen) - rewards(loss, rejected) - loss.gamma)
+        case OrpoConfig():
+            return -chosen.means - loss.weight * F.logsigmoid(_log_odds(chosen.means) - _log_odds(rejected.means))
+
+
+def _log_odds(means: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) for p = exp(means)."""
+    sure = means.clamp(max=_SURE)
+    return sure - torch.log(-torch.expm1(sure))
+
+
+@dataclass(frozen=True, eq=False)
+class PairResult:
+    """The losses of the pairs of a mini-batch.
+
+    Attributes:
+        pairs: their number.
+        loss: mean of their losses.
+        weights: of each sequence's token losses -log p, in the order of the scores; the sum of the weighted token
+            losses over all sequences has the gradient of the sum of the pairs' losses.
+        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (their difference), `accuracy` (the
+            fraction of pairs whose preferred answer has the higher reward; equal rewards count half) and, with a
+            reference, `log_ratio` (log p - log p_ref of an answer; where answers are the model's own, this estimates
+            the KL divergence).
+    """
+
+    pairs: int
+    loss: float
+    weights: list[float]
+    figures: Mapping[str, float]
+
+
+def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> float:
+    """Return the mean of a value per result, weighted by the number of its pairs."""
+    return sum(r.pairs * value for r, value in zip(results, values, strict=True)) / sum(r.pairs for r in results)
+
+
+def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: Tensor) -> PairResult:
+    """Return the losses of pairs of answers, and the factor of each answer in their gradient.
+
+    Args:
+        loss: of pairs.
+        scores: log-probability of each answer, [2n]: the preferred one of each pair and then the other.
+        targets: number of tokens of each answer, [2n].
+        reference: scores under the model before training, [2n].
+
+    Raises:
+        FloatingPointError: a score is not finite.
+    """
+    if not bool(torch.isfinite(scores).all()):
+        pair = int((~torch.isfinite(scores)).nonzero()[0]) // 2
+        raise FloatingPointError(f"the log-probability of an answer of pair {pair} of the mini-batch is not finite")
+    scores = scores.double().requires_grad_()
+    columns = scores, targets.double(), reference.double()
+    chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))
+    each = losses(loss, chosen, rejected)
+    (slopes,) = torch.autograd.grad(each.sum(), scores)
+    with torch.no_grad():
+        better, worse = rewards(loss, chosen), rewards(loss, rejected)
+        figures = {
+            "chosen_reward": better.mean().item(),
+            "rejected_reward": worse.mean().item(),
+            "margin": (better - worse).mean().item(),
+            "accuracy": ((better - worse).sign() + 1).mean().item() / 2,
+        }
+        if isinstance(loss, DpoConfig):
+            figures["log_ratio"] = (scores - reference.double()).mean().item()
+    return PairResult(len(each), each.mean().item(), (-slopes).tolist(), figures)

@@ -1,0 +1,148 @@
+"""Scores of a run's answers under the model before training, which DPO compares with; kept in the run folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hydragraph.cluster.launch import World
+from hydragraph.cluster.processes.stop_requests import Requests
+from hydragraph.data.mini_batches import MiniBatches
+from hydragraph.data.mixture import Mixture
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.trainable import Trainable, Watcher
+
+Scores = Mapping[str, npt.NDArray[np.float32]]
+_EVERY_S = 60.0  # of scoring at most lost by an interruption
+
+
+class ReferenceScores:
+    """The scores of every answer that a run reads.
+
+    Args:
+        path: the file in the run folder, which all ranks see.
+        train: the run's mini-batches, from the start.
+        evaluation: of every evaluation set, its streams.
+
+    Attributes:
+        of: for each stream, by name, the score of each chunk: fp32 [chunks], NaN where it is not known. Streams that
+            share these arrays see scores as they become known.
+    """
+
+    def __init__(
+        self, path: Path, train: MiniBatches | Mixture, evaluation: Mapping[str, Iterable[MiniBatches]]
+    ) -> None:
+        self._path = path
+        self._train = train
+        members = train.members if isinstance(train, Mixture) else (train,)
+        self._streams = {train_name(i): member for i, member in enumerate(members)}
+        self._evaluation = {name: dict(_named(name, streams)) for name, streams in evaluation.items()}
+        for streams in self._evaluation.values():
+            self._streams.update(streams)
+        self.of: Scores = {name: np.full(len(s.chunks), np.nan, np.float32) for name, s in self._streams.items()}
+
+    def read(self) -> None:
+        """Take over the scores in the file, except those of other data."""
+        if not self._path.is_file():
+            return
+        with np.load(self._path) as stored:
+            for name, stream in self._streams.items():
+                if name in stored and str(stored[f"{name} of"]) == stream.identity:
+                    self.of[name][:] = stored[name]
+
+    def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
+        """Read the file, and return the answers that a run of `config.steps` needs and the file does not have.
+
+        Returns:
+            For each mini-batch with such answers, the names of their streams and their chunks.
+        """
+        self.read()
+        return list(self._without(config))
+
+    def _without(self, config: TrainConfig) -> Iterator[list[tuple[str, int]]]:
+        seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
+        for drawn in chain(self._drawn(config.steps), self._evaluated(config.evaluate_batches)):
+            new = [(name, chunk) for name, chunk in dict.fromkeys(drawn) if not seen[name][chunk]]
+            for name, chunk in new:
+                seen[name][chunk] = True
+            if new:
+                yield new
+
+    def complete(
+        self,
+        missing: list[list[tuple[str, int]]],
+        executor: Trainable,
+        world: World,
+        stopping: Requests,
+        watcher: Watcher | None,
+    ) -> int:
+        """Score answers under the model before training, whose weights the executor must hold; all ranks call it.
+
+        Returns:
+            0, or the signal that asked a rank to stop before the end; what was scored is in the file.
+        """
+        count = sum(map(len, missing))
+        done, written = 0, time.monotonic()
+        for answers in missing:
+            if stop := max(world.gather(stopping.signal)):
+                self._write(world)
+                return stop
+            sequences = [self._streams[name].read(chunk, with_score=False) for name, chunk in answers]
+            for (name, chunk), score in zip(answers, executor.score(sequences).tolist(), strict=True):
+                self.of[name][chunk] = score
+            done += len(answers)
+            if watcher is not None:
+                watcher.preparing("scoring answers under the model before training", done, done / count)
+            if time.monotonic() - written > _EVERY_S:
+                self._write(world)
+                written = time.monotonic()
+        self._write(world)
+        world.gather(None)  # the file is complete before any rank trains, and others may read it
+        return 0
+
+    def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:
+        """Yield the answers of each training mini-batch; the stream must be at its start."""
+        for _ in range(steps):
+            self._train.skip()
+            drawn = self._train.drawn
+            yield [(train_name(0), one) if isinstance(one, int) else (train_name(one[0]), one[1]) for one in drawn]
+
+    def _evaluated(self, batches: int) -> Iterator[list[tuple[str, int]]]:
+        for streams in self._evaluation.values():
+            passes = chain.from_iterable(
+                ([(name, chunk) for chunk in chunks] for chunks in stream.single_pass_chunks())
+                for name, stream in streams.items()
+            )
+            yield from islice(passes, batches)
+
+    def _write(self, world: World) -> None:
+        """Write all scores, on rank 0."""
+        if world.rank:
+            return
+        partial = self._path.with_suffix(".partial")
+        identities = {f"{name} of": np.array(stream.identity) for name, stream in self._streams.items()}
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **self.of, **identities)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path)
+
+
+def train_name(member: int) -> str:
+    """Return the name of a training corpus's stream."""
+    return f"train-{member}"
+
+
+def evaluation_name(name: str, member: int) -> str:
+    """Return the name of a stream of an evaluation set."""
+    return f"{name}-{member}-evaluated"
+
+
+def _named(name: str, streams: Iterable[MiniBatches]) -> Iterator[tuple[str, MiniBatches]]:
+    return ((evaluation_name(name, i), stream) for i, stream in enumerate(streams))
