@@ -135,3 +135,17 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path) -> None:
         done = run("export", *arguments)
         assert done.exit_code == 2
         assert sentence in done.stderr
+
+
+def test_preferences_from_the_config(tmp_path: Path, base: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    prompt = [{"role": "user", "content": "what is one and two"}]
+    answers = {"chosen": "it is three", "rejected": "it is six"}
+    pair = {"prompt": prompt, **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()}}
+    data.write_text((json.dumps(pair) + "\n") * 40)
+    sets = alone(f"model.path={base}", f'data.paths=["{data}"]', "optimizer.lr=1e-2", "evaluate_every=0", "epochs=2")
+    history = train("preferences.yaml", tmp_path, *sets, "data.heldout=0", "schedule.warmup=1")
+    assert history[0]["pairs"]["accuracy"] == 0.5, "the model is the reference"
+    assert history[-1]["pairs"]["accuracy"] == 1
+    assert history[-1]["loss"] < history[0]["loss"] - 0.1
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()

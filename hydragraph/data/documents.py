@@ -282,7 +282,8 @@ class Fields:
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
         """Return a pair of texts that both begin with the prompt."""
-        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        differs = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+        same = next(differs, min(len(chosen), len(rejected)))
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[:same])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))

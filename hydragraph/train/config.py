@@ -165,7 +165,8 @@ class SourceConfig:
         tools_field: the field with the tools of a conversation.
         prompt_field: the field with a prompt; the loss leaves its tokens out.
         completion_field: the field with the completion of the prompt.
-        chosen_field, rejected_field: the fields with the preferred answer to the prompt and the other one.
+        chosen_field: the field with the preferred answer to the prompt.
+        rejected_field: the field with the other answer.
         max_samples: read at most this number of documents; None: all.
     """
 

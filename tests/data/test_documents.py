@@ -178,6 +178,11 @@ def untrained(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
             Completion("\n\nHuman: hi\n\nAssistant:", " yes"),
             Completion("\n\nHuman: hi\n\nAssistant:", " yet no"),
         ),
+        (
+            {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: yes, sure"},
+            Completion("Human: hi Assistant:", " yes"),
+            Completion("Human: hi Assistant:", " yes, sure"),
+        ),
         *(
             (record, Conversation((*untrained(USER), YES)), Conversation((*untrained(USER), NO)))
             for record in (
