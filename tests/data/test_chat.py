@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from hydragraph.data.chat import Encoder, Template
 from hydragraph.data.chat import chatml as chatml_for
-from hydragraph.data.documents import Completion, Conversation, Fields, TokenIds, texts_of
+from hydragraph.data.documents import Completion, Conversation, Fields, Instruction, TokenIds, texts_of
 from hydragraph.data.token_file import encode_texts
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.chats import BARE, BEGINS, MARKED, PLAIN, REWRITES, TOOLS, encoder
@@ -150,7 +150,7 @@ def test_token_ids_are_taken_as_they_are() -> None:
 def test_alpaca_is_a_conversation_only_where_there_is_a_template() -> None:
     record = {"instruction": "what", "input": "it", "output": "hello"}
     document = Fields().document(record, "alpaca", "here")
-    assert document is not None
+    assert isinstance(document, Instruction)
     plain = Encoder(TOKENIZER, END).encode(document, "here")
     text = TOKENIZER.decode(list(plain.ids), skip_special_tokens=False)
     assert text.startswith("Below is an instruction")

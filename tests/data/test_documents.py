@@ -10,7 +10,6 @@ from hydragraph.data.documents import (
     PLAIN,
     Completion,
     Conversation,
-    Document,
     Fields,
     Instruction,
     Preference,
@@ -159,6 +158,7 @@ def test_other_names_of_fields_are_told(record: dict[str, Any], sentence: str) -
         PLAIN.document(record, "text", "f:3")
 
 
+Answer = Completion | Conversation
 USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
 )
@@ -215,7 +215,7 @@ def untrained(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         ),
     ],
 )
-def test_pairs_of_answers(record: dict[str, Any], chosen: Document, rejected: Document) -> None:
+def test_pairs_of_answers(record: dict[str, Any], chosen: Answer, rejected: Answer) -> None:
     if "messages" not in record:
         assert PLAIN.format_of(record.keys(), "f") == "preference"
     assert PLAIN.document(record, "preference", "f:3") == Preference(chosen, rejected)
