@@ -401,7 +401,7 @@ class Restarted:
         found = {}
         for node in self._nodes:
             for pid, environment in node.processes().items():
-                if _JOB in environment and _words(pid)[: len(self._program)] == self._program:
+                if _JOB in environment and words_of(pid)[: len(self._program)] == self._program:
                     found[int(environment["RANK"])] = (node.number, pid)
         return found
 
@@ -469,11 +469,11 @@ def _outside(nodes: TwoNodes) -> dict[tuple[int, int], int]:
 
 def _is_supervisor(pid: int) -> bool:
     """Say whether a process is what torchrun starts on a machine."""
-    words = _words(pid)
+    words = words_of(pid)
     return "hydragraph" in words and "torch.distributed.run" not in words
 
 
-def _words(pid: int) -> list[str]:
+def words_of(pid: int) -> list[str]:
     """Return the command of a process, empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")

@@ -159,8 +159,9 @@ def brake(folder: Path, period_s: float) -> None:
         for name in braked.keys() - named.keys():
             braked.pop(name).release()
         for name in named.keys() - braked.keys():
-            pid, share = named[name].read_text().split()
-            braked[name] = Braked(int(pid), float(share) * period_s)
+            with suppress(OSError):  # it has ended
+                pid, share = named[name].read_text().split()
+                braked[name] = Braked(int(pid), float(share) * period_s)
         until = time.monotonic() + period_s
         for name, each in [*braked.items()]:
             try:

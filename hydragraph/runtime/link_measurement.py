@@ -15,7 +15,6 @@ from statistics import median
 import torch
 
 from hydragraph.cluster.communicators import Groups
-from hydragraph.runtime.profile_fitting import fit_link
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
@@ -55,14 +54,14 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
     each = list(ranks.values())
     within = {i: (own[0], own[1]) for i, own in enumerate(each) if len(own) > 1}
     found = exchange(groups, list(within.values()))
-    inner = [_link(found.get(within[i], ())) if i in within else None for i in range(len(each))]
+    inner = [link_of(found.get(within[i], ())) if i in within else None for i in range(len(each))]
     first = next(iter(found.values()), ())
     outer: list[Interconnect | None] = [None] * len(each)
     for i in range(1, min(len(each), NODES)):
         pair = (each[0][0], each[i][0])
         messages = exchange(groups, [pair])[pair]
         first = first or messages
-        outer[i] = _link(messages)
+        outer[i] = link_of(messages)
     outer = [each_ or (outer[min(len(each), NODES) - 1] if i else None) for i, each_ in enumerate(outer)]
     outer[0] = max(filter(None, outer), key=lambda link: link.bytes_per_s, default=None)
     cards = [1] * len(each)
@@ -126,10 +125,12 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _link(messages: Messages) -> Interconnect:
-    """Return the link that messages show; the largest one alone if latency hides the bandwidth."""
-    fitted = fit_link([size for size, _ in messages], [seconds for _, seconds in messages])
-    if fitted is not None:
-        return fitted.link
+def link_of(messages: Messages) -> Interconnect:
+    """Return the link that messages show: the time of the smallest one, and the bandwidth of the largest.
+
+    Buffers and shaped links let short messages pass faster than the link can go on; a fit of all sizes would promise
+    that speed for weights and gradients too.
+    """
+    latency = messages[0][1]
     size, seconds = messages[-1]
-    return Interconnect(size / seconds, 0.0)
+    return Interconnect(size / max(seconds - latency, 0.1 * seconds), latency)

@@ -1,0 +1,44 @@
+"""The pairs of machines of benchmarks/auto.py, their files, and what it compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.auto import STATIC, Pair, Ran, differences
+from benchmarks.everything import Done
+from hydragraph.spec.cluster import Cluster
+
+
+def test_drawn_pairs_differ_and_are_drawn_again() -> None:
+    pairs = [Pair.drawn(seed) for seed in range(20)]
+    assert pairs == [Pair.drawn(seed) for seed in range(20)]
+    assert len(set(pairs)) > 15
+    assert all(max(pair.shares) == 0.8 and min(pair.shares) >= 0.2 for pair in pairs)
+    assert {pair.shares[0] == 0.8 for pair in pairs} == {True, False}, "either machine may be the faster one"
+
+
+def test_the_cluster_file_has_the_true_speeds_and_the_true_link(tmp_path: Path) -> None:
+    pair = Pair(shares=(0.4, 0.8), bits_per_s=1e8)
+    pair.write_cluster(tmp_path / "cluster.yaml")
+    cluster = Cluster.load(tmp_path / "cluster.yaml")
+    assert [device.flops_per_s for device in cluster.devices] == [2e10, 4e10]
+    assert [device.node for device in cluster.devices] == [0, 1]
+    assert cluster.nodes[0].outer.bytes_per_s == pytest.approx(1.25e7)
+
+
+@pytest.mark.parametrize("strategies", ["auto", [STATIC["equal pipeline"]]])
+def test_the_configs_of_sides_differ_only_in_how_they_run(tmp_path: Path, strategies: object) -> None:
+    plain, side = Pair().config(tmp_path, "a", 5), Pair().config(tmp_path, "b", 5, strategies=strategies)
+    assert (side.data, side.model, side.optimizer, side.steps) == (plain.data, plain.model, plain.optimizer, 5)
+    assert side.automatic == (strategies == "auto")
+
+
+def test_losses_and_seconds_of_runs() -> None:
+    def ran(*losses: float) -> Ran:
+        return Ran({i: Done(loss, 5, 10.0 * i) for i, loss in enumerate(losses, start=1)}, 3.0, (), (), ())
+
+    one = ran(4.0, 2.0, 1.0)
+    assert (one.startup_s, one.step_s, one.later_s) == (7.0, 10.0, 10.0)
+    assert differences({"auto": [one], "other": [ran(4.0, 2.0, 1.001)]}) == pytest.approx(1e-3)
