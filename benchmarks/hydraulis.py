@@ -3,6 +3,7 @@
     python -m benchmarks.hydraulis                          # the paper's grid and sweeps, and its case study
     python -m benchmarks.hydraulis --cells 4 --iterations 5 # a slice of its grid
     python -m benchmarks.hydraulis --only sweeps            # grid, sweeps or case
+    python -m benchmarks.hydraulis --only rollouts          # answers of reinforcement learning, by assumed lengths
     python -m benchmarks.hydraulis --grid wide              # another grid, and hydraulis.png
     python -m benchmarks.hydraulis --data DIR               # where the constants and length distributions are
 
@@ -36,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.published import paper_grid, wide_grid
 from benchmarks.published.llamas import MODELS, read_profiles
+from benchmarks.published.workload import rollouts
 
 Cell = TypeVar("Cell", paper_grid.Cell, wide_grid.Cell)
 WIDTH = 200
@@ -82,7 +84,10 @@ def paper(chosen: argparse.Namespace, profiles: dict[str, Any], quantiles: dict[
     if chosen.only in (None, "sweeps") and chosen.cells is None:
         for name, swept in paper_grid.SWEEPS.items():
             found = every(swept, paper_grid.measured, arguments, chosen.processes)
-            console.print(paper_grid.sweep_table(name, found))
+            console.print(paper_grid.sweep_table(f"section 8.3, {name}", found))
+    if chosen.only == "rollouts":
+        found = every(thinned(paper_grid.ROLLOUTS, chosen.cells), paper_grid.measured, arguments, chosen.processes)
+        console.print(paper_grid.sweep_table("drawn lengths of answers", found))
     if chosen.only in (None, "case") and chosen.cells is None:
         case = paper_grid.CASE
         count = chosen.iterations or CASE_ITERATIONS
@@ -113,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="where the constants and lengths are")
     parser.add_argument("--grid", choices=("paper", "wide"), default="paper")
-    parser.add_argument("--only", choices=("grid", "sweeps", "case"), help="a part of what belongs to the paper's grid")
+    parser.add_argument(
+        "--only", choices=("grid", "sweeps", "case", "rollouts"), help="a part of what belongs to the paper's grid"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--cells", type=int, help="so many cells of the grid, and nothing else")
     parser.add_argument("--iterations", type=int, help=f"of each cell; default: {ITERATIONS}")
@@ -126,7 +133,7 @@ def main() -> None:
         print(f"skipped: {constants} or {lengths} is not there; give their folder with --data")
         return
     profiles = read_profiles(constants)
-    quantiles = json.loads(lengths.read_text(encoding="utf-8"))
+    quantiles = {**json.loads(lengths.read_text(encoding="utf-8")), "rollouts": rollouts()}
     {"paper": paper, "wide": wide}[chosen.grid](chosen, profiles, quantiles, Console(width=WIDTH))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +12,12 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.micro_batch_order import pipeline_seconds
 
 Lengths = list[int]
+
+
+def rollouts(median: float = 2_048, sigma: float = 1.2) -> list[float]:
+    """Return quantiles of assumed lengths of answers with their prompts: lognormal, so that a few reach any limit."""
+    normal = statistics.NormalDist(math.log(median), sigma)
+    return [math.exp(normal.inv_cdf((i + 0.5) / 1001)) for i in range(1001)]
 
 
 def draw(quantiles: Sequence[float], context: int, random: np.random.Generator, count: int) -> Lengths:
