@@ -233,7 +233,12 @@ def run(name: str, folder: Path, pair: Pair, hand: ByHand, steps: int, round_: i
         began = time.time()
         started = []
         for node in nodes:
-            place = {"RANK": str(node.number), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            place: dict[str, Any] = {
+                "RANK": str(node.number),
+                "WORLD_SIZE": str(RANKS),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+            }
             place |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port)}
             place |= {"XDG_CACHE_HOME": str(caches / f"of-{node.number}"), **_THREADS}
             started.append(node.start(command, here / f"{node.number}.log", **place))

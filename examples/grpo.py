@@ -8,7 +8,8 @@ server such as vLLM takes the same names and tensors.
 The task can be checked: each token of an answer is larger than the one before. Answers have 1 to 8 tokens, and any
 strategy packs and splits them without changing the result.
 
-python examples/grpo.py, or under torchrun.
+python examples/grpo.py [ROUNDS [targets or sequences]], or under torchrun. With "targets", the default, all tokens
+of a mini-batch count the same (as in DAPO, Yu et al., 2025); with "sequences", all answers do (as in GRPO's paper).
 """
 
 from __future__ import annotations
@@ -90,6 +91,17 @@ def advantages(group: list[Rollout]) -> Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
+def mini_batch(groups: list[list[Rollout]], divide_by: str) -> list[dict[str, Any]]:
+    """Return the sequences of a step that divides the sum of the losses by all targets or by the sequences.
+
+    For the mean over answers of each one's mean over its tokens, an answer's advantage is divided by its length: the
+    clipped surrogate is proportional to it.
+    """
+    pairs = [pair for group in groups for pair in zip(group, advantages(group).tolist(), strict=True)]
+    lengths = [len(rollout.answer) if divide_by == "sequences" else 1 for rollout, _ in pairs]
+    return [rollout.sequence(each / length) for (rollout, each), length in zip(pairs, lengths, strict=True)]
+
+
 def tiny() -> LlamaForCausalLM:
     """Return a model from a seed, the same on every rank."""
     torch.manual_seed(0)
@@ -107,7 +119,7 @@ def tiny() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(rounds: int) -> list[float]:
+def train(rounds: int, divide_by: str = "targets") -> list[float]:
     """Train and return the mean reward of every round."""
     actor = tiny().eval()
     exe = hg.compile(
@@ -123,9 +135,9 @@ def train(rounds: int) -> list[float]:
         torch.manual_seed(number)  # every rank draws the same answers
         groups = drawn(actor)
         rewards.append(sum(r.reward() for group in groups for r in group) / (PROMPTS * GROUP))
-        pairs = [pair for group in groups for pair in zip(group, advantages(group).tolist(), strict=True)]
+        sequences = mini_batch(groups, divide_by)
         for _ in range(UPDATES):
-            exe.step([rollout.sequence(advantage) for rollout, advantage in pairs])
+            exe.step(sequences, divide_by=divide_by)
         actor.load_state_dict(dict(exe.weights(to=range(exe.ranks))))
         if exe.rank == 0:
             print(f"round {number}  mean reward {rewards[-1]:.3f}", flush=True)
@@ -136,6 +148,6 @@ def train(rounds: int) -> list[float]:
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     if "WORLD_SIZE" in os.environ:
-        train(count)
+        train(count, *sys.argv[2:])
     else:
-        hg.launch(train, RANKS, count)
+        hg.launch(train, RANKS, count, *sys.argv[2:])

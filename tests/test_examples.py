@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -252,33 +252,34 @@ def test_the_skypilot_task_uses_spot_machines_and_shared_storage() -> None:
 
 
 def grpo_step(
-    example: dict[str, Any], model: Any, given: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+    example: dict[str, Any], model: Any, given: list[dict[str, Any]], optimizer: torch.optim.Optimizer, by: str
 ) -> None:
-    """Update a plain model by GRPO's clipped surrogate, averaged over the tokens of all answers."""
-    total, count = torch.zeros(()), 0
+    """Update a plain model by GRPO's clipped surrogate, averaged over all tokens or first over those of an answer."""
+    sums, counts = [], []
     for each in given:
         targets = each["labels"][1:]
         chosen = targets != -100
         log_p = model(input_ids=each["input_ids"][None]).logits[0, :-1].log_softmax(-1)
         ratios = (log_p.gather(1, each["input_ids"][1:, None])[:, 0] - each["old"][:-1])[chosen].exp()
         bounded = ratios.clamp(1 - example["CLIP"], 1 + example["CLIP"])
-        total = total - torch.minimum(ratios * each["advantages"], bounded * each["advantages"]).sum()
-        count += int(chosen.sum())
+        sums.append(-torch.minimum(ratios * each["advantages"], bounded * each["advantages"]).sum())
+        counts.append(int(chosen.sum()))
     optimizer.zero_grad()
-    (total / count).backward()
+    if by == "targets":
+        loss = torch.stack(sums).sum() / sum(counts)
+    else:
+        loss = torch.stack([each / count for each, count in zip(sums, counts, strict=True)]).mean()
+    loss.backward()
     optimizer.step()
 
 
-def test_rewards_are_learned_as_by_the_clipped_ratios_of_plain_pytorch() -> None:
+@pytest.mark.parametrize("by", ["targets", "sequences"])
+def test_rewards_are_learned_as_by_the_clipped_ratios_of_plain_pytorch(by: Literal["targets", "sequences"]) -> None:
     example = runpy.run_path(str(EXAMPLES / "grpo.py"))
     plain = example["tiny"]().eval()
     torch.manual_seed(1)
     groups = example["drawn"](plain)
-    given = [
-        rollout.sequence(advantage)
-        for group in groups
-        for rollout, advantage in zip(group, example["advantages"](group).tolist(), strict=True)
-    ]
+    plainly, given = (example["mini_batch"](groups, each) for each in ("targets", by))
     assert len({len(each["input_ids"]) for each in given}) > 3
     exe = hg.compile(
         example["tiny"](),
@@ -289,8 +290,8 @@ def test_rewards_are_learned_as_by_the_clipped_ratios_of_plain_pytorch() -> None
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     for _ in range(3):  # the ratios of later updates differ from 1, and some of them are clipped
-        exe.step(given)
-        grpo_step(example, plain, given, optimizer)
+        exe.step(given, divide_by=by)
+        grpo_step(example, plain, plainly, optimizer, by)
     for name, tensor in exe.weights():
         torch.testing.assert_close(tensor, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
 
