@@ -161,7 +161,7 @@ class ByHand:
 
 
 def measured_profile(folder: Path, pair: Pair) -> Profile:
-    """Measure one machine as it is when nothing slows it down, as a user would."""
+    """Measure the profile of one machine without brakes, by the command that users run."""
     config, made = folder / "profiled.yaml", folder / "measured.json"
     pair.config(folder, "profiled", 1, strategies=["2*<tp1,pp1>"]).save(config)
     command = [sys.executable, "-m", "hydragraph", "profile", str(config), "--schemes", "tp1pp1", "--out", str(made)]

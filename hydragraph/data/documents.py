@@ -92,7 +92,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, of which people prefer the first."""
+    """A preferred and a rejected answer to the same prompt."""
 
     chosen: Completion | Conversation
     rejected: Completion | Conversation
@@ -226,7 +226,7 @@ class Fields:
         )
 
     def _preference(self, record: Mapping[str, Any], place: str) -> Preference:
-        """Return the pair of answers in a record; the messages with which both begin are not trained."""
+        """Return the two answers in a record. Messages that both answers start with are not trained."""
         chosen, rejected = (self._answer(record, name, place) for name in (self.chosen, self.rejected))
         if isinstance(chosen, str) and isinstance(rejected, str):
             return self._texts(record, chosen, rejected, place)
@@ -258,6 +258,8 @@ class Fields:
             value = [value]
         if value is None or value in ("", []):
             raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): leave the pair out")
+        if not isinstance(value, str | list):
+            raise ValueError(f"{place}: {name!r} is a {type(value).__name__}: give a text, or a list of messages")
         return value if isinstance(value, str) else _messages(value, name, place)
 
     def _texts(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:

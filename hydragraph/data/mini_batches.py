@@ -165,7 +165,12 @@ class MiniBatches(Iterator[list[Drawn]]):
         if not len(self.chunks):
             short = f" of at most {max_length}" if overlong == "drop" else ""
             what = "pair has answers" if pairs else "document has two tokens"
-            raise ValueError(f"{file.path}: no {split} {what}{short}: give a corpus with longer texts")
+            remedy = "give a corpus with longer texts"
+            if overlong == "drop" and len(file):
+                remedy = (
+                    f"raise data.max_length (the shortest has {int(file.lengths.min())} tokens), or cut longer ones"
+                )
+            raise ValueError(f"{file.path}: no {split} {what}{short}: {remedy}")
         self.lengths: tuple[int, ...] = ()
         self.drawn: tuple[int, ...] = ()
         self.scores: npt.NDArray[np.float32] | None = None
@@ -254,7 +259,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def identity(self) -> str:
-        """What its chunks depend on, as text."""
+        """The settings that determine the chunks, as text."""
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     @property

@@ -503,7 +503,7 @@ class TrainConfig:
         adapter: train adapters only, and write them as `peft` does; None: train all weights.
         callbacks: objects or classes, as "module:name", with any of on_step(metrics), on_evaluate(metrics) and
             on_checkpoint(step, path), called on rank 0. "wandb" logs to Weights & Biases.
-        objective: train on pairs of answers of which one is preferred (`data.format: preference`): {dpo: {beta: 0.1}},
+        objective: train on pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
             {simpo: {...}} or {orpo: {...}}, or their names alone; None: predict the next token.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or the YAML itself. Steps take turns
             among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads the

@@ -22,7 +22,7 @@ class DpoConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta)
+        _check_scale("beta", self.beta)
         check_fraction("label_smoothing", self.label_smoothing)
 
 
@@ -41,7 +41,7 @@ class SimpoConfig:
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta)
+        _check_scale("beta", self.beta)
         check_number("gamma", self.gamma)
 
 
@@ -52,7 +52,7 @@ class OrpoConfig:
     The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.
 
     Attributes:
-        weight: of the odds ratio beside the cross-entropy of the preferred answer; the paper's lambda.
+        weight: factor of the odds-ratio loss, which is added to the cross-entropy; the paper's lambda.
     """
 
     weight: float = 0.1
@@ -61,12 +61,19 @@ class OrpoConfig:
         check_number("weight", self.weight)
 
 
+def _check_scale(name: str, value: float) -> None:
+    """Check that the scale of rewards is a number above 0; with 0, no pair has a gradient."""
+    check_number(name, value)
+    if not value:
+        raise ValueError(f"{name} is 0, and then nothing is learned: give a number above 0")
+
+
 PairLoss = DpoConfig | SimpoConfig | OrpoConfig
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A loss of pairs of answers, of which one is preferred; give one of the fields, or its name instead of a mapping.
+    """A loss that compares a preferred answer with a rejected one; give one of the fields, or its name alone.
 
     Attributes:
         dpo: direct preference optimisation, relative to the model before training.

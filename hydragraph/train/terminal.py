@@ -152,7 +152,7 @@ def evaluation_text(metrics: Metrics) -> str:
 
 
 def _beside(metrics: Metrics, name: str, loss: float) -> str:
-    """Return what is shown beside the loss of an evaluation set."""
+    """Return the figure to show after the loss of an evaluation set."""
     figures = metrics.eval_pairs.get(name)
     return f"perplexity {perplexity(loss):.4g}" if figures is None else f"accuracy {figures['accuracy']:.0%}"
 

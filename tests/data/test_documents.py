@@ -237,6 +237,7 @@ def test_a_pair_for_an_instruction() -> None:
             r"f:3: there is no rejected answer \('rejected' is None\): leave the pair out",
         ),
         ({"prompt": "Q", "chosen": "", "rejected": "B"}, "there is no chosen answer"),
+        ({"prompt": "Q", "chosen": 1, "rejected": 2}, "'chosen' is a int: give a text, or a list of messages"),
         ({"prompt": "Q", "chosen": [], "rejected": [NO]}, "there is no chosen answer"),
         (
             {"question": "Q", "chosen": "A b", "rejected": "A c"},

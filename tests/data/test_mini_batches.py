@@ -294,7 +294,7 @@ def test_documents_that_are_too_long_are_cut_or_dropped() -> None:
     with token_file([3, 9, 4, 5]) as file:
         assert MiniBatches(file, 8, 4, overlong="drop").chunks.documents.tolist() == [0, 2]
         assert MiniBatches(file, 8, 4).chunks.documents.tolist() == [0, 1, 1, 2, 3]
-        with pytest.raises(ValueError, match=r"no train document has two tokens of at most 2: give"):
+        with pytest.raises(ValueError, match=r"no train document has two tokens of at most 2: raise data.max_length"):
             MiniBatches(file, 8, 2, overlong="drop")
         with pytest.raises(ValueError, match="overlong is 'cut', but this stream's is 'drop'"):
             MiniBatches(file, 8, 4, overlong="drop").load_state_dict(MiniBatches(file, 8, 4).state_dict())
