@@ -92,7 +92,8 @@ class NotStarted:
 
     def __init__(self, error: OSError | EOFError) -> None:
         server = "the process that ranks are forked from has ended"
-        self.how = f"could not be started: {server if isinstance(error, EOFError) else error}"
+        ended = isinstance(error, EOFError | BrokenPipeError)
+        self.how = f"could not be started: {server if ended else error}"
         self._sign, end = multiprocessing.connection.Pipe(duplex=False)
         end.close()
 

@@ -108,7 +108,7 @@ if __name__ == "__main__":
     first.start()
     try:
         context.Process(target=os.getpid).start()
-    except EOFError:
+    except (BrokenPipeError, EOFError):  # by whether the server drops the request before it is written or after
         print("not started")
     third.start()
     for process in (first, third):
