@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -39,7 +40,7 @@ import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.piece_recovery import recover
 from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import DiskShelf, Pieces, Shelf
+from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, Pieces, Shelf
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.ir.home_layout import HomeLayouts
@@ -128,9 +129,13 @@ class Limited:
         """List all files."""
         return self._shelf.names()
 
-    def drop(self, step: str) -> None:
-        """Delete all files of a step."""
-        self._shelf.drop(step)
+    def folders(self) -> Iterable[str]:
+        """List the directories of checkpoints."""
+        return self._shelf.folders()
+
+    def drop(self, folder: str) -> None:
+        """Delete a directory of a checkpoint."""
+        self._shelf.drop(folder)
 
 
 def model(layers: int, elements: int) -> Model:
@@ -148,7 +153,7 @@ def write(of: Model, folder: Path) -> None:
         for weights in state.home.weights.values():
             weights.normal_()
         pieces = Pieces(memory=False, disk=folder / f"N{node}", store=f"file://{folder}/cloud")
-        pieces.put(1, state, of.buckets, columns, encoded("extra", common))
+        pieces.put(Kept(1, "-1"), state, of.buckets, columns, partial(encoded, "extra", common))
         pieces.wait()
 
 

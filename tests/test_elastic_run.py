@@ -111,6 +111,23 @@ def test_a_run_whose_leader_is_killed_continues_in_the_other_processes(tmp_path:
 
 
 @thorough
+def test_a_run_with_one_copy_goes_back_to_pieces_and_not_to_the_checkpoint(tmp_path: Path) -> None:
+    pieces = {"local": str(tmp_path / "local")}
+    process = started(written(tmp_path, elastic={"min_ranks": 1}, checkpoint={"pieces": pieces}, checkpoint_every=0))
+    run = tmp_path / "run"
+    wait_for_step(run, 8)
+    os.kill(ranks(run)[0], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    events = [event for event in read_events(run / "events.jsonl") if event.event == "resumed"]
+    assert "read in pieces" in events[0].why, said
+    assert events[0].step >= 4, "the only checkpoint is of step 0"
+    assert events[0].read_bytes["memory"] > 0
+    assert events[0].read_bytes["disk"] > 0, "what the lost rank had in its memory"
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 31))
+
+
+@thorough
 def test_a_process_that_joins_evaluates_and_saves_at_the_same_steps(tmp_path: Path) -> None:
     parts = {"evaluate_every": 0, "evaluate_per_epoch": 2, "checkpoint_every": 0, "checkpoint_per_epoch": 1}
     path = written(tmp_path, steps=0, epochs=12, keep=99, **parts)

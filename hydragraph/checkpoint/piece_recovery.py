@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
 from hydragraph.checkpoint.piece_sources import Fetch, Holdings, Piece, Place, Tier, fetch_plan
-from hydragraph.checkpoint.state_pieces import PieceFile, Pieces
+from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Groups, Role
 from hydragraph.ir.parameter import Bucket
@@ -38,14 +38,14 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        step: step of the checkpoint.
+        kept: step and series of the checkpoint.
         state: what this rank owns, filled.
         common: data shared by all ranks.
         read: bytes that this rank has read, by tier.
         received: bytes received from other ranks.
     """
 
-    step: int
+    kept: Kept
     state: OwnedState
     common: Mapping[str, Any]
     read: Mapping[Tier, int]
@@ -53,9 +53,16 @@ class Recovered:
 
 
 def recover(
-    pieces: Pieces, buckets: Sequence[Bucket], home: HomeState, groups: Groups, chunk: int = CHUNK
-) -> Recovered:
+    pieces: Pieces,
+    buckets: Sequence[Bucket],
+    home: HomeState,
+    groups: Groups,
+    chunk: int = CHUNK,
+    least: int | None = None,
+) -> Recovered | None:
     """Read the newest checkpoint that is still complete; all ranks call it.
+
+    A piece that turns out to be unreadable is left out, and another copy or an earlier checkpoint is read.
 
     Args:
         pieces: where this rank keeps them; may be empty.
@@ -63,29 +70,62 @@ def recover(
         home: what this rank will own; its weights are filled.
         groups: communicators of all ranks.
         chunk: bytes, over all ranks, that are read and exchanged for others at a time.
+        least: read none of an earlier step; without one return None on all ranks. None: there must be one.
 
     Raises:
         ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
     """
-    began = time.perf_counter()
-    nodes, steps = _survey(pieces, groups)
-    if not steps:
+    while True:
+        known = len(pieces.unreadable)
+        try:
+            found = _newest(pieces, home, groups, least)
+            return None if found is None else _read(pieces, found, buckets, home, groups, chunk)
+        except ValueError as error:  # raised on all ranks
+            if not any(groups.gather_objects(len(pieces.unreadable) > known)):
+                raise
+            if len(pieces.unreadable) > known:
+                _LOG.warning("%s; another copy or an earlier checkpoint is read", error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The checkpoint to read, the places that hold it, and the reads."""
+
+    kept: Kept
+    places: Mapping[Place, Sequence[Piece]]
+    plan: Sequence[Fetch]
+
+
+def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) -> _Found | None:
+    """Return the newest complete checkpoint; all ranks call it, with the arguments of `recover`."""
+    nodes, there = _survey(pieces, groups)
+    if not there and least is None:
         raise ValueError(
             f"{_WHAT}: no place that is left holds any: keep some with Executable.keep, or load a checkpoint"
         )
-    refusals = {}
-    for step in sorted(steps, reverse=True):
+    refusals = []
+    for kept in sorted(there, reverse=True):
+        if least is not None and kept.step < least:
+            return None
         try:
-            plan = fetch_plan(Holdings.of(steps[step]), nodes, home.layouts)
-            break
+            return _Found(kept, there[kept], fetch_plan(Holdings.of(there[kept]), nodes, home.layouts))
         except ValueError as error:
-            refusals[step] = error
-    else:
-        raise ValueError(f"{_WHAT}: step {max(steps)}: {refusals[max(steps)]}")
-    common = _common(pieces, step, steps[step], groups)
+            refusals.append(f"{_WHAT}: step {kept.step}: {error}")
+    if least is None:
+        raise ValueError(refusals[0])
+    return None
+
+
+def _read(
+    pieces: Pieces, found: _Found, buckets: Sequence[Bucket], home: HomeState, groups: Groups, chunk: int
+) -> Recovered:
+    """Read a checkpoint; arguments as for `recover`."""
+    began = time.perf_counter()
+    kept, plan = found.kept, found.plan
+    common = _common(pieces, found, groups)
     columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
     state = OwnedState.empty(home, columns)
-    reading = _Reading(pieces, step, buckets, columns, state)
+    reading = _Reading(pieces, kept, buckets, columns, state)
     mine = [fetch for fetch in plan if fetch.receivers == (fetch.reader,)]
     shared = [fetch for fetch in plan if fetch.receivers != (fetch.reader,)]
     rank = groups.world.rank
@@ -107,61 +147,64 @@ def recover(
     seconds = time.perf_counter() - began
     told = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
     _LOG.info(
-        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks", step, seconds, told, received / 1e6
+        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks", kept.step, seconds, told, received / 1e6
     )
-    return Recovered(step, state, common, sizes, received)
+    return Recovered(kept, state, common, sizes, received)
 
 
-def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[int, dict[Place, list[Piece]]]]:
-    """Return the node of each rank and, by step, the pieces in every remaining place."""
+def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[Place, list[Piece]]]]:
+    """Return the node of each rank and, by checkpoint, the readable pieces in every remaining place."""
     rank = groups.world.rank
-    hosts = groups.gather_objects((groups.world.node, {tier: str(tier) for tier in pieces.shelves}))
-    names = [host for host, _ in hosts]
+    hosts = groups.gather_objects((groups.world.node, [*pieces.shelves], pieces.unreadable))
+    names = [host for host, _, _ in hosts]
     nodes = [names.index(name) for name in names]
     reach = {
         Tier.MEMORY: [rank],
-        Tier.DISK: [r for r, (_, has) in enumerate(hosts) if nodes[r] == nodes[rank] and Tier.DISK in has],
-        Tier.STORE: [r for r, (_, has) in enumerate(hosts) if Tier.STORE in has],
+        Tier.DISK: [r for r, (_, has, _) in enumerate(hosts) if nodes[r] == nodes[rank] and Tier.DISK in has],
+        Tier.STORE: [r for r, (_, has, _) in enumerate(hosts) if Tier.STORE in has],
     }
 
-    def listed() -> dict[int, dict[Place, list[Piece]]]:
-        found: dict[int, dict[Place, list[Piece]]] = {}
+    def listed() -> dict[Kept, dict[Place, list[Piece]]]:
+        found: dict[Kept, dict[Place, list[Piece]]] = {}
         for tier, ranks in reach.items():
             if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place lists it
-                for step, held in pieces.held(tier).items():
-                    found.setdefault(step, {})[Place(tier, tuple(ranks))] = held
+                without = set().union(*(hosts[each][2] for each in ranks))
+                for kept, held in pieces.held(tier).items():
+                    readable = [piece for piece in held if (tier, kept, piece) not in without]
+                    found.setdefault(kept, {})[Place(tier, tuple(ranks))] = readable
         return found
 
-    steps: dict[int, dict[Place, list[Piece]]] = {}
+    everything: dict[Kept, dict[Place, list[Piece]]] = {}
     for found in together(groups, _WHAT, listed):
-        for step, places in found.items():
-            steps.setdefault(step, {}).update(places)
-    return nodes, steps
+        for kept, places in found.items():
+            everything.setdefault(kept, {}).update(places)
+    return nodes, everything
 
 
-def _common(pieces: Pieces, step: int, places: Mapping[Place, Sequence[Piece]], groups: Groups) -> Mapping[str, Any]:
+def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
     """Return the data shared by all ranks, read by one of them."""
-    place = min(places, key=lambda each: (each.tier, each.ranks))
+    place = min(found.places, key=lambda each: (each.tier, each.ranks))
     leader = place.ranks[0]
-    data = together(groups, _WHAT, lambda: pieces.common(place.tier, step) if groups.world.rank == leader else b"")
-    found: Mapping[str, Any] = decoded(data[leader])
-    return found
+    reads = groups.world.rank == leader
+    data = together(groups, _WHAT, lambda: pieces.common(place.tier, found.kept) if reads else b"")
+    shared: Mapping[str, Any] = decoded(data[leader])
+    return shared
 
 
 class _Reading:
     """Reads of one rank.
 
     Args:
-        pieces, step: what to read.
+        pieces, kept: what to read.
         buckets, columns: description of the state.
         state: destination.
     """
 
     def __init__(
-        self, pieces: Pieces, step: int, buckets: Sequence[Bucket], columns: Columns, state: OwnedState
+        self, pieces: Pieces, kept: Kept, buckets: Sequence[Bucket], columns: Columns, state: OwnedState
     ) -> None:
         self._pieces = pieces
-        self._step = step
+        self._kept = kept
         self._buckets = {bucket.name: bucket for bucket in buckets}
         self._columns = columns
         self._state = state
@@ -186,12 +229,22 @@ class _Reading:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return the data of a fetch as bytes, 1-D, on the CPU."""
+        """Return the data of a fetch as bytes, 1-D, on the CPU.
+
+        Raises:
+            ValueError: it cannot be read; its piece is recorded as unreadable.
+        """
         piece = fetch.piece
-        file: PieceFile = self._pieces.reader(
-            fetch.tier, self._step, piece, (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
-        )
-        parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
+        whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
+        try:
+            file = self._pieces.reader(fetch.tier, self._kept, piece, whole)
+            parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
+        except (OSError, KeyError, ValueError) as error:
+            self._pieces.unreadable.add((fetch.tier, self._kept, piece))
+            raise ValueError(
+                f"{_WHAT}: [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self._kept.step}, from "
+                f"{fetch.tier.name.lower()}: {error}"
+            ) from error
         return torch.cat([part.view(torch.uint8) for part in parts])
 
     def fill(self, fetch: Fetch, data: Tensor) -> None:

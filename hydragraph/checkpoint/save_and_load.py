@@ -31,7 +31,7 @@ from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
 from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
-from hydragraph.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, versions
+from hydragraph.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
 from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.optimizer_state import (
     Plain,
@@ -215,10 +215,25 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Return a checkpoint's persistent buffers, read by a single process."""
+    buffers: dict[str, torch.Tensor] = _extra(path, manifest).get(BUFFERS, {})
+    return buffers
+
+
+def read_steps(path: Path) -> int:
+    """Return the last step that a checkpoint includes, read by a single process.
+
+    Raises:
+        Damaged, ValueError: as for `load`.
+    """
+    steps: int = _extra(path, read_manifest(path))["steps"]
+    return steps
+
+
+def _extra(path: Path, manifest: Manifest) -> dict[str, Any]:
     contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
     _read(contents, Reader(path, manifest.files))
-    buffers: dict[str, torch.Tensor] = decoded(cast(bytes, contents[_ENTRY]))["extra"].get(BUFFERS, {})
-    return buffers
+    extra: dict[str, Any] = decoded(cast(bytes, contents[_ENTRY]))["extra"]
+    return extra
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:

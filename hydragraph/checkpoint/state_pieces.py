@@ -3,12 +3,15 @@
 A piece is the part of one bucket that one rank owns: an interval in all columns (weights, and the optimizer's
 per-element state), as one safetensors file. Any part of it can be read without the rest:
 
-    step-40/layer.3/1024-2048.safetensors     "model.layers.3.mlp.up_proj.weight|exp_avg": elements of that parameter
-    step-40/common.pt                         shared data: steps of parameters, hyperparameters, the caller's extra
+    step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
+    step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
-A file appears under its name completely or not at all. Completeness of a step cannot be recorded at write time: a rank
-may be lost, with its memory and its disk, before its piece reaches the store. Readers list what is left
-(`checkpoint.piece_sources.Holdings`), and take the newest complete step.
+A file appears under its name completely or not at all. Completeness of a checkpoint cannot be recorded at write time: a
+rank may be lost, with its memory and its disk, before its piece reaches the store. Readers list what is left
+(`checkpoint.piece_sources.Holdings`), and take the newest complete checkpoint.
+
+The second part of a directory's name, the series, changes whenever training goes back to an earlier step. Pieces of the
+same step from before and after that are therefore never mixed, even if a disk returns later.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol, cast
 from urllib.parse import quote, unquote
 from zlib import crc32
@@ -34,14 +38,39 @@ from hydragraph.checkpoint.piece_sources import Piece, Tier
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.state_movement import Columns, OwnedState
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
 _HEAD = 8  # bytes that hold the length of a file's header
 
 
+@dataclass(frozen=True, order=True)
+class Kept:
+    """A checkpoint in pieces.
+
+    Attributes:
+        step: last step that the state includes.
+        series: checkpoints between two returns to an earlier step, as "run-random".
+    """
+
+    step: int
+    series: str
+
+    @property
+    def folder(self) -> str:
+        """Name of its directory."""
+        return f"step-{self.step}.{self.series}"
+
+    @staticmethod
+    def of(folder: str) -> Kept | None:
+        """Parse the name of a directory; None: it is something else."""
+        match = _STEP.fullmatch(folder)
+        return None if match is None else Kept(int(match[1]), match[2])
+
+
 class Shelf(Protocol):
-    """Storage for files by name, such as "step-40/layer.3/0-8.safetensors"; a file is complete or absent."""
+    """Storage for files by name, such as "step-40.a-9f2c/layer.3/0-8.safetensors"; a file is complete or absent."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file."""
@@ -56,8 +85,11 @@ class Shelf(Protocol):
     def names(self) -> Iterable[str]:
         """List all files."""
 
-    def drop(self, step: str) -> None:
-        """Delete all files of a step."""
+    def folders(self) -> Iterable[str]:
+        """List the directories of checkpoints, without the files in them."""
+
+    def drop(self, folder: str) -> None:
+        """Delete a directory of a checkpoint."""
 
 
 @dataclass
@@ -80,9 +112,13 @@ class MemoryShelf:
         """List all files."""
         return list(self.files)
 
-    def drop(self, step: str) -> None:
-        """Delete all files of a step."""
-        for name in [name for name in self.files if name.startswith(f"{step}/")]:
+    def folders(self) -> Iterable[str]:
+        """List the directories of checkpoints, without the files in them."""
+        return {name.partition("/")[0] for name in list(self.files)}
+
+    def drop(self, folder: str) -> None:
+        """Delete a directory of a checkpoint."""
+        for name in [name for name in self.files if name.startswith(f"{folder}/")]:
             self.files.pop(name, None)
 
 
@@ -114,9 +150,13 @@ class DiskShelf:
         found = self.root.glob("step-*/**/*")
         return [str(path.relative_to(self.root)) for path in found if path.is_file() and path.name[0] != "."]
 
-    def drop(self, step: str) -> None:
-        """Delete all files of a step; another rank may do the same concurrently."""
-        shutil.rmtree(self.root / step, ignore_errors=True)
+    def folders(self) -> Iterable[str]:
+        """List the directories of checkpoints, without the files in them."""
+        return [path.name for path in self.root.glob("step-*")]
+
+    def drop(self, folder: str) -> None:
+        """Delete a directory of a checkpoint; another rank may do the same concurrently."""
+        shutil.rmtree(self.root / folder, ignore_errors=True)
 
 
 class StoreShelf:
@@ -139,11 +179,13 @@ class StoreShelf:
     def put(self, name: str, data: bytes) -> None:
         """Write a file; where partial files are visible (a local file system), under a temporary name first."""
         path = f"{self._root}/{name}"
-        self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        if "file" in self._files.protocol:
+        protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
+        if "file" in protocols:
             DiskShelf(Path(self._root)).put(name, data)
-        else:
-            self._files.pipe_file(path, data)
+            return
+        if not protocols & _OBJECT_STORES:  # they have no directories, and making one could create a misspelt bucket
+            self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        self._files.pipe_file(path, data)
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Return bytes [begin, end) of a file."""
@@ -160,10 +202,19 @@ class StoreShelf:
         names = [str(path).removeprefix(root).lstrip("/") for path in found]
         return [name for name in names if not name.rsplit("/", 1)[-1].startswith(".")]
 
-    def drop(self, step: str) -> None:
-        """Delete all files of a step."""
+    def folders(self) -> Iterable[str]:
+        """List the directories of checkpoints, without the files in them."""
+        self._files.invalidate_cache()
         try:
-            self._files.rm(f"{self._root}/{step}", recursive=True)
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+    def drop(self, folder: str) -> None:
+        """Delete a directory of a checkpoint."""
+        try:
+            self._files.rm(f"{self._root}/{folder}", recursive=True)
         except FileNotFoundError:
             return
 
@@ -174,15 +225,23 @@ class Pieces:
     Args:
         memory: whether to keep each rank's own pieces in its process's memory.
         disk: a local directory of this node, shared by its ranks; None: not on disk.
-        store: a URL that all nodes can access, for fsspec; written in the background; None: no store.
-        keep: number of checkpoints to keep; the newest may not have reached the store when a rank is lost.
+        store: a URL that all nodes can access, for fsspec ("s3://bucket/run", or a path); None: no store.
+        keep: number of checkpoints to keep; at least one complete one is kept while the next is written.
+        run: a name of lower-case letters and digits; pieces that were kept under another name are not read, and are
+            deleted as new ones arrive. "": all are read.
 
     Raises:
-        ValueError: no place is given, or `keep` is less than 1.
+        ImportError: fsspec or its driver is not installed.
+        ValueError: no place is given, `keep` is less than 1, or `run` has other characters.
     """
 
     def __init__(
-        self, memory: bool = True, disk: str | Path | None = None, store: str | None = None, keep: int = 2
+        self,
+        memory: bool = True,
+        disk: str | Path | None = None,
+        store: str | None = None,
+        keep: int = 2,
+        run: str = "",
     ) -> None:
         self.shelves: dict[Tier, Shelf] = {}
         if memory:
@@ -190,83 +249,176 @@ class Pieces:
         if disk is not None:
             self.shelves[Tier.DISK] = DiskShelf(Path(disk))
         if store is not None:
-            self.shelves[Tier.STORE] = StoreShelf(store)
+            self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
                 f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: give a place, and keep at least one"
             )
+        if not re.fullmatch(r"[0-9a-z]*", run):
+            raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
+        self.last: Kept | None = None
+        self.unreadable: set[tuple[Tier, Kept, Piece]] = set()
         self._keep = keep
-        self._queue: SimpleQueue[tuple[Shelf, str, Mapping[str, bytes]] | None] = SimpleQueue()
-        self._uploading: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._run = run
+        self._preparing: threading.Thread | None = None
+        self._writing: dict[Tier, threading.Thread] = {}
+        self._written: dict[Tier, Kept] = {}
+        self._whole: dict[Tier, Kept] = {}
+        self._errors: list[Exception] = []
 
-    def put(self, step: int, state: OwnedState, buckets: Sequence[Bucket], columns: Columns, common: bytes) -> None:
-        """Keep what this rank owns: in memory and on disk on return, in the store later (`wait`).
+    def new_series(self) -> str:
+        """Return the name of a new series of this run."""
+        return f"{self._run}-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def busy(self) -> frozenset[Tier]:
+        """Places to which an earlier checkpoint is still being written."""
+        if self._preparing is not None and self._preparing.is_alive():
+            return frozenset(self.shelves)
+        return frozenset(tier for tier, thread in self._writing.items() if thread.is_alive())
+
+    @property
+    def written(self) -> Mapping[Tier, Kept]:
+        """The last checkpoint that this rank has written to each place."""
+        return dict(self._written)
+
+    def put(
+        self,
+        kept: Kept,
+        state: OwnedState,
+        buckets: Sequence[Bucket],
+        columns: Columns,
+        common: Callable[[], bytes],
+        without: Collection[Tier] = (),
+        whole: Mapping[Tier, Kept] | None = None,
+        tidies: bool = True,
+    ) -> None:
+        """Copy what this rank owns to CPU memory, and write it to all places in the background (`wait`).
 
         Args:
-            step: last step that the state includes.
+            kept: step and series.
             state: this rank's state.
             buckets: of the model.
             columns: per-element columns of every parameter.
-            common: serialised data shared by all ranks.
+            common: serialises the data shared by all ranks; called in the background.
+            without: places to leave out, the same on all ranks: those to which any rank is still writing. So one
+                checkpoint at most waits for each place, and each is complete or left out.
+            whole: the last checkpoint in each place to which all ranks have written; older ones are deleted.
+            tidies: whether this rank also deletes old checkpoints from the store; one rank is enough.
         """
-        folder = f"step-{step}"
-        files = {_name(folder, piece): data for piece, data in encoded(state, buckets, columns)}
-        for tier, shelf in self.shelves.items():
-            if tier is Tier.STORE:
-                self._upload(shelf, folder, {**files, f"{folder}/{_COMMON}": common})
-            else:
-                _write(shelf, {**files, f"{folder}/{_COMMON}": common}, self._keep)
+        self.last = kept
+        self._whole.update(whole or {})
+        tiers = [tier for tier in self.shelves if tier not in without]
+        if not tiers:
+            return
+        job = _Job(
+            kept, copied(state, buckets, columns), common, {tier: self._whole.get(tier) for tier in tiers}, tidies
+        )
+        self._preparing = self._begin(partial(self._prepare, job))
 
     def wait(self) -> None:
-        """Wait until the store has everything.
+        """Wait until the pieces are in all places.
 
         Raises:
-            Exception: an error of writing there, raised once.
+            Exception: the first error of writing there, raised once.
         """
-        if self._uploading is not None:
-            self._queue.put(None)
-            self._uploading.join()
-            self._uploading = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._join()
+        if errors := self.errors():
+            raise errors[0]
 
-    def held(self, tier: Tier) -> dict[int, list[Piece]]:
-        """List the pieces in a place by step, for steps whose common part is there too."""
-        found: dict[int, list[Piece]] = {}
-        common: set[int] = set()
+    def errors(self) -> list[Exception]:
+        """Return the errors of writing in the background since the last call."""
+        errors, self._errors = self._errors, []
+        return errors
+
+    def clear(self, store: bool) -> None:
+        """Wait for pending writes, then delete all checkpoints from this process's memory and this node's disk.
+
+        Args:
+            store: whether to delete those in the store as well.
+        """
+        self._join()
+        for tier, shelf in self.shelves.items():
+            for folder in shelf.folders() if store or tier is not Tier.STORE else ():
+                if Kept.of(folder) is not None:
+                    shelf.drop(folder)
+            if isinstance(shelf, DiskShelf) and (store or tier is not Tier.STORE):
+                with suppress(OSError):  # other files or another rank's are in it
+                    shelf.root.rmdir()
+
+    def held(self, tier: Tier) -> dict[Kept, list[Piece]]:
+        """List the pieces of this run in a place, for checkpoints whose common part is there too.
+
+        Pieces in `unreadable` are listed as well: other ranks may have found further ones.
+        """
+        found: dict[Kept, list[Piece]] = {}
+        common: set[Kept] = set()
         shelf = self.shelves.get(tier)
         for name in shelf.names() if shelf is not None else ():
             folder, *bucket, file = name.split("/")
-            step, piece = _STEP.fullmatch(folder), _PIECE.fullmatch(file)
-            if step and file == _COMMON:
-                common.add(int(step[1]))
-            elif step and piece and len(bucket) == 1:
-                found.setdefault(int(step[1]), []).append(Piece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
-        return {step: sorted(pieces) for step, pieces in found.items() if step in common}
+            kept, piece = Kept.of(folder), _PIECE.fullmatch(file)
+            if kept is None or (self._run and not kept.series.startswith(f"{self._run}-")):
+                continue
+            if file == _COMMON:
+                common.add(kept)
+            elif piece and len(bucket) == 1:
+                found.setdefault(kept, []).append(Piece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
+        return {kept: sorted(pieces) for kept, pieces in found.items() if kept in common}
 
-    def common(self, tier: Tier, step: int) -> bytes:
+    def common(self, tier: Tier, kept: Kept) -> bytes:
         """Return the data shared by all ranks."""
-        return self.shelves[tier].get(f"step-{step}/{_COMMON}")
+        return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
-    def reader(self, tier: Tier, step: int, piece: Piece, whole: bool) -> PieceFile:
-        """Open a piece, to read all or parts of it."""
-        return PieceFile(self.shelves[tier], _name(f"step-{step}", piece), whole)
+    def reader(self, tier: Tier, kept: Kept, piece: Piece, whole: bool) -> PieceFile:
+        """Open a piece, to read all or parts of it.
 
-    def _upload(self, shelf: Shelf, folder: str, files: Mapping[str, bytes]) -> None:
-        if self._uploading is None:
-            self._uploading = threading.Thread(target=self._write_queued, name="hydragraph-pieces", daemon=True)
-            self._uploading.start()
-        self._queue.put((shelf, folder, files))
+        Raises:
+            ValueError: the file is not a piece.
+        """
+        return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
-    def _write_queued(self) -> None:
-        while (job := self._queue.get()) is not None:
-            shelf, _, files = job
+    def _join(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+        for thread in self._writing.values():
+            thread.join()
+
+    def _begin(self, work: Callable[[], None]) -> threading.Thread:
+        def attempt() -> None:
             try:
-                _write(shelf, files, self._keep + 1)  # another rank may be one checkpoint late
-            except Exception as error:  # any file system error, raised by `wait`
-                self._error = error
+                work()
+            except Exception as error:  # any error of a file system, reported by `errors` or `wait`
+                self._errors.append(error)
+
+        thread = threading.Thread(target=attempt, name="hydragraph-pieces", daemon=True)
+        thread.start()
+        return thread
+
+    def _prepare(self, job: _Job) -> None:
+        """Serialise the pieces, put them into memory, and begin to write them elsewhere."""
+        files = {_name(job.kept, part.piece): part.encoded() for part in job.parts}
+        files[f"{job.kept.folder}/{_COMMON}"] = job.common()
+        for tier in job.whole:
+            write = partial(self._write, tier, job, files)
+            if tier is Tier.MEMORY:
+                write()
+            else:
+                self._writing[tier] = self._begin(write)
+
+    def _write(self, tier: Tier, job: _Job, files: Mapping[str, bytes]) -> None:
+        shelf, kept, whole = self.shelves[tier], job.kept, job.whole[tier]
+        for name, data in files.items():
+            shelf.put(name, data)
+        self._written[tier] = kept
+        tidies = job.tidies or tier is not Tier.STORE
+        if not tidies or whole is None or whole.series != kept.series:
+            return  # the last whole one may be of another series
+        there = {folder: each for folder in shelf.folders() if (each := Kept.of(folder))}
+        earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
+        stays = [each for each in earlier if each.step <= whole.step][-max(1, self._keep - 1) :]
+        for folder, each in there.items():
+            if each.series != kept.series or (each.step < kept.step and each not in stays):
+                shelf.drop(folder)
 
 
 class PieceFile:
@@ -312,14 +464,46 @@ class PieceFile:
         return torch.frombuffer(data, dtype=dtype)
 
     def _damaged(self, how: str) -> ValueError:
-        return ValueError(f"checkpoint piece {self._name} is damaged ({how}): delete it, and another one is read")
+        return ValueError(f"checkpoint piece {self._name} is damaged ({how})")
 
 
-def encoded(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> Iterator[tuple[Piece, bytes]]:
-    """Yield what a rank owns as files, one per interval."""
-    from safetensors.torch import save
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A copy of one interval that a rank owns.
 
+    Attributes:
+        piece: bucket and interval.
+        tensors: by "parameter|column".
+        firsts: by parameter, the first element in it.
+    """
+
+    piece: Piece
+    tensors: Mapping[str, Tensor]
+    firsts: Mapping[str, int]
+
+    def encoded(self) -> bytes:
+        """Return the contents of its file."""
+        from safetensors.torch import save
+
+        sums = {key: crc32(values.view(torch.uint8).numpy().data) for key, values in self.tensors.items()}
+        return save(dict(self.tensors), {"first": json.dumps(dict(self.firsts)), "crc32": json.dumps(sums)})
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A checkpoint to write: its parts, and by place the last whole checkpoint there."""
+
+    kept: Kept
+    parts: Sequence[Part]
+    common: Callable[[], bytes]
+    whole: Mapping[Tier, Kept | None]
+    tidies: bool
+
+
+def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> list[Part]:
+    """Copy what a rank owns to CPU memory, by interval."""
     home = state.home
+    parts = []
     for bucket in buckets:
         rows = home.layouts[bucket.name].of(home.rank)
         offsets = bucket.offsets()
@@ -334,19 +518,11 @@ def encoded(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> I
                 firsts[parameter.name] = low - start
                 begin = at + low - lo - home.pieces[parameter.name].at
                 for column in columns[parameter.name]:
-                    values = state.column(parameter.name, column)[begin : begin + high - low]
-                    tensors[f"{parameter.name}|{column}"] = values.cpu().contiguous()
-            sums = {key: crc32(values.view(torch.uint8).numpy().data) for key, values in tensors.items()}
-            yield Piece(bucket.name, lo, hi), save(tensors, {"first": json.dumps(firsts), "crc32": json.dumps(sums)})
+                    values = state.column(parameter.name, column)[begin : begin + high - low].detach()
+                    tensors[f"{parameter.name}|{column}"] = values.to("cpu", copy=True)
+            parts.append(Part(Piece(bucket.name, lo, hi), tensors, firsts))
+    return parts
 
 
-def _name(folder: str, piece: Piece) -> str:
-    return f"{folder}/{quote(piece.bucket, safe='')}/{piece.lo}-{piece.hi}.safetensors"
-
-
-def _write(shelf: Shelf, files: Mapping[str, bytes], keep: int) -> None:
-    for name, data in files.items():
-        shelf.put(name, data)
-    steps = sorted({int(match[1]) for name in shelf.names() if (match := _STEP.match(name))})
-    for step in steps[:-keep]:
-        shelf.drop(f"step-{step}")
+def _name(kept: Kept, piece: Piece) -> str:
+    return f"{kept.folder}/{quote(piece.bucket, safe='')}/{piece.lo}-{piece.hi}.safetensors"

@@ -44,7 +44,7 @@ from hydragraph.engine.candidate_strategies import (
     strategy_for,
 )
 from hydragraph.engine.session import Session, agree, first_of
-from hydragraph.engine.state_transfer import Moved, Restore, bring, keep
+from hydragraph.engine.state_transfer import Moved, Restore, bring, keep, parts, read
 from hydragraph.engine.state_transition import Holding
 from hydragraph.engine.step_agreement import Call, Promise
 from hydragraph.engine.strategy_history import Past
@@ -164,8 +164,10 @@ def _call(what: str) -> Callable[[Callable[Concatenate[Executable, P], T]], Call
                 given = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{what}: {error}") from None
+            if what == "load":
+                parts(given["path"])
             for name in ("path", "directory"):
-                if name in given and not isinstance(given[name], str | os.PathLike):
+                if name in given and what != "load" and not isinstance(given[name], str | os.PathLike):
                     raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
             if self._closed:
                 raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
@@ -634,17 +636,21 @@ class Executable:
         save(Path(path), self.home, self.optimizer, entry, self.groups)
 
     @_call("keep")
-    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> None:
-        """Keep a checkpoint in pieces, which `move` can restore after ranks are lost; all ranks call it.
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
+        """Keep a checkpoint in pieces, which `move` and `load` can restore; all ranks call it.
 
-        Training waits until the pieces are in memory and on the node's disk; they reach the store a little later.
+        Training waits only until the state is copied to CPU memory; its pieces are written during the next steps. A
+        place to which an earlier checkpoint is still being written is left out this time.
 
         Args:
             pieces: where this rank keeps them; all ranks use the same places.
-            extra: plain data of the caller, returned by `move` after a restore.
+            extra: plain data of the caller, returned after a restore.
+
+        Returns:
+            Errors of writing earlier checkpoints, of all ranks, the same on each; these checkpoints are incomplete.
         """
         self._holding.begin()
-        keep(self._session, pieces, extra or {})
+        return keep(self._session, pieces, extra or {}, self._persistent_buffers())
 
     @_call("wait_saved")
     def wait_saved(self) -> None:
@@ -652,16 +658,20 @@ class Executable:
         self._session.saver.wait()
 
     @_call("load")
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint written by `save`; return its `extra`."""
+    def load(self, path: Restore) -> dict[str, Any]:
+        """Read a checkpoint, and return its `extra`; all ranks call it.
+
+        Args:
+            path: a directory that `save` wrote, the pieces of `keep`, or the pair (pieces, directory), of which the
+                newer is read.
+        """
         self._session.saver.wait()
         self._stop_handover()
-        extra = save_and_load.load(Path(path), self.home, self.optimizer, self.groups)
+        found = read(self._session, path)
         self._holding.loaded()
-        for name, buffer in extra.get(save_and_load.BUFFERS, {}).items():  # checkpoints of earlier versions have none
+        for name, buffer in found.buffers.items():
             self._session.buffers[name].copy_(buffer)
-        self._session.log.restored(int(extra["steps"]))
-        return dict(extra["user"])
+        return dict(found.extra)
 
     @_call("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
@@ -742,8 +752,9 @@ class Executable:
                 strategies. None: as in `compile`.
             before: for each rank of the new world, its rank in the old one; None for a newcomer, whose state is
                 ignored. Old ranks that are not named are lost.
-            restore: read if a part of the state is lost with them; all ranks then go back to it. Either a checkpoint of
-                `save`, or the pieces of `keep`, each read from the nearest place; newcomers pass theirs too.
+            restore: read if a part of the state is lost with them; all ranks then go back to it. A checkpoint of
+                `save`, the pieces of `keep`, each read from the nearest place, or the pair (pieces, checkpoint), of
+                which the newer is read; newcomers pass theirs too.
             strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
             profile: new costs of strategies; None: unchanged.
 
@@ -791,7 +802,7 @@ class Executable:
         seconds = time.perf_counter() - began
         _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
         restored = step if brought.restored else None
-        return Moved(step, finished, restored, brought.extra, brought.received, seconds)
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds, brought.read)
 
     @_call("rehome")
     def rehome(self, home: Home | str) -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, join
 from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, Member, here
 from hydragraph.cluster.rendezvous.protocol import Generation
@@ -27,6 +29,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.candidate_strategies import at_once_among, candidates_among, strategy_for
 from hydragraph.engine.executable import Executable
+from hydragraph.engine.state_transfer import Restore, parts
 from hydragraph.engine.strategy_history import Past
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.planner.refit import refit
@@ -51,6 +54,7 @@ class Survived:
         seconds: time from this rank's failure to the arrival of the state.
         why: description of what happened.
         ending: why these ranks may only save and end; "": they continue.
+        read: bytes of checkpoint pieces that this rank read, by kind of place: "memory", "disk" and "store".
     """
 
     generation: int
@@ -65,9 +69,10 @@ class Survived:
     seconds: float
     why: str
     ending: str = ""
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
-def survive(exe: Executable, failure: BaseException | None = None, restore: str | Path | None = None) -> Survived:
+def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Meet the surviving and new ranks, and move the state to them; all of them call it.
 
     Afterwards `exe` can be used as before, on the new ranks: `exe.world`, `exe.strategies` and `exe.steps` are updated.
@@ -75,14 +80,16 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: str 
     Args:
         exe: this rank's executable; on a newcomer, one compiled with `joining=True`.
         failure: the exception that a call of `exe` raised: a `RankFailure`, or the `Stopped` that calls ranks together.
-        restore: checkpoint that all ranks go back to if a part of the state is lost.
+        restore: checkpoint that all ranks go back to if a part of the state is lost: a directory that `save` wrote,
+            this rank's pieces (`keep`), or the pair (pieces, directory), of which the newer is read.
 
     Raises:
         TooFewRanks: on all ranks, which have the state and can save it: fewer ranks are left than may continue.
         RankFailure, Stopped: `failure` itself, if ranks were not started to survive it.
         ValueError: a part of the state is lost, and `restore` is not given.
     """
-    survived = meet_again(exe, failure, lambda: None if restore is None else Path(restore))
+    pieces, path = (None, None) if restore is None else parts(restore)
+    survived = meet_again(exe, failure, lambda: path, pieces=pieces)
     if survived.ending:
         raise TooFewRanks(f"{survived.ending}: {survived.why}")
     return survived
@@ -94,6 +101,7 @@ def meet_again(
     newest: Callable[[], Path | None],
     soon: bool = False,
     rates: Mapping[int, float] | None = None,
+    pieces: Pieces | None = None,
 ) -> Survived:
     """Recover as `survive` does, but also return if too few ranks are left.
 
@@ -103,6 +111,7 @@ def meet_again(
         soon: if a strategy is planned, use a good one that is found immediately; the caller looks for a better one in
             the background.
         rates: rates of slow members, on the rank that monitors them; used by the immediate plan.
+        pieces: this rank's, if all ranks have some; read instead of that checkpoint where they are newer.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -112,6 +121,7 @@ def meet_again(
     before = member.generation.members
     left: list[int] = []
     received = 0
+    read: Counter[str] = Counter()
     past = exe.past.ended(exe.recent, len(before))
     while True:
         if isinstance(failure, RankFailure):
@@ -120,12 +130,13 @@ def meet_again(
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
-            survived = _move(exe, member, generation, newest, past if soon else None, rates or {})
+            survived = _move(exe, member, generation, newest, pieces, past if soon else None, rates or {})
         except RankFailure as again:
             failure = again
             continue
         member.holds = generation.number
         received += survived.received
+        read.update(survived.read)
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -148,6 +159,7 @@ def meet_again(
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
         received=received,
+        read=read,
         seconds=time.monotonic() - began,
         why="; ".join(dict.fromkeys(reasons)) or came,
         ending=generation.ending,
@@ -159,10 +171,11 @@ def _move(
     member: Member,
     generation: Generation,
     newest: Callable[[], Path | None],
+    pieces: Pieces | None,
     past: Past | None,
     rates: Mapping[int, float],
 ) -> Survived:
-    """Move the state to a generation's ranks.
+    """Move the state to a generation's ranks; arguments as for `meet_again`.
 
     Args:
         past: strategies that ran before, used to find a strategy immediately; None: search for the best.
@@ -182,10 +195,15 @@ def _move(
             slow = {rank: told[m] for rank, m in enumerate(generation.members) if math.isfinite(told.get(m, math.inf))}
             profile = profile.changed(health=Health(slow))
         strategies = strategies_for(exe, world, home, profile, past, [peer.seat for peer in peers])
-        restore = next((each for each in world.gather(newest()) if each is not None), None)
+        saved = next((each for each in world.gather(newest()) if each is not None), None)
+    restore: Restore | None = saved
+    if pieces is not None:
+        restore = pieces if saved is None else (pieces, saved)
     moved = exe.move(world, home, generation.before, restore, strategies, profile)
     came = moved.received
-    return Survived(generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "")
+    return Survived(
+        generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "", read=moved.read
+    )
 
 
 def strategies_for(

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.optimizer_state import Plain, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
-from hydragraph.checkpoint.piece_recovery import recover
-from hydragraph.checkpoint.state_pieces import Pieces
+from hydragraph.checkpoint.piece_recovery import Recovered, recover
+from hydragraph.checkpoint.piece_sources import Tier
+from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together
 from hydragraph.engine.session import Session
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.kernels.adamw import AdamW
 from hydragraph.runtime.state_agreement import Meeting
-from hydragraph.runtime.state_movement import OwnedState, Route, agreed_columns, carry, named
+from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed_columns, carry, named
 
 _WHAT = "move"
 
-Restore = str | Path | Pieces  # checkpoint of `Executable.save`, or pieces of `Executable.keep`
+# Checkpoint of `Executable.save`, pieces of `Executable.keep`, or both, of which the newer is read.
+Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Moved:
         extra: the `extra` of that checkpoint.
         received: bytes received from other ranks.
         seconds: duration on this rank, including the creation of communicators.
+        read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
     """
 
     step: int
@@ -46,6 +54,7 @@ class Moved:
     extra: Mapping[str, Any]
     received: int
     seconds: float
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,28 +65,61 @@ class Brought:
         restored: whether a checkpoint was read.
         received: bytes received from other ranks.
         extra: the caller's data from that checkpoint.
+        buffers: persistent buffers from that checkpoint, by name.
+        read: bytes of pieces that this rank read, by kind of place.
     """
 
     restored: bool
     received: int
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
-def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any]) -> None:
-    """Keep this rank's state in pieces; all ranks call it."""
+def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Keep this rank's state in pieces; all ranks call it.
+
+    Returns:
+        Errors of writing earlier checkpoints, of all ranks.
+    """
     groups = session.groups
+    step, buckets = session.log.progress.updates, session.program.buckets
     own = OwnedState.of(session.home, session.optimizer)
-    told = together(groups, "keep", lambda: (own.columns, plain_state(session.home, session.optimizer)))
-    columns = agreed_columns([found for found, _ in told])
-    plains = [Plain(**plain) for _, plain in told if plain is not None]
+    errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
+
+    def mine() -> tuple[Columns, dict[str, Any] | None, _Places, list[str]]:
+        encoded("extra", dict(extra))  # raises if it is no plain data
+        places = _Places(pieces.busy, pieces.written, pieces.last, pieces.new_series())
+        return own.columns, plain_state(session.home, session.optimizer), places, errors
+
+    told = together(groups, "keep", mine)
+    columns = agreed_columns([columns for columns, *_ in told])
+    plains = [Plain(**plain) for _, plain, *_ in told if plain is not None]
+    places = [each for _, _, each, _ in told]
+    last = max((each.last for each in places if each.last is not None), default=None)
+    series = places[0].new_series if last is None or last.step >= step else last.series
+    busy = frozenset[Tier]().union(*(each.busy for each in places))
+    whole = {tier: kept for tier, kept in places[0].written.items() if all(e.written.get(tier) == kept for e in places)}
     common = {
         "columns": named(columns),
-        "steps": session.log.progress.updates,
+        "steps": step,
         "optimizer": vars(merged(plains)) if plains else None,
         "extra": dict(extra),
+        save_and_load.BUFFERS: dict(buffers),
     }
-    step, buckets = session.log.progress.updates, session.program.buckets
-    together(groups, "keep", lambda: pieces.put(step, own, buckets, columns, encoded("extra", common)))
+    entry = partial(encoded, "extra", deepcopy(common))  # training changes the original
+    pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
+    return tuple(error for *_, errors in told for error in errors)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """One rank's places of pieces: those that it writes to, what it wrote last to each, and what it kept last."""
+
+    busy: frozenset[Tier]
+    written: Mapping[Tier, Kept]
+    last: Kept | None
+    new_series: str
 
 
 def bring(session: Session, old: Session | None, meeting: Meeting, restore: Restore | None) -> Brought:
@@ -122,7 +164,7 @@ def bring(session: Session, old: Session | None, meeting: Meeting, restore: Rest
         plain = merged([Plain(**part) for part in parts])
         optimizer = session.optimizer
         together(groups, _WHAT, lambda: restore_optimizer(_WHAT, session.home, optimizer, plain, arriving.states))
-    return Brought(False, received, {})
+    return Brought(False, received)
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
@@ -133,7 +175,6 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
         route: transfers, with lost parts.
         nobody: whether no rank has any of the state.
     """
-    session.agree("what to restore from", "pieces" if isinstance(restore, Pieces) else str(restore))
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint as "
@@ -149,23 +190,72 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
             f"{len(route.lost)} of {len(route.buckets)} buckets lack something): keep copies=2 in the home, or give a "
             "checkpoint as restore"
         )
-    if isinstance(restore, Pieces):
-        return _recover(session, restore)
-    saved = save_and_load.load(restore, session.home, session.optimizer, session.groups)
+    return read(session, restore)
+
+
+def read(session: Session, restore: Restore) -> Brought:
+    """Read the whole state from a checkpoint; all ranks call it.
+
+    Args:
+        session: its state is replaced.
+        restore: a directory, pieces, or both, of which the newer is read.
+
+    Raises:
+        Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
+    """
+    pieces, path = parts(restore)
+    session.agree("what to restore from", f"{pieces is not None} {path}")
+    groups = session.groups
+    if pieces is not None:
+        least = None
+        if path is not None:
+            least = groups.gather_objects(_steps_of(path) if session.world.rank == 0 else 0)[0]
+        found = recover(pieces, session.program.buckets, session.home, groups, least=least)
+        pieces.last = None  # pieces kept from now on are of another series
+        if found is not None:
+            return _taken(session, found)
+    assert path is not None, "without a path, recover returns or raises"
+    saved = save_and_load.load(path, session.home, session.optimizer, groups)
     session.log.restored(int(saved["steps"]))
-    return Brought(True, 0, saved["user"])
+    # Checkpoints of earlier versions have no buffers.
+    return Brought(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))
 
 
-def _recover(session: Session, pieces: Pieces) -> Brought:
-    found = recover(pieces, session.program.buckets, session.home, session.groups)
+def _steps_of(path: Path) -> int:
+    """Return the last step that a checkpoint includes; -1 if it cannot be read, as any pieces are then better."""
+    try:
+        return save_and_load.read_steps(path)
+    except (ValueError, OSError):
+        return -1
+
+
+def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
+    """Return the pieces and the directory to read from.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(restore, Pieces):
+        return restore, None
+    if isinstance(restore, tuple) and [isinstance(each, Pieces) for each in restore] == [True, False]:
+        return restore[0], parts(restore[1])[1]
+    if isinstance(restore, str | os.PathLike):
+        return None, Path(restore)
+    raise TypeError(f"{restore!r} is no checkpoint: give a directory, hg.Pieces, or the pair (pieces, directory)")
+
+
+def _taken(session: Session, found: Recovered) -> Brought:
+    """Take over the optimizer's state and the step of pieces whose weights have been read."""
     optimizer = session.optimizer
     if optimizer is not None:
         plain = Plain(**found.common["optimizer"])
         states = found.state.states
-        what = f"checkpoint pieces of step {found.step}"
+        what = f"checkpoint pieces of step {found.kept.step}"
         together(session.groups, _WHAT, lambda: restore_optimizer(what, session.home, optimizer, plain, states))
     session.log.restored(int(found.common["steps"]))
-    return Brought(True, found.received, found.common["extra"])
+    sizes = {tier.name.lower(): size for tier, size in found.read.items()}
+    buffers = found.common[save_and_load.BUFFERS]
+    return Brought(True, found.received, found.common["extra"], buffers, sizes)
 
 
 def kept(session: Session, old: Session | None) -> Session:

@@ -27,6 +27,7 @@ from hydragraph.train.field_checks import (
     check_whole,
 )
 from hydragraph.train.objective_config import ObjectiveConfig
+from hydragraph.train.pieces_config import PiecesConfig
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
 DTYPES = ("float32", "bfloat16")
@@ -391,13 +392,23 @@ class CheckpointConfig:
 
     Attributes:
         asynchronous: copy the state to CPU memory and write it during training, instead of waiting for the disk.
+        pieces: further places, near the ranks, for a quick recovery from losses; null: only the run folder.
+        every: steps between checkpoints in pieces.
     """
 
     asynchronous: bool = False
+    pieces: PiecesConfig | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.asynchronous, bool):
             raise ValueError(f"asynchronous is {self.asynchronous!r}: give true or false")
+        check_whole("every", self.every, 1)
+        if self.every != 1 and self.pieces is None:
+            raise ValueError(
+                f"every is {self.every}, and counts the steps between checkpoints in pieces: also give pieces, or set "
+                "checkpoint_every for those in the run folder"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hydragraph.checkpoint.shared_directory import leave_mark, see
-from hydragraph.cluster.launch import World, join
+from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.processes.stop_requests import Requests, Stopping
 from hydragraph.cluster.rendezvous.member import CALLED, comes_late, elastic, here
 from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
@@ -47,6 +47,7 @@ from hydragraph.train.optimizer import learning_rate, optimizer_factory
 from hydragraph.train.plan_input import read_costs
 from hydragraph.train.reference_scores import ReferenceScores
 from hydragraph.train.run_folder import Begin, Checkpoint, RunFolder
+from hydragraph.train.run_pieces import check_places, keep_pieces, open_pieces
 from hydragraph.train.run_recovery import go_on, write_run_ranks
 from hydragraph.train.run_saving import (
     checkpoint,
@@ -148,6 +149,7 @@ def _session(
     """Run a training in its own folder, which `owned` releases; other arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
+    together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     model = _model(config, tokens)
@@ -189,14 +191,20 @@ def _session(
             executor.close()
             return RunOutcome(folder, (), asked)
         evaluation = evaluation_batches(config, tokens, scores) if config.evaluates else {}
+        pieces = open_pieces(config, world, folder)
         done = 0
         if last is not None:
-            last, extra = load(world, folder, executor, last, start.step is None, leader)
+            last, extra = load(world, folder, executor, last, start.step is None, leader, pieces)
             batches.load_state_dict(extra["mini_batches"])
-            done = last.step
+            done = extra.get("step", last.step)
+            if done > config.steps:
+                raise ValueError(
+                    f"checkpoint pieces after step {done} are past the last step: set steps to {done} or more"
+                )
         if leader is not None and last is not None:
             since = f"; changed since: {changed}" if changed else ""
-            going_on = f"continuing after step {done} of {config.steps}, from {last.path}{since}"
+            source = "checkpoint pieces" if done > last.step else last.path
+            going_on = f"continuing after step {done} of {config.steps}, from {source}{since}"
             append_event(folder.happenings, Event(done, "resumed", tuple(range(world.ranks)), 0.0, going_on))
             leader.note(going_on)
         stack.enter_context(naming_the_checkpoint(folder))
@@ -220,6 +228,7 @@ def _session(
             callbacks,
             evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
             checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
+            pieces=pieces,
         )
         if (member := here()) is not None:
             run = replace(run, watched=member.generation.members)
@@ -232,7 +241,8 @@ def _session(
                 leader.note(executor.decision)
             leader.started(done, config.steps)
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
-        course = Course(watcher, batches, anew, ahead_of(run, batches), done, done, positions, owns=leader is not None)
+        saved = 0 if last is None else last.step
+        course = Course(watcher, batches, anew, ahead_of(run, batches), done, saved, positions, owns=leader is not None)
         course.kept = last is not None
         course.began = folder.began
         executor.spans = [] if trace else None
@@ -321,6 +331,7 @@ def _join_run(
         None,
         evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
         checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
+        pieces=open_pieces(config, apart(config.device), folder),
     )
     course = Course(watcher, batches, anew, ahead_of(run, batches), -1, -1, {})
     with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
@@ -342,7 +353,7 @@ def _follow(
             with run.world.calling("train"):
                 if ending:
                     return _end_early(run, course, ending)
-                if elastic() and not course.done and not course.kept:
+                if (elastic() or run.pieces is not None) and not course.done and not course.kept:
                     checkpoint(run, course)  # fallback if state is lost before the first scheduled checkpoint
                 stopped = _steps(run, course, stopping)
                 if run.executor.spans is not None:
@@ -351,7 +362,7 @@ def _follow(
                     settle_checkpoints(run)
                 if not stopped:
                     finish(run, model, tokens, course.done)
-                if elastic():
+                if elastic() or run.pieces is not None:
                     run.world.gather(None)  # a rank that fails before this meets the others again
             break
         except (RankFailure, Stopped) as error:
@@ -359,6 +370,8 @@ def _follow(
                 raise
             failure, changed = error, True
     run.executor.close()
+    if run.pieces is not None and not stopped:
+        run.pieces.clear(store=run.world.rank == 0)  # the last checkpoint in the run folder has everything
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), stopped)
 
 
@@ -386,6 +399,8 @@ def _steps(run: Run, course: Course, stopping: Requests) -> int:
             return request.reason
         if saves_after(run, step):
             checkpoint(run, course)
+        if run.keeps(step):
+            keep_pieces(run, course)
     return 0
 
 
@@ -459,7 +474,7 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
 def _meets_after(run: Run, step: int) -> bool:
     """Return whether anything happens between a step and the next; if only one rank knows, the others wait as well."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
-    return moves or run.saves(step) or run.evaluates(step)
+    return moves or run.saves(step) or run.keeps(step) or run.evaluates(step)
 
 
 def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:

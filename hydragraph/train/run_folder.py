@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -150,8 +151,21 @@ class RunFolder:
                 set_aside(checkpoint.path, "later")
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
-        write_whole(self.owner, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}))
+        directory, run = self.identity
+        if last is None or step is not None:
+            run = ""
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
+        names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
+        write_whole(self.owner, json.dumps(record | names))
         return last
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Names of the folder and of the run in it, unique on all machines; a run that replaces another or leaves its
+        course, by resuming from an earlier step, has another name. Texts are empty if there is none.
+        """
+        record = _read(self.owner)
+        return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def began(self) -> float:
@@ -317,6 +331,10 @@ class RunFolder:
             self.config,
         ):
             path.unlink(missing_ok=True)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _locked(descriptor: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
 
     compiled: Any = executor  # a Trainable made by `compile`
     rates = _known_rates(run, course)
-    survived = meet_again(compiled, failure, newest, _soon(config), rates)
+    survived = meet_again(compiled, failure, newest, _soon(config), rates, run.pieces)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
@@ -61,10 +62,13 @@ def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitSt
         _write_down(run, course)
         write_run_ranks(run)
         moved = sum(world.gather(survived.received))
+        read: Counter[str] = Counter()
+        for each in world.gather(survived.read):
+            read.update(each)
         told, course.untold = course.untold, []
         took = max(world.gather(paused(told, world.rank)))
         if run.watcher is not None:
-            for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s)):
+            for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s, read)):
                 tell(run, event)
         if not survived.ending and _unsaved(run, course):
             checkpoint(run, course)
@@ -198,7 +202,14 @@ def _written(folder: RunFolder) -> tuple[int, float]:
     return 0, 0.0
 
 
-def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None, moved: int, seconds: float) -> Event:
+def resumed(
+    told: Sequence[tuple[Survived, int]],
+    ranks: int,
+    undone: int | None,
+    moved: int,
+    seconds: float,
+    read: Mapping[str, int] | None = None,
+) -> Event:
     """Return the event for the continued run.
 
     Args:
@@ -207,6 +218,7 @@ def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None
         undone: the last step before, if all returned to a checkpoint.
         moved: bytes of state moved between ranks.
         seconds: time without training.
+        read: bytes of checkpoint pieces that all ranks read, by kind of place.
     """
     survived, _ = told[-1]
     step = survived.step
@@ -216,6 +228,11 @@ def resumed(told: Sequence[tuple[Survived, int]], ranks: int, undone: int | None
     if survived.restored is not None:
         lost = 0 if undone is None else max(0, undone - survived.restored)
         redone = "" if undone is None else f", {lost} steps before"
-        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}"
+        places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in (read or {}).items() if size)
+        source = f" (read in pieces: {places})" if places else ""
+        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
-    return Event(step, "resumed", tuple(range(ranks)), seconds, why, lost_steps=lost, moved_bytes=moved)
+    everybody = tuple(range(ranks))
+    return Event(
+        step, "resumed", everybody, seconds, why, lost_steps=lost, moved_bytes=moved, read_bytes=dict(read or {})
+    )

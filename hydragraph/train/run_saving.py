@@ -13,6 +13,7 @@ from torch import nn
 
 from hydragraph.checkpoint.folder import complete, prune
 from hydragraph.checkpoint.manifest import Damaged
+from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.runtime.instruction_trace import write_trace
@@ -27,13 +28,27 @@ from hydragraph.train.trainable import Trainable, Watcher
 
 
 def load(
-    world: World, folder: RunFolder, executor: Trainable, last: Checkpoint, fall_back: bool, leader: Watcher | None
+    world: World,
+    folder: RunFolder,
+    executor: Trainable,
+    last: Checkpoint,
+    fall_back: bool,
+    leader: Watcher | None,
+    pieces: Pieces | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or if it is damaged the newest intact one before it; return it with its extra."""
+    """Load a checkpoint, or if it is damaged the newest intact one before it; return it with its extra.
+
+    Args:
+        world, folder, executor: of the run.
+        last: the checkpoint.
+        fall_back: whether an earlier one may be loaded.
+        leader: receives a note about damage, on rank 0.
+        pieces: loaded instead where they are newer; their extra has the `step`.
+    """
     while True:
         try:
             with _settings_kept(executor.optimizer):
-                return last, executor.load(last.path)
+                return last, executor.load(last.path if pieces is None else (pieces, last.path))
         except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was found
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data.mini_batches import Drawn, MiniBatches
@@ -60,6 +61,7 @@ class Run:
     watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
     evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
+    pieces: Pieces | None = None  # this rank's places of checkpoints in pieces
 
     @property
     def pairs(self) -> PairedSteps | None:
@@ -79,6 +81,10 @@ class Run:
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step, whatever an evaluation says."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
+
+    def keeps(self, step: int) -> bool:
+        """Return whether the state is kept in pieces after a step."""
+        return self.pieces is not None and step < self.config.steps and step % self.config.checkpoint.every == 0
 
 
 @dataclass

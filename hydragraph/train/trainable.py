@@ -9,11 +9,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.engine.candidate_strategies import Planning
+from hydragraph.engine.state_transfer import Restore
 from hydragraph.ir.program import Program
 from hydragraph.planner.request import PlanRequest
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span
@@ -107,7 +109,10 @@ class Trainable(Protocol):
     def wait_saved(self) -> None:
         """Wait until the pending checkpoint is in its place."""
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
+        """Keep weights, optimizer state and `extra` in pieces; return errors of writing earlier ones."""
+
+    def load(self, path: Restore) -> dict[str, Any]:
         """Load weights and optimizer state, and return `extra`."""
 
     def load_pretrained(self, path: Path) -> None:

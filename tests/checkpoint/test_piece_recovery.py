@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,7 @@ import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.piece_recovery import Recovered, recover
 from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import Pieces
+from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World, join
 from hydragraph.ir.home_layout import HomeLayouts
@@ -26,6 +27,7 @@ from hydragraph.spec.home import EQUAL, Home
 from tests.runtime.homes import MODEL, groups_of, trained
 
 RANKS = 3
+SERIES = "-a1"
 
 
 def kept(world: World, folder: Path, step: int) -> Pieces:
@@ -34,7 +36,7 @@ def kept(world: World, folder: Path, step: int) -> Pieces:
     pieces = Pieces(disk=folder / f"disk {world.node}", store=f"file://{folder}/store")
     whole = {name: dict(own.columns.get(name, next(iter(own.columns.values())))) for name in MODEL.parameters}
     common = {"columns": named(whole), "steps": step, "optimizer": None, "extra": {"seen": step}}
-    pieces.put(step, own, MODEL.buckets, whole, encoded("extra", common))
+    pieces.put(Kept(step, SERIES), own, MODEL.buckets, whole, partial(encoded, "extra", common))
     pieces.wait()
     return pieces
 
@@ -44,6 +46,7 @@ def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bo
     layouts = HomeLayouts(owners, world.ranks).by_name(MODEL.buckets)
     home = HomeState.allocate(cast(Program, MODEL), layouts, world.rank)
     found = recover(pieces, MODEL.buckets, home, groups, chunk=100)
+    assert found is not None
     expected = OwnedState.of(*trained(world, "adamw", owners))
     same = all(
         bool((found.state.column(name, column) == expected.column(name, column)).all())
@@ -71,11 +74,11 @@ def recovered(folder: Path) -> list[tuple[bool, int, dict[str, int], int]]:
         groups.gather_objects(None)  # ranks 0 and 1 share a disk: neither loses it while the other writes
         if world.rank in ranks:
             for tier in tiers:
-                pieces.shelves[tier].drop("step-4")
+                pieces.shelves[tier].drop(f"step-4.{SERIES}")
         groups.gather_objects(None)
         same, found = read(world, pieces, groups, [EQUAL, Home([3, 1, 0])][number % 2])
         assert found.common["extra"] == {"seen": 4}
-        seen.append((same, found.step, {tier.name: size for tier, size in found.read.items()}, found.received))
+        seen.append((same, found.kept.step, {tier.name: size for tier, size in found.read.items()}, found.received))
     groups.gather_objects(None)
     if world.rank == 0:
         shutil.rmtree(case / "store")
@@ -109,16 +112,45 @@ def mixed(folder: Path) -> tuple[bool, int]:
     pieces = kept(world, folder, 4)
     own = OwnedState.of(*trained(world, "adamw"))
     if world.rank:
-        pieces.shelves[Tier.MEMORY].put("step-6/common.pt", pieces.common(Tier.MEMORY, 4))
+        pieces.shelves[Tier.MEMORY].put(f"step-6.{SERIES}/common.pt", pieces.common(Tier.MEMORY, Kept(4, SERIES)))
         for name in list(pieces.shelves[Tier.MEMORY].names()):
-            if name.startswith("step-4/"):
+            if name.startswith("step-4."):
                 data = pieces.shelves[Tier.MEMORY].get(name)
                 pieces.shelves[Tier.MEMORY].put(name.replace("step-4", "step-6"), data)
     assert own.home.rank == world.rank
     same, found = read(world, pieces, groups, EQUAL)
     groups.close()
-    return same, found.step
+    return same, found.kept.step
 
 
 def test_the_newest_step_that_is_whole_is_taken(tmp_path: Path) -> None:
     assert hg.launch(mixed, 2, tmp_path, timeout=timedelta(seconds=60)) == [(True, 4)] * 2
+
+
+def damaged(folder: Path) -> list[tuple[bool, int, int]]:
+    """Files of the newest step are damaged on disks, then in the store too."""
+    world = replace(join("cpu"), node=f"node {join('cpu').rank}")
+    groups = groups_of(world)
+    kept(world, folder, 3)
+    pieces = kept(world, folder, 4)
+    seen = []
+    for tier, step in ((Tier.DISK, 4), (Tier.STORE, 4)):
+        groups.gather_objects(None)
+        place = pieces.shelves[tier]
+        names = [name for name in place.names() if name.startswith(f"step-{step}.") and "layer.0" in name]
+        for name in names:  # of both ranks in the store, of this one on its disk
+            data = place.get(name)
+            place.put(name, data[:-8] + bytes(8) if world.rank else data[:-20])
+        again = Pieces(False, folder / f"disk {world.node}", f"file://{folder}/store")
+        groups.gather_objects(None)
+        same, found = read(world, again, groups, EQUAL)
+        seen.append((same, found.kept.step, found.read[Tier.STORE]))
+    groups.close()
+    return seen
+
+
+def test_damaged_pieces_are_replaced_by_other_copies_or_an_earlier_step(tmp_path: Path) -> None:
+    found = hg.launch(damaged, 2, tmp_path, timeout=timedelta(seconds=60))
+    assert [[step for _, step, _ in ranks] for ranks in found] == [[4, 3]] * 2
+    assert all(same for ranks in found for same, _, _ in ranks)
+    assert all(ranks[0][2] > 0 for ranks in found), "what is damaged on the disk comes from the store"

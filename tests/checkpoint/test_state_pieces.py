@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from hydragraph.checkpoint.piece_sources import Piece, Tier
-from hydragraph.checkpoint.state_pieces import DiskShelf, MemoryShelf, Pieces, Shelf, StoreShelf, encoded
+from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, MemoryShelf, Pieces, Shelf, StoreShelf, copied
 from hydragraph.runtime.state_movement import OwnedState
 from tests.runtime.homes import ALONE, MODEL, trained
+
+
+def kept(step: int, series: str = "-a1") -> Kept:
+    return Kept(step, series)
 
 
 def state() -> OwnedState:
@@ -27,32 +33,33 @@ def shelf(kind: str, root: Path) -> Shelf:
 def test_a_shelf_gives_back_what_it_was_given(kind: str, tmp_path: Path) -> None:
     place = shelf(kind, tmp_path / "not yet there")
     assert list(place.names()) == []
-    place.drop("step-1")
-    place.put("step-1/a%2Fb/0-8.safetensors", b"0123456789")
-    place.put("step-2/c", b"x")
-    place.put("step-2/c", b"yz")
-    assert sorted(place.names()) == ["step-1/a%2Fb/0-8.safetensors", "step-2/c"]
-    assert place.get("step-1/a%2Fb/0-8.safetensors") == b"0123456789"
-    assert place.get("step-1/a%2Fb/0-8.safetensors", 2, 5) == b"234"
-    assert place.get("step-2/c") == b"yz"
-    place.drop("step-1")
-    assert list(place.names()) == ["step-2/c"]
+    place.drop("step-1.-a1")
+    place.put("step-1.-a1/a%2Fb/0-8.safetensors", b"0123456789")
+    place.put("step-2.-a1/c", b"x")
+    place.put("step-2.-a1/c", b"yz")
+    assert sorted(place.folders()) == ["step-1.-a1", "step-2.-a1"]
+    assert sorted(place.names()) == ["step-1.-a1/a%2Fb/0-8.safetensors", "step-2.-a1/c"]
+    assert place.get("step-1.-a1/a%2Fb/0-8.safetensors") == b"0123456789"
+    assert place.get("step-1.-a1/a%2Fb/0-8.safetensors", 2, 5) == b"234"
+    assert place.get("step-2.-a1/c") == b"yz"
+    place.drop("step-1.-a1")
+    assert list(place.names()) == ["step-2.-a1/c"]
     with pytest.raises(FileNotFoundError):
-        place.get("step-1/a%2Fb/0-8.safetensors")
+        place.get("step-1.-a1/a%2Fb/0-8.safetensors")
 
 
 @pytest.mark.parametrize("tier", Tier)
 def test_any_part_of_a_piece_can_be_read(tier: Tier, tmp_path: Path) -> None:
     pieces = Pieces(memory=True, disk=tmp_path / "disk", store=f"file://{tmp_path}/store")
     own = state()
-    pieces.put(7, own, MODEL.buckets, own.columns, b"common")
+    pieces.put(kept(7), own, MODEL.buckets, own.columns, lambda: b"common")
     pieces.wait()
-    assert pieces.common(tier, 7) == b"common"
+    assert pieces.common(tier, kept(7)) == b"common"
     held = pieces.held(tier)
-    assert held == {7: sorted(Piece(bucket.name, 0, bucket.size) for bucket in MODEL.buckets)}
-    layer = next(piece for piece in held[7] if piece.bucket == "layer.0")
+    assert held == {kept(7): sorted(Piece(bucket.name, 0, bucket.size) for bucket in MODEL.buckets)}
+    layer = next(piece for piece in held[kept(7)] if piece.bucket == "layer.0")
     for whole in (True, False):
-        file = pieces.reader(tier, 7, layer, whole)
+        file = pieces.reader(tier, kept(7), layer, whole)
         for name in ("layer.0.qkv", "layer.0.norm", "layer.0.scale"):
             for column, dtype in own.columns[name].items():
                 expected = own.column(name, column)
@@ -62,18 +69,91 @@ def test_any_part_of_a_piece_can_be_read(tier: Tier, tmp_path: Path) -> None:
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    pieces = Pieces(disk=tmp_path, keep=2)
+    pieces = Pieces(disk=tmp_path, keep=3)
     own = state()
-    for step in (4, 9, 12):
-        pieces.put(step, own, MODEL.buckets, own.columns, b"")
-    assert [sorted(pieces.held(tier)) for tier in (Tier.MEMORY, Tier.DISK, Tier.STORE)] == [[9, 12], [9, 12], []]
+    whole: dict[Tier, Kept] = {}
+    for step in (4, 9, 12, 13):
+        pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=whole)
+        pieces.wait()
+        whole = dict(pieces.written)
+    assert whole == {Tier.MEMORY: kept(13), Tier.DISK: kept(13)}
+    newest = [kept(9), kept(12), kept(13)]
+    assert [sorted(pieces.held(tier)) for tier in (Tier.MEMORY, Tier.DISK, Tier.STORE)] == [newest, newest, []]
+
+
+def test_the_last_whole_one_stays_whatever_follows(tmp_path: Path) -> None:
+    """Another rank failed to write steps 5 and 6; so they are of no use, and step 4 is."""
+    pieces = Pieces(disk=tmp_path)
+    own = state()
+    for step, whole in ((4, None), (5, kept(4)), (6, None), (7, None)):
+        told = {} if whole is None else dict.fromkeys((Tier.MEMORY, Tier.DISK), whole)
+        pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=told)
+        pieces.wait()
+    assert [sorted(pieces.held(tier)) for tier in (Tier.MEMORY, Tier.DISK)] == [[kept(4), kept(7)]] * 2
+
+
+def test_an_earlier_series_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    pieces = Pieces(memory=False, disk=tmp_path)
+    own = state()
+    pieces.put(kept(9, "-01d"), own, MODEL.buckets, own.columns, bytes)
+    seen = []
+    for step, whole in ((5, None), (6, kept(5)), (7, kept(6))):
+        pieces.wait()
+        told = {} if whole is None else {Tier.DISK: whole}
+        pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=told)
+        pieces.wait()
+        seen.append(sorted(pieces.held(Tier.DISK)))
+    assert seen == [[kept(5), kept(9, "-01d")], [kept(5), kept(6)], [kept(6), kept(7)]]
+
+
+def test_pieces_of_another_run_are_not_listed(tmp_path: Path) -> None:
+    own = state()
+    mine, other = (Pieces(memory=False, disk=tmp_path, run=run) for run in ("b", "bc"))
+    mine.put(Kept(4, mine.new_series()), own, MODEL.buckets, own.columns, bytes)
+    mine.wait()
+    assert [each.step for each in mine.held(Tier.DISK)] == [4]
+    assert other.held(Tier.DISK) == {}
+    assert [each.step for each in Pieces(memory=False, disk=tmp_path).held(Tier.DISK)] == [4]
+    mine.clear(store=False)
+    assert not tmp_path.exists()
+    with pytest.raises(ValueError, match="run='B-': give lower-case letters and digits"):
+        Pieces(run="B-")
+
+
+class Slow(MemoryShelf):
+    """A place that takes what it is given when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.may.wait(60)
+        super().put(name, data)
+
+
+def test_a_place_still_being_written_to_is_left_out() -> None:
+    pieces = Pieces(store="memory://unused")
+    slow = pieces.shelves[Tier.STORE] = Slow()
+    own = state()
+    pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
+    while pieces.busy > {Tier.STORE}:  # its files are not prepared yet
+        time.sleep(0.01)
+    assert pieces.busy == {Tier.STORE}
+    pieces.put(kept(5), own, MODEL.buckets, own.columns, bytes, without=pieces.busy)
+    slow.may.set()
+    pieces.wait()
+    assert not pieces.busy
+    assert sorted(pieces.held(Tier.STORE)) == [kept(4)]
+    assert pieces.written == {Tier.MEMORY: kept(5), Tier.STORE: kept(4)}
 
 
 def test_a_step_without_its_common_part_does_not_count(tmp_path: Path) -> None:
     pieces = Pieces(memory=False, disk=tmp_path)
     own = state()
-    pieces.put(4, own, MODEL.buckets, own.columns, b"")
-    (tmp_path / "step-4" / "common.pt").unlink()
+    pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
+    pieces.wait()
+    (tmp_path / "step-4.-a1" / "common.pt").unlink()
     (tmp_path / "notes.txt").write_text("of mine")
     assert pieces.held(Tier.DISK) == {}
 
@@ -82,9 +162,10 @@ def test_damage_is_told(tmp_path: Path) -> None:
     own = state()
     place = DiskShelf(tmp_path)
     pieces = Pieces(memory=False, disk=tmp_path)
-    pieces.put(4, own, MODEL.buckets, own.columns, b"")
+    pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
+    pieces.wait()
     tiny = Piece("tiny", 0, 2)
-    name = "step-4/tiny/0-2.safetensors"
+    name = "step-4.-a1/tiny/0-2.safetensors"
     data = place.get(name)
     for damaged, how in (
         (data[:-8] + bytes(8), r"tiny\|\w* has another checksum"),
@@ -99,18 +180,18 @@ def test_damage_is_told(tmp_path: Path) -> None:
 
 def read_all(pieces: Pieces, piece: Piece, own: OwnedState) -> None:
     for column, dtype in own.columns["tiny"].items():
-        pieces.reader(Tier.DISK, 4, piece, whole=True).read("tiny", column, 0, 2, dtype)
+        pieces.reader(Tier.DISK, kept(4), piece, whole=True).read("tiny", column, 0, 2, dtype)
 
 
 def test_what_a_store_raises_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, where a directory would be")
     pieces = Pieces(memory=True, store=f"file://{tmp_path}/store")
     own = state()
-    pieces.put(4, own, MODEL.buckets, own.columns, b"")
+    pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
     with pytest.raises(OSError, match="store"):
         pieces.wait()
     pieces.wait()
-    assert sorted(pieces.held(Tier.MEMORY)) == [4]
+    assert sorted(pieces.held(Tier.MEMORY)) == [kept(4)]
 
 
 def test_no_place_is_refused() -> None:
@@ -124,5 +205,5 @@ def test_a_piece_is_a_safetensors_file() -> None:
     from safetensors.torch import load
 
     own = state()
-    found = {piece.bucket: load(data) for piece, data in encoded(own, MODEL.buckets, own.columns)}
+    found = {part.piece.bucket: load(part.encoded()) for part in copied(own, MODEL.buckets, own.columns)}
     assert torch.equal(found["tiny"]["tiny|"], own.column("tiny", ""))

@@ -64,6 +64,7 @@ class Plan:
         copies: how many owners everything has.
         wait_for: ranks that there must be before the last step.
         checkpoint: where each step is saved, and read from.
+        pieces: where each step after the first is kept in pieces instead, and read from if they are newer.
     """
 
     killed: Mapping[int, int] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Plan:
     copies: int = 2
     wait_for: int = 0
     checkpoint: Path | None = None
+    pieces: Path | None = None
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -90,6 +92,8 @@ def train(prepared: Ready, plan: Plan) -> Told:
     while member is not None and member.number == plan.hangs:
         time.sleep(1)
     exe = prepared.executable(TEXT, adamw, home=hg.Home(copies=plan.copies))
+    pieces = None if plan.pieces is None else hg.Pieces(memory=False, disk=plan.pieces)
+    restore: Any = plan.checkpoint if pieces is None else (pieces, plan.checkpoint)
     losses: dict[int, float] = {}
     survived: list[hg.Survived] = []
     while exe.steps < STEPS:
@@ -101,10 +105,13 @@ def train(prepared: Ready, plan: Plan) -> Told:
                     raise hg.Stopped(1000)
             report = exe.step(batch(exe.steps))
             losses[report.step] = report.loss
-            if plan.checkpoint is not None:
+            if pieces is not None and exe.steps > 1:
+                exe.keep(pieces)
+                pieces.wait()
+            elif plan.checkpoint is not None:
                 exe.save(plan.checkpoint)
         except (hg.RankFailure, hg.Stopped) as failure:
-            survived.append(hg.survive(exe, failure, restore=plan.checkpoint))
+            survived.append(hg.survive(exe, failure, restore=restore))
     exe.close()
     return Told(os.getpid(), losses, tuple(survived))
 
@@ -211,6 +218,16 @@ def test_from_disk(prepared: Ready, smooth: Mapping[int, float], tmp_path: Path)
     told = run(prepared, Plan(killed={1: 3}, copies=1, checkpoint=tmp_path / "saved"), ALONE)
     same(told, smooth)
     assert all(each.survived[0].restored in (2, 3) for each in told)
+
+
+def test_from_pieces_that_are_newer_than_the_checkpoint(
+    prepared: Ready, smooth: Mapping[int, float], tmp_path: Path
+) -> None:
+    plan = Plan(killed={1: 3}, copies=1, checkpoint=tmp_path / "saved", pieces=tmp_path / "pieces")
+    told = run(prepared, plan, ALONE)
+    same(told, smooth)
+    assert all(each.survived[0].restored in (2, 3) for each in told)
+    assert all(each.survived[0].read["disk"] > 0 for each in told)
 
 
 @thorough

@@ -254,19 +254,32 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
         losses += train(exe, [7])
         pieces = hg.Pieces(disk=folder / "pieces")
         exe.keep(pieces, {"seen": exe.rank // 3})
+        pieces.wait()
         losses += train(exe, [8])
         exe.leave()
         world = regroup(10, [0, 3])
         if world is not None:
             moves.append(exe.move(world, hg.Home(), [1, 0], pieces, strategy=parsed("<[0,1]x2>")))
             losses += train(exe, [8])
+            with pytest.raises(TypeError, match=r"5 is no checkpoint: give a directory, hg\.Pieces, or the pair"):
+                exe.load(5)  # type: ignore[arg-type]
+            assert exe.load((pieces, folder / "saved")) == {"seen": 0}
+            losses += train(exe, [8])
+            exe.keep(pieces)  # of step 9, but once more
+            pieces.wait()
+            exe.load((pieces, folder / "saved"))
+            assert exe.steps == 9
+            train(exe, [9])
+            exe.save(folder / "newer")
+            exe.load((pieces, folder / "newer"))
+            assert exe.steps == 10
     return losses, moves
 
 
 def test_worlds_shrink_and_grow_under_any_home(prepared: Ready, smooth: list[list[float]], tmp_path: Path) -> None:
     found = hg.launch(through_worlds, RANKS, prepared, tmp_path, timeout=LIMIT)
     assert found[0][0] == found[3][0]
-    assert found[3][0] == [*smooth[2], *smooth[3][-2:], smooth[4][-1]]
+    assert found[3][0] == [*smooth[2], *smooth[3][-2:], smooth[4][-1], smooth[4][-1]]
     assert found[1][0] == smooth[2][5:]
     assert [moved.step for moved in found[3][1]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [moved.restored for moved in found[3][1]] == [None] * 6 + [7, 8]

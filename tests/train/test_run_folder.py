@@ -37,6 +37,22 @@ def test_resumes_from_the_latest_checkpoint_that_is_complete(tmp_path: Path) -> 
     assert (last.step, last.path) == (4, folder.place(4))
 
 
+def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.identity == ("", "")
+    seen = []
+    for how, step in (("new", None), ("resume", None), ("resume", 4), ("resume", None), ("overwrite", None)):
+        folder.begin(config(tmp_path), how, step)  # type: ignore[arg-type]
+        seen.append(folder.identity)
+        save(folder, 4) if not folder.place(4).exists() else None
+    assert len({directory for directory, _ in seen}) == 1
+    assert seen[0][0].startswith("run-")
+    runs = [run for _, run in seen]
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3]
+    assert len({*runs}) == 3
+
+
 def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.begin(config(tmp_path), "new")

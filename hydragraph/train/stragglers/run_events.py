@@ -51,6 +51,7 @@ class Event:
         done: whether the decision was carried out.
         lost_steps: trained steps that were undone because state was lost.
         moved_bytes: bytes of state that ranks received from other ranks.
+        read_bytes: bytes of checkpoint pieces that ranks read, by kind of place: memory, disk and store.
         time: when, in UTC.
     """
 
@@ -65,6 +66,7 @@ class Event:
     done: bool = True
     lost_steps: int = 0
     moved_bytes: int = 0
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
     time: str = field(default_factory=now)
 
     @property

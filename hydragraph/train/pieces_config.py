@@ -1,0 +1,36 @@
+"""Nearby places of checkpoints in pieces, as a run's config names them; `run_pieces` opens them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydragraph.train.field_checks import check_text
+
+
+@dataclass(frozen=True)
+class PiecesConfig:
+    """Places near the ranks where the state is also kept, in pieces, in addition to the checkpoints in the run folder.
+
+    After a loss each rank reads its part from the nearest place that has it: its memory, its machine's disk, another
+    machine, then the shared place (AutoHet, "accelerated recovery"). Recovery is quicker, and fewer steps are repeated.
+
+    Attributes:
+        local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are
+            expanded on each machine. null: none.
+        peers: also keep the pieces in the memory of each rank, where the ranks that are left find them; takes 24 bytes
+            of host memory per parameter that a rank owns (with AdamW).
+        shared: a directory that all machines share, or a URL such as s3://bucket/pieces (needs s3fs, gs:// gcsfs);
+            null: none.
+    """
+
+    local: str | None = None
+    peers: bool = True
+    shared: str | None = None
+
+    def __post_init__(self) -> None:
+        check_text("local", self.local, optional=True)
+        check_text("shared", self.shared, optional=True)
+        if not isinstance(self.peers, bool):
+            raise ValueError(f"peers is {self.peers!r}: give true or false")
+        if self.local is None and self.shared is None and not self.peers:
+            raise ValueError("peers is false, and neither local nor shared is given: name a place, or leave pieces out")

@@ -1,0 +1,113 @@
+"""Checkpoints in pieces during a run: opened in the places of its config, kept every few steps, deleted at its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hydragraph.checkpoint.state_pieces import Pieces
+from hydragraph.cluster.launch import World
+from hydragraph.cluster.shared_outcome import together
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.run_folder import RunFolder
+from hydragraph.train.train_state import Course, Run
+
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
+
+
+def check_places(config: TrainConfig) -> None:
+    """Check that this machine can write to the places of pieces.
+
+    Raises:
+        ValueError: naming the field: a variable is not set here, a driver is missing, or a test file cannot be written.
+    """
+    places = config.checkpoint.pieces
+    if places is None:
+        return
+    for name, where, make in (("local", _local(config), _on_disk), ("shared", _shared(config), _in_store)):
+        if where is not None:
+            _try(f"checkpoint.pieces.{name} {where}", partial(make, where))
+
+
+def _on_disk(where: str) -> Pieces:
+    return Pieces(memory=False, disk=where)
+
+
+def _in_store(where: str) -> Pieces:
+    return Pieces(memory=False, store=where)
+
+
+def _try(what: str, make: Callable[[], Pieces]) -> None:
+    """Write a small file, and delete it."""
+    try:
+        (shelf,) = make().shelves.values()
+        folder = f"probe-{uuid.uuid4().hex[:8]}"
+        shelf.put(f"{folder}/probe", b"hydragraph")
+        read = shelf.get(f"{folder}/probe")
+        shelf.drop(folder)
+    except ImportError as error:
+        raise ValueError(f"{what}: {error}") from error
+    except Exception as error:  # drivers of fsspec raise errors of their own
+        raise ValueError(
+            f"{what}: a test file could not be written ({type(error).__name__}: {error}): correct the place, or its "
+            "credentials"
+        ) from error
+    if read != b"hydragraph":
+        raise ValueError(f"{what}: a test file was read back with other contents: choose another place")
+
+
+def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
+    """Return this rank's places of pieces for the run in the folder; None: its config names none. All ranks call it."""
+    given = config.checkpoint.pieces
+    if given is None:
+        return None
+    directory, run = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0] or (
+        "",
+        "",
+    )
+    local, shared = _local(config), _shared(config)
+    return Pieces(
+        memory=given.peers,
+        disk=None if local is None else Path(local) / directory,
+        store=None if shared is None else f"{shared.rstrip('/')}/{directory}",
+        run=run,
+    )
+
+
+def keep_pieces(run: Run, course: Course) -> None:
+    """Keep the state in pieces; all ranks call it."""
+    assert run.pieces is not None, "its config names places"
+    extra = {"mini_batches": dict(course.positions[course.done]), "step": course.done}
+    for error in run.executor.keep(run.pieces, extra):
+        if run.watcher is not None:
+            run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {error}")
+
+
+def _local(config: TrainConfig) -> str | None:
+    """Return this machine's directory, expanded.
+
+    Raises:
+        ValueError: a variable in it is not set.
+    """
+    given = config.checkpoint.pieces
+    if given is None or given.local is None:
+        return None
+    expanded = os.path.expandvars(Path(given.local).expanduser())
+    if unset := _VARIABLE.search(expanded):
+        raise ValueError(
+            f"checkpoint.pieces.local is {given.local!r}, and {unset[0]} is not set on this machine: set it, or name "
+            "the directory"
+        )
+    return expanded
+
+
+def _shared(config: TrainConfig) -> str | None:
+    """Return the shared place as an absolute path or URL."""
+    given = config.checkpoint.pieces
+    if given is None or given.shared is None:
+        return None
+    return given.shared if "://" in given.shared else str(Path(given.shared).expanduser().absolute())
