@@ -210,3 +210,28 @@ def test_chaos_comes_to_the_same_curve(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not as promised" not in done.stderr
     assert all(option.replace("--", "") in chaos_command.__annotations__ for option in ("--kills", "--slow", "--joins"))
+
+
+@thorough
+def test_machines_are_preempted_and_the_curve_stays(tmp_path: Path) -> None:
+    """Seed 2 takes a machine without a notice, so its state is read from pieces."""
+    pieces = {"local": str(tmp_path / "local"), "shared": str(tmp_path / "shared")}
+    config = {"ranks": 4, "strategies": ["4*<tp1,pp1>"], "elastic": {}, "evaluate_every": 0, "checkpoint_every": 0}
+    path = written(tmp_path, checkpoint={"pieces": pieces}, **config)
+    command = [
+        sys.executable,
+        "-m",
+        "hydragraph",
+        "chaos",
+        str(path),
+        "--kinds",
+        "preempt",
+        "--each",
+        "1",
+        "--seed",
+        "2",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=4 * LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"read in pieces +│ \d+\.\d MB from memory, ", done.stdout), done.stdout

@@ -37,7 +37,8 @@ def chaos_command(
 
     --kinds names further faults: ranks are paused (for 3 s) or stopped permanently; the first, two or all are
     killed at once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is
-    written, right after a step (evaluate), or while the plan switches or state moves because it is slow.
+    written, right after a step (evaluate), or while the plan switches or state moves because it is slow. With preempt
+    the ranks run on two simulated machines, and one is taken away with its disk, at once or 30 s after a notice.
 
     With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
     alone takes the losses apart.
@@ -56,13 +57,14 @@ def chaos_command(
         folder = Path(temporary) if keep is None else keep
         folder.mkdir(parents=True, exist_ok=True)
         strikes = disturbed_run.draw(counts, seed)
-        peaceful, stormy = disturbed_run.prepared(settings, folder, len(strikes))
+        peaceful, stormy = disturbed_run.prepared(settings, folder, len(strikes), counts["preempt"])
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
                 status.update(f"training disturbed: step {step}, {struck} of {len(strikes)} strikes")
 
-            disturbed = disturbed_run.run(stormy, strikes, stepped)
+            machines = disturbed_run.MACHINES if counts["preempt"] else 1
+            disturbed = disturbed_run.run(stormy, strikes, stepped, machines=machines)
         last = max((m.step for m in disturbed.metrics), default=1)
         with console.status("training undisturbed"):
             undisturbed = disturbed_run.run(peaceful, until=last).until(last)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +18,17 @@ from statistics import median
 
 from hydragraph.spec.home import Home
 from hydragraph.train.chaos.fault_injection import ACTIONS, KINDS, Kind, Victim, least_ranks, lives, send
-from hydragraph.train.config import PlanConfig, TrainConfig
+from hydragraph.train.chaos.machines import Machines, with_disks
+from hydragraph.train.config import CheckpointConfig, PlanConfig, TrainConfig
 from hydragraph.train.goodput import account
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import Event, read_events
 
+MACHINES = 2  # of a run whose machines are preempted
 STEPS_PER_STRIKE = 5  # on average
 MOST_STEPS_PER_STRIKE = 60  # length of a run, so that all strikes hit: replacements take time on a busy machine
+MOST_STEPS_PER_MACHINE = 1000  # the same for a machine, whose ranks import and capture the model first
 CALM_STEPS = 10  # after the last strike, so that all of them count
 _CENSUS_S = 0.5  # between two scans for processes
 _END_S = 30.0  # limit for the last process to end, after the run
@@ -157,21 +158,33 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
         raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):
         raise ValueError("a strike of kind switch waits for another plan: set elastic.replan, and not dry_run")
+    if "preempt" in kinds and config.ranks < 2 * MACHINES:
+        raise ValueError(f"ranks is {config.ranks}: a strike of kind preempt needs {MACHINES} machines of 2 ranks each")
     least = max(map(least_ranks, kinds), default=0)
     if config.ranks < least:
         raise ValueError(f"ranks is {config.ranks}: these kinds need {least}, so that one is left")
     return kinds
 
 
-def prepared(config: TrainConfig, folder: Path, strikes: int) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configs of the undisturbed run and of the disturbed one, long enough for `strikes` strikes."""
-    steps = max(config.steps, MOST_STEPS_PER_STRIKE * strikes + CALM_STEPS)
+def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configs of the undisturbed run and of the disturbed one, long enough for all strikes.
+
+    Args:
+        config: of the run.
+        folder: of the outputs of both.
+        strikes: number of strikes.
+        preempted: number of those that preempt a machine.
+    """
+    most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
+    steps = max(config.steps, most + CALM_STEPS)
     elastic = config.elastic
     if not elastic.survives:
-        elastic = replace(elastic, copies=2 if config.ranks > 1 else 1, min_ranks=1)
+        several = config.ranks > 1 and config.checkpoint.pieces is None
+        elastic = replace(elastic, copies=2 if several else 1, min_ranks=1)
     peaceful = replace(elastic, copies=1, spares=0, min_ranks=None)
     home = replace(config.home, copies=1)
     undisturbed = replace(config, steps=steps, elastic=peaceful, home=home, output=str(folder / "undisturbed"))
+    undisturbed = replace(undisturbed, checkpoint=CheckpointConfig())
     return undisturbed, replace(config, steps=steps, elastic=elastic, output=str(folder / "disturbed"))
 
 
@@ -180,6 +193,7 @@ def run(
     strikes: Sequence[Strike] = (),
     stepped: Callable[[int, int], None] = lambda step, hit: None,
     until: int | None = None,
+    machines: int = 1,
 ) -> Disturbed:
     """Run a training in its own processes, strike it, and return the outcome.
 
@@ -189,23 +203,24 @@ def run(
         stepped: called regularly with the last step and the number of strikes so far.
         until: the last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
             strikes.
+        machines: number of machines to start on this host.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
     file = folder.path.with_suffix(".yaml")
-    config.save(file)
     said = folder.path.with_suffix(".log")
-    with said.open("wb") as out:
-        command = [sys.executable, "-m", "hydragraph", "train", str(file), "--overwrite"]
-        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        victim = Victim(folder, launcher)
-        striker = _Striker(victim, list(strikes), until)
-        try:
-            code = striker.follow(stepped)
-        finally:
-            launcher.kill()
-            launcher.wait()
-    left = _still_there(victim.pids)
+    several = Machines(machines, file, folder.path, folder.path.with_suffix(".disks"))
+    (with_disks(config, several.disks) if machines > 1 else config).save(file)
+    launcher = several.start()
+    victim = Victim(folder, launcher, machines=several if machines > 1 else None)
+    striker = _Striker(victim, list(strikes), until)
+    try:
+        code = striker.follow(stepped)
+        launcher.kill()
+        launcher.wait()
+        left = _still_there(victim.pids | {*several.left()})
+    finally:
+        several.end()
     metrics = tuple(read_metrics(folder.metrics))
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
     events = tuple(read_events(folder.happenings))
@@ -312,6 +327,14 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
         back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
         yield "times that state was lost", f"{back}; {found.lost_steps} steps were trained again"
         yield "state that moved", f"{found.moved_bytes / 1e6:,.0f} MB"
+        restores = [event for event in disturbed.events if sum(event.read_bytes.values())]
+        if restores:
+            places = {
+                place: sum(event.read_bytes.get(place, 0) for event in restores) for place in restores[0].read_bytes
+            }
+            sizes = ", ".join(f"{size / 1e6:,.1f} MB from {place}" for place, size in places.items())
+            seconds = median(event.seconds for event in restores)
+            yield "read in pieces", f"{sizes}; {len(restores)} times, median {seconds:.2f} s"
         yield "wall time", f"{found.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
         parts = (
             f"{found.full_s:.1f} s at full speed, {found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from hydragraph.train.chaos.machines import Machines
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import Event, read_events
 
@@ -35,11 +36,13 @@ Kind = Literal[
     "checkpoint",
     "evaluate",
     "switch",
+    "preempt",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 GIVEN_UP_S = 30.0  # within which the others must have ended a permanently stopped rank
 _MOMENT_S = 60.0  # limit for a moment to come; after it the run is struck anyway
+_JOINED_S = 300.0  # limit for a new machine: it imports, captures and compiles first
 _SLOW_S = 1.0
 _PAUSE_S = 3.0  # less than the patience with a stopped rank
 _PERIOD_S = 0.1  # period of the stops of a slowed rank
@@ -56,6 +59,7 @@ class Victim:
         folder: of the run.
         launcher: the process that was started for it.
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
+        machines: the machines of the run, of which the launcher is the first's; None: it has only this one.
 
     Attributes:
         pids: all processes that were ever its ranks, or about to be.
@@ -65,6 +69,7 @@ class Victim:
     folder: RunFolder
     launcher: subprocess.Popen[bytes]
     depth: int = 1
+    machines: Machines | None = None
     pids: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
@@ -97,6 +102,8 @@ class Victim:
         """Return the processes started for ranks, including those in preparation, the newest last."""
         pids = self._below(self.depth + 1)
         self.pids.update(pids)
+        if self.machines is not None:
+            self.pids.update(self.machines.left())
         return pids
 
     def _below(self, levels: int) -> list[int]:
@@ -298,6 +305,19 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
     _another(run, chance)
 
 
+def _preempt(run: Victim, target: int, chance: random.Random) -> None:
+    """Take a machine away, with or without a notice, and its disk; another comes in its place."""
+    machines = run.machines
+    if machines is None:
+        run.problems.append("there is only one machine, so none was preempted")
+        return
+    number = chance.randrange(1, machines.count)
+    machines.preempt(number, notice=chance.random() < 0.5)
+    machines.replace(number)
+    if not run.until(lambda: {*run.ranks()} & {*machines.processes(number)}, _JOINED_S) and run.alive:
+        run.problems.append(f"a new machine did not join within {_JOINED_S:g} s")
+
+
 def _another(run: Victim, chance: random.Random) -> None:
     """Kill any rank, if another one remains."""
     ranks = run.ranks()
@@ -325,6 +345,7 @@ ACTIONS: Mapping[Kind, Action] = {
     "checkpoint": _checkpoint,
     "evaluate": _evaluate,
     "switch": _switch,
+    "preempt": _preempt,
 }
 
 

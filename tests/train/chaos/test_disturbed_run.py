@@ -62,6 +62,7 @@ def test_kinds_are_read_and_those_that_never_come_are_refused(tmp_path: Path) ->
         ("two", replace(config, ranks=2), "ranks is 2: these kinds need 3, so that one is left"),
         ("checkpoint", replace(config, checkpoint_every=0), "set checkpoint_every"),
         ("switch", config, "set elastic.replan"),
+        ("preempt", config, "ranks is 3: a strike of kind preempt needs 2 machines of 2 ranks each"),
     ):
         with pytest.raises(ValueError, match=words):
             read_kinds(text, changed)
@@ -91,6 +92,11 @@ def test_what_became_of_a_run() -> None:
     assert told["times that state was lost"] == "1; 3 steps were trained again"
     assert told["of it"] == ("2.0 s at full speed, 0.5 s of pauses, 1.5 s of lost work, 0.0 s by slower steps")
     assert told["processes left behind"] == "1"
+    assert "read in pieces" not in told
+    read = replace(event, read_bytes={"memory": 3_000_000, "disk": 500_000, "store": 0})
+    told = dict(rows(replace(wild, events=(read, read)), calm))
+    words = "6.0 MB from memory, 1.0 MB from disk, 0.0 MB from store; 2 times, median 0.50 s"
+    assert told["read in pieces"] == words
 
 
 def curve(*losses: float) -> Disturbed:

@@ -1,0 +1,139 @@
+"""Several machines on this host: one supervisor of ranks each, in a session of its own, with a disk of its own.
+
+Each is started as Slurm or torchrun would start it on a machine, and can be preempted: all its processes and its disk
+are lost at once, or it is asked to end first, and another machine comes in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hydragraph.train.config import TrainConfig
+
+NOTICE_S = 30.0  # between the request to end and the end of a spot instance
+_END_S = 20.0  # for killed processes to be gone
+
+
+@dataclass
+class Machines:
+    """The machines of a run.
+
+    Args:
+        count: number of machines.
+        config: file of the run's config.
+        log: prefix of the files of their output.
+        disks: directory of their disks.
+
+    Attributes:
+        supervisors: the current process of each.
+        sessions: of all processes that were started for them.
+    """
+
+    count: int
+    config: Path
+    log: Path
+    disks: Path
+    supervisors: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    sessions: set[int] = field(default_factory=set)
+    _port: int = field(default_factory=lambda: _free_port())
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start all machines, and return the process of the first."""
+        self.supervisors = [self._started(number) for number in range(self.count)]
+        return self.supervisors[0]
+
+    def preempt(self, number: int, notice: bool) -> None:
+        """End a machine and delete its disk; with a notice it has `NOTICE_S` to hand over its state."""
+        supervisor = self.supervisors[number]
+        if notice:
+            supervisor.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                supervisor.wait(NOTICE_S)
+        self._kill(supervisor)
+        shutil.rmtree(self.disks / str(number), ignore_errors=True)
+
+    def replace(self, number: int) -> None:
+        """Start another machine in the place of one."""
+        self.supervisors[number] = self._started(number)
+
+    def processes(self, number: int) -> list[int]:
+        """Return the live processes of a machine."""
+        return _in_sessions({self.supervisors[number].pid})
+
+    def end(self) -> None:
+        """Kill whatever still runs."""
+        for supervisor in self.supervisors:
+            self._kill(supervisor)
+
+    def left(self) -> list[int]:
+        """Return the live processes of all machines, also of preempted ones."""
+        return _in_sessions(self.sessions)
+
+    def _started(self, number: int) -> subprocess.Popen[bytes]:
+        place = {
+            "RANK": str(number),
+            "WORLD_SIZE": str(self.count),
+            "GROUP_RANK": str(number),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+        }
+        place = place if self.count > 1 else {}
+        command = [sys.executable, "-m", "hydragraph", "train", str(self.config), "--overwrite"]
+        with self.log.with_suffix(f".{number}.log" if number else ".log").open("ab" if number else "wb") as out:
+            started = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **place},
+                start_new_session=True,
+            )
+        self.sessions.add(started.pid)
+        return started
+
+    def _kill(self, supervisor: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + _END_S
+        while (there := _in_sessions({supervisor.pid})) and time.monotonic() < end:
+            for pid in there:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            supervisor.poll()
+            time.sleep(0.02)
+        supervisor.wait()
+
+
+def with_disks(config: TrainConfig, disks: Path) -> TrainConfig:
+    """Return a config whose local pieces lie on the disk of each machine."""
+    pieces = config.checkpoint.pieces
+    if pieces is None or pieces.local is None:
+        return config
+    local = str(disks / "$GROUP_RANK")
+    return replace(config, checkpoint=replace(config.checkpoint, pieces=replace(pieces, local=local)))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _in_sessions(sessions: set[int]) -> list[int]:
+    """Return the processes of these sessions that are no zombies."""
+    return [pid for pid, session in _sessions() if session in sessions]
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                yield int(entry.name), int(fields[3])
