@@ -84,13 +84,18 @@ LONG = 1 + len(Op) + 1  # steps of the test that loses a rank at each instructio
 def smooth(prepared: Ready) -> list[list[float]]:
     """Return the losses of runs without any incident, which the tests' must be to the last bit."""
     runs: list[Run] = [
-        (CLIP, [WIDE] * LONG, [1e-2] * LONG),
         (CLIP, [WIDE] * 3 + [NARROW] * 2, [1e-2] * 5),
         (None, [*TEXTS, WIDE], RATES),
         (None, [*TEXTS, NARROW, NARROW], [*RATES, RATES[-1]]),
         (None, [*TEXTS, NARROW, "<[0,1]x2>"], [*RATES, RATES[-1]]),
-        (None, [WIDE] * LONG, [1e-2] * LONG),
     ]
+    return hg.launch(plainly, RANKS, prepared, runs, timeout=LIMIT)[0]
+
+
+@pytest.fixture(scope="module")
+def long(prepared: Ready) -> list[list[float]]:
+    """Return the losses of long runs without any incident, clipped and not, of tests in `make thorough` alone."""
+    runs: list[Run] = [(clip, [WIDE] * LONG, [1e-2] * LONG) for clip in (CLIP, None)]
     return hg.launch(plainly, RANKS, prepared, runs, timeout=LIMIT)[0]
 
 
@@ -164,10 +169,10 @@ def struck_everywhere(prepared: Ready, ops: Sequence[Op]) -> list[float]:
 @thorough
 @pytest.mark.parametrize("ops", first([SOME], [SOME, list(Op)]), ids=["some", "all"])
 def test_a_rank_lost_at_any_instruction_costs_the_step_under_way_and_no_bit_more(
-    ops: list[Op], prepared: Ready, smooth: list[list[float]]
+    ops: list[Op], prepared: Ready, long: list[list[float]]
 ) -> None:
     found = hg.launch(struck_everywhere, RANKS, prepared, ops, timeout=LIMIT)
-    expected = smooth[0][: len(found[0])]
+    expected = long[0][: len(found[0])]
     assert len(expected) > 2
     for losses in found:  # of a step that was lost with a rank, that rank has not learned the loss
         assert [a for a in losses if a == a] == [b for a, b in zip(losses, expected, strict=True) if a == a]
@@ -209,8 +214,8 @@ def test_a_step_that_some_have_finished_is_finished_by_all(prepared: Ready, smoo
         at_the_commit, RANKS, prepared, timeout=LIMIT
     )
     assert zero == one == two
-    assert zero[:2] == smooth[1][:2]
-    assert zero[2:] == pytest.approx(smooth[1][3:], rel=1e-6)
+    assert zero[:2] == smooth[0][:2]
+    assert zero[2:] == pytest.approx(smooth[0][3:], rel=1e-6)
     assert (finished_0, finished_1, finished_2) == (False, True, False)
     assert same
 
@@ -279,8 +284,8 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
 def test_worlds_shrink_and_grow_under_any_home(prepared: Ready, smooth: list[list[float]], tmp_path: Path) -> None:
     found = hg.launch(through_worlds, RANKS, prepared, tmp_path, timeout=LIMIT)
     assert found[0][0] == found[3][0]
-    assert found[3][0] == [*smooth[2], *smooth[3][-2:], smooth[4][-1], smooth[4][-1]]
-    assert found[1][0] == smooth[2][5:]
+    assert found[3][0] == [*smooth[1], *smooth[2][-2:], smooth[3][-1], smooth[3][-1]]
+    assert found[1][0] == smooth[1][5:]
     assert [moved.step for moved in found[3][1]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [moved.restored for moved in found[3][1]] == [None] * 6 + [7, 8]
     assert found[0][1][-1].extra == {"seen": 0}
@@ -307,13 +312,13 @@ def in_stages(prepared: Ready, way: list[hg.Home]) -> tuple[list[float], list[bo
 
 
 @thorough
-def test_state_moves_a_part_between_every_two_steps(prepared: Ready, smooth: list[list[float]]) -> None:
+def test_state_moves_a_part_between_every_two_steps(prepared: Ready, long: list[list[float]]) -> None:
     new = hg.Home([1, 0, 2, 5])
     way = [*stages(hg.Home(), new, RANKS, prepared.variants.program.buckets, 8_000)]
     assert len(way) >= 3
     found = hg.launch(in_stages, RANKS, prepared, way, timeout=LIMIT)
     for losses, stayed, _ in found:
-        assert losses == smooth[5][: len(losses)]
+        assert losses == long[1][: len(losses)]
         assert stayed.count(False) == 1, "a bucket moves once"
     whole = received(hg.Home(), new, RANKS, prepared.variants.program.buckets)
     frozen = sum(sum(each) for _, _, each in found) / sum(whole)
@@ -353,9 +358,9 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
 
 
 @thorough
-def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, smooth: list[list[float]]) -> None:
+def test_a_move_that_is_cut_off_is_repeated(prepared: Ready, long: list[list[float]]) -> None:
     found = hg.launch(cut_moves, RANKS, prepared, timeout=LIMIT)
-    assert [losses for losses, _ in found] == [smooth[5][:3]] * RANKS
+    assert [losses for losses, _ in found] == [long[1][:3]] * RANKS
     first = [outcomes[0] for _, outcomes in found]
     assert first == [(0, "RankFailure"), (0, "RankFailure"), (0, "StruckError"), (0, "RankFailure")]
     second = [outcomes[1] for _, outcomes in found]

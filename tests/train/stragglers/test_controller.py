@@ -22,6 +22,7 @@ from hydragraph.train.stragglers.controller import Controller, Replanning, Thrif
 from hydragraph.train.stragglers.rate_estimator import Change
 from tests.models import llama, sequences
 from tests.ready import Ready
+from tests.thorough import thorough
 from tests.train.stragglers.test_background_replanning import CLUSTER, LAYERS, PROFILE, RUNNING, request
 
 OTHER = hg.Strategy.parse("<[0]x1,[2]x3> + <[3]x4>", layers=LAYERS)
@@ -297,6 +298,7 @@ def trained(prepared: Ready, switch_at: int | None) -> list[tuple[float, str]]:
     return seen
 
 
+@thorough  # tests/engine/test_background_compile.py switches ranks in every run
 def test_all_ranks_switch_at_once_and_losses_stay_the_same() -> None:
     as_ever, switching = zip(*hg.launch(both, 4, prepare=ready), strict=True)
     assert all(each == switching[0] for each in switching)
