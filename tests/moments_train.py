@@ -32,7 +32,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.train import loop, run_recovery, run_saving, step_reporting
 from hydragraph.train.chaos import disturbed_run
 from hydragraph.train.chaos.fault_injection import Victim, ended, lives, send
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import CheckpointConfig, TrainConfig
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import read_metrics
 from tests.moments import LIMIT_S, PROGRESS_S, RANKS, How, Plan, Strike, window
@@ -43,6 +43,7 @@ PLAN = "HYDRAGRAPH_TEST_PLAN"  # the plan, in the environment of a run
 CALLS = {
     "_train_step": 20_000,
     "checkpoint": 3_000,
+    "keep_pieces": 2_000,
     "_evaluate": 8_000,
     "go_on": 25_000,
     "lead": 200,
@@ -88,10 +89,11 @@ def _within(plan: Plan, name: str, given: tuple[Any, ...]) -> AbstractContextMan
     return window(plan, name, None if name == "lead" else world.rank, world.ranks)
 
 
-def draw(count: int, seed: int, hows: Sequence[How]) -> tuple[Strike, ...]:
-    """Draw strikes, of all windows alike."""
+def draw(count: int, seed: int, hows: Sequence[How], pieces: bool = False) -> tuple[Strike, ...]:
+    """Draw strikes, of all windows alike; `pieces` says whether the run keeps any."""
     chance = random.Random(seed)
-    names = [list(CALLS)[number % len(CALLS)] for number in range(count)]
+    windows = [name for name in CALLS if pieces or name != "keep_pieces"]
+    names = [windows[number % len(windows)] for number in range(count)]
     chance.shuffle(names)
     # Calls are many where little happens: early ones are as likely as late ones, by their magnitude.
     return tuple(
@@ -105,8 +107,8 @@ def draw(count: int, seed: int, hows: Sequence[How]) -> tuple[Strike, ...]:
     )
 
 
-def configured(folder: Path, copies: int, spares: int) -> TrainConfig:
-    """Return the config of a tiny run on four ranks."""
+def configured(folder: Path, copies: int, spares: int, pieces: bool = False) -> TrainConfig:
+    """Return the config of a tiny run on four ranks, with checkpoints in pieces or without."""
     elastic = {"copies": copies, "spares": spares, "min_ranks": 1}
     config = settings(folder) | {"ranks": RANKS, "strategies": ["2*<tp1,pp2>"], "steps": 100_000, "check": "off"}
     config |= {
@@ -116,6 +118,8 @@ def configured(folder: Path, copies: int, spares: int) -> TrainConfig:
         "evaluate_every": 7,
         "progress_s": PROGRESS_S,
     }
+    if pieces:
+        config["checkpoint"] = {"pieces": {"local": str(folder / "local")}}
     return from_record(TrainConfig, config | {"elastic": elastic, "output": str(folder / "run")})
 
 
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=36, help="strikes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", type=int, default=2, help="owners of everything; 1: from the checkpoint")
+    parser.add_argument("--pieces", action="store_true", help="with --copies 1: from pieces, if they are newer")
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--how", default=",".join(["kill"] * 8 + ["stop", "hang"]), help="to draw from")
     parser.add_argument("--keep", type=Path, help="keep everything here")
@@ -139,8 +144,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hydragraph-moments-") as temporary:
         folder = chosen.keep or Path(temporary)
         (folder / "struck").mkdir(parents=True)
-        plan = Plan(draw(chosen.count, chosen.seed, chosen.how.split(",")), folder / "struck")
-        raise SystemExit(struck(plan, configured(folder, chosen.copies, chosen.spares), folder, vars(chosen)))
+        plan = Plan(draw(chosen.count, chosen.seed, chosen.how.split(","), chosen.pieces), folder / "struck")
+        config = configured(folder, chosen.copies, chosen.spares, chosen.pieces)
+        raise SystemExit(struck(plan, config, folder, vars(chosen)))
 
 
 def struck(plan: Plan, config: TrainConfig, folder: Path, about: dict[str, Any]) -> bool:
@@ -177,6 +183,7 @@ def struck(plan: Plan, config: TrainConfig, folder: Path, about: dict[str, Any])
     mine = {m.step: m.loss for m in read_metrics(victim.folder.metrics)}
     last = max(mine, default=0)
     calm = replace(config, elastic=replace(config.elastic, copies=1, spares=0, min_ranks=None))
+    calm = replace(calm, checkpoint=CheckpointConfig())
     losses = {m.step: m.loss for m in disturbed_run.run(replace(calm, output=str(folder / "calm")), until=last).metrics}
     far = [step for step in range(1, last + 1) if step not in mine or mine[step] != losses.get(step)]
     if far or len(mine) != last:

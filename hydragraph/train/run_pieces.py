@@ -6,7 +6,6 @@ import os
 import re
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from hydragraph.checkpoint.state_pieces import Pieces
@@ -25,20 +24,11 @@ def check_places(config: TrainConfig) -> None:
     Raises:
         ValueError: naming the field: a variable is not set here, a driver is missing, or a test file cannot be written.
     """
-    places = config.checkpoint.pieces
-    if places is None:
-        return
-    for name, where, make in (("local", _local(config), _on_disk), ("shared", _shared(config), _in_store)):
-        if where is not None:
-            _try(f"checkpoint.pieces.{name} {where}", partial(make, where))
-
-
-def _on_disk(where: str) -> Pieces:
-    return Pieces(memory=False, disk=where)
-
-
-def _in_store(where: str) -> Pieces:
-    return Pieces(memory=False, store=where)
+    local, shared = _local(config), _shared(config)
+    if local is not None:
+        _try(f"checkpoint.pieces.local {local}", lambda: Pieces(memory=False, disk=local))
+    if shared is not None:
+        _try(f"checkpoint.pieces.shared {shared}", lambda: Pieces(memory=False, store=shared))
 
 
 def _try(what: str, make: Callable[[], Pieces]) -> None:
@@ -65,10 +55,9 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
     given = config.checkpoint.pieces
     if given is None:
         return None
-    directory, run = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0] or (
-        "",
-        "",
-    )
+    identity = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0]
+    assert identity is not None, "rank 0 has read it"
+    directory, run = identity
     local, shared = _local(config), _shared(config)
     return Pieces(
         memory=given.peers,
