@@ -111,7 +111,8 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
             owned.callback(course.callbacks.call, "on_end")
             course.callbacks.call("on_start", run.config)  # they have not started in this process
         run = replace(run, callbacks=course.callbacks)
-    if log is None or survived.restored is not None:
+    # Another rank may be lost after this, and `run` is then the one from before, whose log is closed.
+    if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
         log = owned.enter_context(open_log(run.folder, survived.step, course.watcher))

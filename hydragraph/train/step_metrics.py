@@ -172,6 +172,11 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer be written."""
+        return self._file.closed
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
         if self._events is None:

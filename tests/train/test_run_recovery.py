@@ -20,6 +20,8 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.run_recovery import _known_rates, _write_down, changes_of, lead, paused, ranks_before, resumed
 from hydragraph.train.run_saving import forget_unsaved
+from hydragraph.train.step_metrics import Metrics, read_metrics
+from hydragraph.train.step_reporting import open_log
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.straggler_state import Slow
@@ -53,6 +55,22 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="belongs to a run that is under way"):
             folder.refuse_shared()
     folder.refuse_shared()
+
+
+def test_a_return_to_a_checkpoint_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
+    """Another rank is lost after this one has opened the log anew; the next meeting finds that no state is lost."""
+    folder = begun(config(tmp_path), tmp_path)
+    nothing: Any = None
+    with ExitStack() as owned:
+        log = owned.enter_context(open_log(folder, 0, Watched()))
+        run = Run(config(tmp_path), nothing, folder, nothing, (), {}, Watched(), log, None)
+        course = Course(Watched(), nothing, nothing, nothing, 3, 0, {}, owns=True)
+        survived = Survived(2, 0, (1,), (), (), (), (), 0, 0, 0.5, "rank 1 is lost")
+        lead(run, course, survived, owned, None)
+        again = lead(run, course, replace(survived, restored=None), owned, None).log
+        assert again is not None
+        again.write(Metrics(1, 2.0, 1.0, 1e-3, 100, 1000.0, 0.1, "<tp1,pp1>", 4, (1,)))
+    assert [metrics.step for metrics in read_metrics(folder.metrics)] == [1]
 
 
 class Began:
