@@ -407,8 +407,13 @@ class Pieces:
 
     def _write(self, tier: Tier, job: _Job, files: Mapping[str, bytes]) -> None:
         shelf, kept, whole = self.shelves[tier], job.kept, job.whole[tier]
-        for name, data in files.items():
-            shelf.put(name, data)
+        try:
+            for name, data in files.items():
+                shelf.put(name, data)
+        except Exception:
+            with suppress(Exception):  # of no use without this part; a full disk needs the space
+                shelf.drop(kept.folder)
+            raise
         self._written[tier] = kept
         tidies = job.tidies or tier is not Tier.STORE
         if not tidies or whole is None or whole.series != kept.series:

@@ -662,8 +662,8 @@ class Executable:
         """Read a checkpoint, and return its `extra`; all ranks call it.
 
         Args:
-            path: a directory that `save` wrote, the pieces of `keep`, or the pair (pieces, directory), of which the
-                newer is read.
+            path: a directory that `save` wrote, the pieces of `keep`, or the pair (pieces, directory); the newer one
+                is read.
         """
         self._session.saver.wait()
         self._stop_handover()
@@ -753,8 +753,8 @@ class Executable:
             before: for each rank of the new world, its rank in the old one; None for a newcomer, whose state is
                 ignored. Old ranks that are not named are lost.
             restore: read if a part of the state is lost with them; all ranks then go back to it. A checkpoint of
-                `save`, the pieces of `keep`, each read from the nearest place, or the pair (pieces, checkpoint), of
-                which the newer is read; newcomers pass theirs too.
+                `save`, the pieces of `keep`, each read from the nearest place, or the pair (pieces, checkpoint);
+                the newer one is read. Newcomers pass theirs too.
             strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
             profile: new costs of strategies; None: unchanged.
 

@@ -81,7 +81,7 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
         exe: this rank's executable; on a newcomer, one compiled with `joining=True`.
         failure: the exception that a call of `exe` raised: a `RankFailure`, or the `Stopped` that calls ranks together.
         restore: checkpoint that all ranks go back to if a part of the state is lost: a directory that `save` wrote,
-            this rank's pieces (`keep`), or the pair (pieces, directory), of which the newer is read.
+            this rank's pieces (`keep`), or the pair (pieces, directory); the newer one is read.
 
     Raises:
         TooFewRanks: on all ranks, which have the state and can save it: fewer ranks are left than may continue.

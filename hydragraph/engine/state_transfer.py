@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# Checkpoint of `Executable.save`, pieces of `Executable.keep`, or both, of which the newer is read.
+# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both: the newer one is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -88,7 +88,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
     errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
 
     def mine() -> tuple[Columns, dict[str, Any] | None, _Places, list[str]]:
-        encoded("extra", dict(extra))  # raises if it is no plain data
+        encoded("extra", dict(extra))  # raises unless it is plain data
         places = _Places(pieces.busy, pieces.written, pieces.last, pieces.new_series())
         return own.columns, plain_state(session.home, session.optimizer), places, errors
 
@@ -198,7 +198,7 @@ def read(session: Session, restore: Restore) -> Brought:
 
     Args:
         session: its state is replaced.
-        restore: a directory, pieces, or both, of which the newer is read.
+        restore: a directory, pieces, or both; the newer one is read.
 
     Raises:
         Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
@@ -241,7 +241,7 @@ def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
         return restore[0], parts(restore[1])[1]
     if isinstance(restore, str | os.PathLike):
         return None, Path(restore)
-    raise TypeError(f"{restore!r} is no checkpoint: give a directory, hg.Pieces, or the pair (pieces, directory)")
+    raise TypeError(f"{restore!r} is not a checkpoint: give a directory, hg.Pieces, or the pair (pieces, directory)")
 
 
 def _taken(session: Session, found: Recovered) -> Brought:

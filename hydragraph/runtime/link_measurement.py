@@ -128,8 +128,8 @@ def _synchronise(device: torch.device) -> None:
 def link_of(messages: Messages) -> Interconnect:
     """Return the link that messages show: the time of the smallest one, and the bandwidth of the largest.
 
-    Buffers and shaped links let short messages pass faster than the link can go on; a fit of all sizes would promise
-    that speed for weights and gradients too.
+    Buffers and traffic shaping let short messages pass faster than the link's lasting bandwidth, so a fit over all
+    sizes would overestimate the bandwidth for weights and gradients.
     """
     latency = messages[0][1]
     size, seconds = messages[-1]

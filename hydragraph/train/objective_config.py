@@ -65,7 +65,7 @@ def _check_scale(name: str, value: float) -> None:
     """Check that the scale of rewards is a number above 0; with 0, no pair has a gradient."""
     check_number(name, value)
     if not value:
-        raise ValueError(f"{name} is 0, and then nothing is learned: give a number above 0")
+        raise ValueError(f"{name} is 0, which makes every gradient zero: give a number above 0")
 
 
 PairLoss = DpoConfig | SimpoConfig | OrpoConfig

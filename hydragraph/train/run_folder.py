@@ -152,8 +152,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.config)
         directory, run = self.identity
-        if last is None or step is not None:
-            run = ""
+        if last is None or step is not None or config.checkpoint.pieces is None:
+            run = ""  # no piece from before may be read later
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
         write_whole(self.owner, json.dumps(record | names))
@@ -161,8 +161,8 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Names of the folder and of the run in it, unique on all machines; a run that replaces another or leaves its
-        course, by resuming from an earlier step, has another name. Texts are empty if there is none.
+        """Names of the folder and of the run in it, unique on all machines; empty if there is none. A run that replaces
+        another, resumes from an earlier step or keeps no pieces gets a new name.
         """
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))

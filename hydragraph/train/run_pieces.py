@@ -71,9 +71,10 @@ def keep_pieces(run: Run, course: Course) -> None:
     """Keep the state in pieces; all ranks call it."""
     assert run.pieces is not None, "its config names places"
     extra = {"mini_batches": dict(course.positions[course.done]), "step": course.done}
-    for error in run.executor.keep(run.pieces, extra):
-        if run.watcher is not None:
-            run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {error}")
+    errors = run.executor.keep(run.pieces, extra)
+    if errors and not course.pieces_fail and run.watcher is not None:  # noted once, until a step is kept again
+        run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {errors[0]}")
+    course.pieces_fail = bool(errors)
 
 
 def _local(config: TrainConfig) -> str | None:

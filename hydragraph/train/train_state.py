@@ -105,6 +105,7 @@ class Course:
             before it.
         began: when the run in the folder began; None: this process has not been one of its ranks yet.
         callbacks: started ones, of a rank that came to lead; None: it never did.
+        pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 
     watcher: Watcher
@@ -120,6 +121,7 @@ class Course:
     untold: list[tuple[Survived, int]] = field(default_factory=list)
     began: float | None = None
     callbacks: Callbacks | None = None
+    pieces_fail: bool = False
 
 
 def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:

@@ -207,3 +207,23 @@ def test_a_piece_is_a_safetensors_file() -> None:
     own = state()
     found = {part.piece.bucket: load(part.encoded()) for part in copied(own, MODEL.buckets, own.columns)}
     assert torch.equal(found["tiny"]["tiny|"], own.column("tiny", ""))
+
+
+class Full(MemoryShelf):
+    """A place with room for a few files."""
+
+    def put(self, name: str, data: bytes) -> None:
+        if len(self.files) == 2:
+            raise OSError(28, "No space left on device", name)
+        super().put(name, data)
+
+
+def test_what_could_not_be_written_whole_is_removed() -> None:
+    pieces = Pieces(store="memory://unused")
+    full = pieces.shelves[Tier.STORE] = Full()
+    own = state()
+    pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
+    with pytest.raises(OSError, match="No space left"):
+        pieces.wait()
+    assert full.files == {}
+    assert pieces.written == {Tier.MEMORY: kept(4)}

@@ -266,7 +266,7 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
         if world is not None:
             moves.append(exe.move(world, hg.Home(), [1, 0], pieces, strategy=parsed("<[0,1]x2>")))
             losses += train(exe, [8])
-            with pytest.raises(TypeError, match=r"5 is no checkpoint: give a directory, hg\.Pieces, or the pair"):
+            with pytest.raises(TypeError, match=r"5 is not a checkpoint: give a directory, hg\.Pieces, or the pair"):
                 exe.load(5)  # type: ignore[arg-type]
             assert exe.load((pieces, folder / "saved")) == {"seen": 0}
             losses += train(exe, [8])

@@ -7,12 +7,14 @@ import shutil
 import socket
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hydragraph.spec.record import from_record
-from hydragraph.train.config import TrainConfig
+from hydragraph.train.config import CheckpointConfig, TrainConfig
+from hydragraph.train.pieces_config import PiecesConfig
 from hydragraph.train.run_folder import RunFolder
 from tests.train.plain import settings
 
@@ -41,8 +43,9 @@ def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_p
     folder = RunFolder(tmp_path / "run")
     assert folder.identity == ("", "")
     seen = []
+    keeps = replace(config(tmp_path), checkpoint=CheckpointConfig(pieces=PiecesConfig()))
     for how, step in (("new", None), ("resume", None), ("resume", 4), ("resume", None), ("overwrite", None)):
-        folder.begin(config(tmp_path), how, step)  # type: ignore[arg-type]
+        folder.begin(keeps, how, step)  # type: ignore[arg-type]
         seen.append(folder.identity)
         save(folder, 4) if not folder.place(4).exists() else None
     assert len({directory for directory, _ in seen}) == 1
@@ -51,6 +54,8 @@ def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_p
     assert runs[0] == runs[1]
     assert runs[2] == runs[3]
     assert len({*runs}) == 3
+    folder.begin(config(tmp_path), "resume")
+    assert folder.identity[1] not in runs, "its checkpoints are not kept in pieces, which would then be old"
 
 
 def test_new_runs_do_not_touch_old_ones(tmp_path: Path) -> None:

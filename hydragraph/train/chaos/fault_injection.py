@@ -309,7 +309,7 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
     """Take a machine away, with or without a notice, and its disk; another comes in its place."""
     machines = run.machines
     if machines is None:
-        run.problems.append("there is only one machine, so none was preempted")
+        run.problems.append("the run has only one machine: none was preempted")
         return
     number = chance.randrange(1, machines.count)
     machines.preempt(number, notice=chance.random() < 0.5)

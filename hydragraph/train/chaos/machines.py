@@ -76,7 +76,7 @@ class Machines:
             self._kill(supervisor)
 
     def left(self) -> list[int]:
-        """Return the live processes of all machines, also of preempted ones."""
+        """Return the live processes of all machines, including preempted ones."""
         return _in_sessions(self.sessions)
 
     def _started(self, number: int) -> subprocess.Popen[bytes]:
@@ -127,7 +127,7 @@ def _free_port() -> int:
 
 
 def _in_sessions(sessions: set[int]) -> list[int]:
-    """Return the processes of these sessions that are no zombies."""
+    """Return the processes of these sessions, without zombies."""
     return [pid for pid, session in _sessions() if session in sessions]
 
 
