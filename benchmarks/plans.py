@@ -59,7 +59,6 @@ from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
 from hydragraph.planner.price_mini_batches import settle_varying
-from hydragraph.planner.whole_bound import whole_bound
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
@@ -743,6 +742,8 @@ def straggling_table(
         # No pipelines of whole layers and sequences that fit into memory are quicker: why the ideal is out of reach.
         least = math.nan
         if missed and bounds:
+            from benchmarks.whole_bound import whole_bound
+
             least = whole_bound(slow, sequences, length_of(model), (1,), below_s=planned.seconds) / healthy.seconds
         proven.append(least / ideal - 1)
         row = [case.name, f"{static / healthy.seconds:.2f}", f"{ours:.3f}", f"{ideal:.3f}", f"{ours / ideal - 1:.1%}"]

@@ -9,9 +9,9 @@ import sys
 from typing import get_args
 
 import hydragraph as hg
+from benchmarks.whole_bound import whole_bound
 from hydragraph.planner import metis
 from hydragraph.planner.plan import Method
-from hydragraph.planner.whole_bound import whole_bound
 from tests.cost import priced
 from tests.planner.instances import broken, draw
 from tests.planner.metis.test_metis_search import CLUSTER, made_up
