@@ -742,7 +742,7 @@ def straggling_table(
         # No pipelines of whole layers and sequences that fit into memory are quicker: why the ideal is out of reach.
         least = math.nan
         if missed and bounds:
-            from benchmarks.whole_bound import whole_bound
+            from benchmarks.published.whole_bound import whole_bound
 
             least = whole_bound(slow, sequences, length_of(model), (1,), below_s=planned.seconds) / healthy.seconds
         proven.append(least / ideal - 1)

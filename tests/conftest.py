@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
+# What tests trace is kept for the next ones, but not among the user's own files.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "traced")
 
 import functools
 import multiprocessing
 import signal
 import threading
 from multiprocessing import forkserver
-from pathlib import Path
 from unittest import mock
 
 import pytest

@@ -17,6 +17,7 @@ from hydragraph import log
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import custom_modules, huggingface
 from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
+from hydragraph.frontend.compiled_folder.program_cache import keep_program, path_of, read_program
 from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import functional_graph
 from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
@@ -59,6 +60,8 @@ def capture(
 ) -> Program:
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
+    The programs of library models are kept in the user's cache folder (`compiled_folder.program_cache`).
+
     Args:
         model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU;
             it is not changed. A custom module is called with the fields of the packed batch that its forward's
@@ -85,9 +88,16 @@ def capture(
     _refuse_tensors_of_loss(loss)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)
-    log.doing(f"capturing {where}")
     began = time.perf_counter()
+    kept = path_of(model, dtype, example, loss, blocks)
+    known = None if kept is None else read_program(kept)
+    if known is not None:
+        _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
+        return known
+    log.doing(f"capturing {where}")
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
+    if kept is not None:
+        keep_program(kept, program)
     seconds = time.perf_counter() - began
     _LOG.info("captured %s, %d layers, %d templates, in %.2f s", where, program.layers, len(program.templates), seconds)
     return program

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.whole_bound import Relaxed, whole_bound
+from benchmarks.published.whole_bound import Relaxed, whole_bound
 from hydragraph.planner.iteration_bound import bound
 from tests.planner.exhaustive import SEQUENCES, above, best_seconds, costs_of
 from tests.planner.promises import LENGTH

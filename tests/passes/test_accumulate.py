@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.differentiate import Variant, differentiate
@@ -73,7 +74,7 @@ def fed(program: Program, block: Block) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     values = {}
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
-        value = node.meta["val"]
+        value = value_of(node)
         sizes = [TOKENS if isinstance(s, torch.SymInt) else s for s in value.shape]
         if value.is_floating_point():
             values[name] = torch.randn(sizes, generator=generator)

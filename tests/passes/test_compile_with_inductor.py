@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, run_ranks
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes import compile_with_inductor
 from hydragraph.passes.compile_with_inductor import UNORDERED, GraphPiece, choose_backend, refuse_halves
@@ -45,7 +46,7 @@ def inputs(program: Program, model: nn.Module, block: Block, tokens: int) -> dic
     found = {local: buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][-len(template.inputs) :]
     for node, name in zip(nodes, template.inputs, strict=True):
-        value = node.meta["val"]
+        value = value_of(node)
         sizes = [tokens if isinstance(s, torch.SymInt) else s for s in value.shape]
         if value.dtype == torch.int32:
             found[name] = torch.tensor([0, 1, 3, tokens], dtype=torch.int32)[-tokens:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
-from hydragraph.ir.graph_data import decode
+from hydragraph.ir.graph_data import decode, value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
@@ -89,7 +89,7 @@ def fed(template: Template, parameters: dict[str, Parameter], tokens: int) -> di
     generator = torch.Generator().manual_seed(0)
     values = {n: torch.randn(p.shape, generator=generator) / 8 for n, p in parameters.items()}
     for node, name in zip(inputs(template.graph)[-len(template.inputs) :], template.inputs, strict=True):
-        value = node.meta["val"]
+        value = value_of(node)
         sizes = [tokens if isinstance(s, torch.SymInt) else s for s in value.shape]
         values[name] = torch.randn(sizes, generator=generator) if value.is_floating_point() else torch.tensor(tokens)
         if value.dtype == torch.int32:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check.emulated_stage import generate_code, run_ranks
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
@@ -45,7 +46,7 @@ def values(program: Program, model: nn.Module, block: Block) -> dict[str, Tensor
     found |= {local: buffers[n] for local, n in zip(template.buffers, block.buffers, strict=True)}
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][-len(template.inputs) :]
     for node, name in zip(nodes, template.inputs, strict=True):
-        value = node.meta["val"]
+        value = value_of(node)
         sizes = [T if isinstance(s, torch.SymInt) else s for s in value.shape]
         if value.dtype == torch.int32:
             found[name] = torch.tensor([0, 5, 6, T], dtype=torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.passes.find_cuts import find_cuts, rules
 from hydragraph.passes.tensor_cut import Cut, Cuts, width
@@ -23,7 +24,7 @@ def test_a_fused_product_has_three_segments_of_heads(cuts: Cuts) -> None:
     fused = next(node for node in cuts.columns if width(node) == 192)
     origin = cuts.origins[fused]
     assert (origin.unit, sorted(origin.bounds), origin.heads) == (16, [64, 128], True)
-    assert cuts.cut[fused] == Cut(len(fused.meta["val"].shape) - 1, 1, 0, 192, fused, frozenset({fused}))
+    assert cuts.cut[fused] == Cut(len(value_of(fused).shape) - 1, 1, 0, 192, fused, frozenset({fused}))
     assert ShardRule(1, (4, 4, 4), 16, heads=True) in rules(cuts).values()
 
 
@@ -33,7 +34,7 @@ def test_parts_and_heads_say_which_elements_they_stand_for(cuts: Cuts) -> None:
     keys = [cut for cut in of_fused.values() if (cut.start, cut.length) == (64, 64)]
     assert {cut.scale for cut in keys} == {1, 16}
     for node, cut in of_fused.items():
-        value = node.meta["val"]
+        value = value_of(node)
         if not isinstance(value, list | tuple):
             assert value.shape[cut.dim] * cut.scale == cut.length
 

@@ -9,7 +9,7 @@ import sys
 from typing import get_args
 
 import hydragraph as hg
-from benchmarks.whole_bound import whole_bound
+from benchmarks.published.whole_bound import whole_bound
 from hydragraph.planner import metis
 from hydragraph.planner.plan import Method
 from tests.cost import priced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ PROFILE = datasheet(PROGRAM, CLUSTER)
 LENGTHS = ((200, 90, 120, 60, 300, 80, 75, 110), (256, 90, 100, 60, 210, 80, 85, 120))
 
 
+@functools.cache
 def request(*strategies: hg.Strategy) -> PlanRequest:
     costs = Costs(PROFILE, CLUSTER)
     return PlanRequest(tuple(map(costs.pipelines, strategies)), tuple(map(costs.fixed, strategies)))

@@ -1,0 +1,90 @@
+"""Cache of captured programs: equal library models are traced once, and anything that may differ is traced anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend import capture as frontend
+from hydragraph.frontend.compiled_folder.program_cache import PROGRAMS
+from hydragraph.frontend.compiled_folder.program_records import program_data
+from hydragraph.frontend.packed_inputs import token_cross_entropy
+from hydragraph.frontend.user_cache import folder
+from hydragraph.ir.program import Program
+from tests.models import llama, mixtral
+from tests.own_models import Own
+from tests.thorough import first
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def capture(model: nn.Module, traces: bool, **options: object) -> Program:
+    """Capture, and check whether that traced the model."""
+    with mock.patch.object(frontend, "_captured", wraps=frontend._captured) as traced:
+        program = frontend.capture(model, **options)  # type: ignore[arg-type]
+    assert traced.called == traces
+    return program
+
+
+@pytest.mark.parametrize("make", first([llama], [llama, mixtral]), ids=["llama", "mixtral"])
+def test_a_program_that_is_read_is_the_one_that_was_traced(make: type[nn.Module]) -> None:
+    made, read = capture(make(), traces=True), capture(make(), traces=False)
+    assert program_data(read) == program_data(made)
+    assert list(read.parameters) == list(made.parameters)
+    assert read.fingerprint == made.fingerprint
+
+
+def test_another_model_dtype_or_field_is_traced() -> None:
+    capture(llama(layers=1), traces=True)
+    capture(llama(layers=1), traces=True, dtype=torch.bfloat16)
+    frozen = llama(layers=1)
+    frozen.lm_head.weight.requires_grad_(False)
+    capture(frozen, traces=True)
+    changed = llama(layers=1)
+    changed.model.norm.variance_epsilon = 1e-3
+    capture(changed, traces=True)
+
+
+def test_what_is_not_a_librarys_own_is_never_kept() -> None:
+    def loss(outputs: object, batch: dict[str, Tensor]) -> Tensor:
+        return token_cross_entropy(outputs, batch)  # type: ignore[arg-type]
+
+    class Norm(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.norm(hidden)
+
+    changed = llama(layers=1)
+    changed.model.norm = Norm(changed.model.norm)  # type: ignore[arg-type, assignment]
+    for model, options in ((Own(), {}), (llama(layers=1), {"loss": loss}), (changed, {})):
+        capture(model, traces=True, **options)
+    assert not folder(PROGRAMS).exists()
+
+
+def test_what_is_refused_before_the_trace_is_refused_as_well_if_a_program_is_kept() -> None:
+    capture(llama(layers=1), traces=True)
+    hooked = llama(layers=1)
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(Unsupported, match="hook"):
+        frontend.capture(hooked)
+
+
+def test_a_damaged_file_is_written_anew() -> None:
+    made = capture(llama(layers=1), traces=True)
+    (file,) = folder(PROGRAMS).iterdir()
+    written = file.read_bytes()
+    for content in (written[: len(written) // 2], b"y" + written[1:]):
+        file.write_bytes(content)
+        assert program_data(capture(llama(layers=1), traces=True)) == program_data(made)
+        assert file.read_bytes() == written
