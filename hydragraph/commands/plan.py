@@ -22,7 +22,7 @@ EXAMPLE = (
     "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
     "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."
 )
-METHODS = "auto|mixed|straggler|search"
+METHODS = "auto|mixed|straggler|search|metis"
 _EQUAL = "Equal devices"
 _UNEVEN = "Devices that differ (--cluster)"
 
@@ -125,7 +125,7 @@ def plan_command(
         typer.Option(
             metavar=METHODS,
             help="Search for differences of types (mixed), of speed (straggler), for data parallelism by stage "
-            "(search), or for all of them (auto, the default).",
+            "(search; metis: by improved Metis's own memory-aware order), or for all of them (auto, the default).",
             rich_help_panel=_UNEVEN,
         ),
     ] = None,

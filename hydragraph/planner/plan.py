@@ -32,6 +32,7 @@ from hydragraph.planner.generators.symmetric import Simple, simple
 from hydragraph.planner.improve_devices import Yard, climbed
 from hydragraph.planner.infeasibility import check_labels, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
+from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import Candidate, Settled, Shortage, simulated, strategies_of
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.state_shares import home_by_block
@@ -40,14 +41,18 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-Method = Literal["auto", "mixed", "search", "straggler"]
+Method = Literal["auto", "metis", "mixed", "search", "straggler"]
 Solver = Literal["scip"]
 WAYS: dict[str, tuple[Way, ...]] = {
     "mixed": (MIXED,),
     "straggler": (STRAGGLER,),
     "search": (),
+    "metis": (),
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
+
+# Orders of Metis's search over stages: the exact least cost, or the memory-aware walk of improved Metis.
+ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
 # Fractions of device memory that the search plans with, tried in turn while everything it finds is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
@@ -165,9 +170,10 @@ def plan(
     Args:
         costs: profile of the model for every type of device, the cluster, and its health.
         workload: workload of one iteration.
-        method: "mixed" for types of devices (AutoHet), "search" for stages whose data parallelism differs (Metis),
-            "straggler" for rates (Malleus), "auto" for all at once (including Metis's search only up to
-            64 ranks and without a deadline: with more ranks it takes ten seconds).
+        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for stages whose data
+            parallelism differs (the plan of least cost in Metis's space), "metis" for the plan that improved Metis's
+            memory-aware walk finds there, "auto" for all at once (including Metis's space only up to 64 ranks and
+            without a deadline: with more ranks it takes ten seconds).
         running: the current plan, strategy or strategy text; among nearly equal plans, the one that moves the fewest
             bytes is chosen.
         deadline_s: time limit; the best plan so far is then returned. None: the search runs to completion, and
@@ -279,7 +285,7 @@ def _plan(
         if looked.settled or not looked.short:
             break
     least = bound_of(costs, workload.batches) if looked.settled else math.inf
-    if method != "search" and PUBLISHED not in ways:  # these plan on all devices
+    if ways and PUBLISHED not in ways:  # Metis's and the published method plan on all devices
         # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
         quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
         looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
@@ -354,7 +360,7 @@ def _looked_at(
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
     # Metis's search is slow with many ranks, so there it must be requested explicitly.
-    if method == "search" or (method == "auto" and until is None and costs.ranks <= FEW):
+    if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     # The published method has no such candidates.
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
@@ -466,10 +472,10 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
     """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
-        found = staged(costs, typical.sequences, typical.length, "exact", until)
+        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
         # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
-        if method == "search":
+        if method != "auto":
             raise
         return []
     return [each for each in found if each.seconds is not None][:STAGED]

@@ -23,7 +23,7 @@ from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 
 LENGTH = 700
-METHODS = ("auto", "mixed", "search", "straggler")
+METHODS = ("auto", "metis", "mixed", "search", "straggler")
 TYPES = {"fast": 1.0, "slow": 2.5, "odd": 20.0}
 
 

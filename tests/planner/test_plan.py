@@ -12,6 +12,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.model_sizes import ModelSizes, RuleText, Tensor, Weights
 from hydragraph.planner import plan as planning
+from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import moved_bytes
 from hydragraph.planner.price_candidate import Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
@@ -188,8 +189,15 @@ def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
 
 def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
-    with pytest.raises(ValueError, match="use 'auto', 'mixed', 'search', 'straggler'"):
+    with pytest.raises(ValueError, match="use 'auto', 'metis', 'mixed', 'search', 'straggler'"):
         hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+
+
+def test_metis_walks_its_space_in_the_memory_aware_order() -> None:
+    costs = priced.costs(6, priced.mixed())
+    walked = staged(costs, 8, LENGTH, "memory")
+    found = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "metis")
+    assert found.strategy in [each.strategy for each in walked if each.seconds is not None]
 
 
 @thorough

@@ -139,7 +139,7 @@ def staged(
         raise Unsupported(
             f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
             f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
-            where='plan, method "search"',
+            where="plan, stages as Metis forms them",
             remedy='use method="auto", more devices or shorter sequences; or profile larger degrees or --recompute',
         )
     return sorted(plans.values(), key=lambda plan: plan.found.cost / 1e3 if plan.seconds is None else plan.seconds)
@@ -176,7 +176,7 @@ class Devices:
         if len(types) > _MOST_TYPES:
             raise Unsupported(
                 f"devices are of {len(types)} types and rates, whose orders are too many",
-                where='plan, method "search"',
+                where="plan, stages as Metis forms them",
                 remedy='use method="auto" or "straggler"',
             )
         self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
