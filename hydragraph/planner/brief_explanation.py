@@ -131,6 +131,8 @@ def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
     if not math.isfinite(settled.seconds):
         return "cannot take the longest sequence (memory)", math.inf
     more = settled.seconds / plan.seconds - 1
+    if more < -0.005:
+        return f"takes {-more:.0%} less time, but was not simulated during the search", settled.seconds
     if more < 0.005:
         return "takes as long", settled.seconds
     costs = varied.costs

@@ -215,8 +215,8 @@ def finalists(
         one = known.get(asked)
         if one is None:
             one = settle(costs, *asked, proposal.origin, proposal.expected_s)
-            if isinstance(one, Settled) and proposal.expected_s > WAITING * proposal.last_s:
-                one = _owned(costs, one)
+            if isinstance(one, Settled):
+                one = _owned(costs, one, proposal.last_s)
         if isinstance(one, Settled) and able and not one.simulated:
             one = exactly(one)
         known[asked] = one
@@ -312,14 +312,22 @@ class _Queue:
         return sorted([*found, *self._others], key=lambda each: each.expected_s)
 
 
-def _owned(costs: Costs, one: Settled) -> Settled:
-    """Return the plan with its fastest owners: the current ones, equal ones, or owners chosen for each block."""
+def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
+    """Return the plan with its fastest owners: the current ones, equal ones, or owners chosen for each block.
+
+    Args:
+        last_s: end of its last pipeline. Other owners are tried only if pull and push lengthen that by much.
+    """
+    (assignment,) = one.assignments
+    if not one.strategy.shares:
+        owned_s = iteration_s(costs.changed(home=one.home), one.strategy, assignment)
+        if owned_s <= WAITING * last_s:
+            return one
     one = _equally_owned(costs, one)
-    found = None if one.strategy.shares else owners_by_block(costs, one.strategy, one.assignments[0])
+    found = None if one.strategy.shares else owners_by_block(costs, one.strategy, assignment)
     if found is None or found[0] == one.home:
         return one
     home, memory = found
-    (assignment,) = one.assignments
     seconds = [iteration_s(costs.changed(home=each), one.strategy, assignment) for each in (one.home, home)]
     return replace(one, home=home, memory=memory) if seconds[1] < seconds[0] * (1 - SAVES) else one
 

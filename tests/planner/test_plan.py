@@ -15,7 +15,7 @@ from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import moved_bytes
 from hydragraph.planner.price_candidate import Shortage, owners, share_out
-from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
 from tests.planner.exhaustive import best_seconds
@@ -191,6 +191,17 @@ def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     with pytest.raises(ValueError, match="use 'auto', 'metis', 'mixed', 'search', 'straggler'"):
         hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+
+
+def test_a_pipeline_across_a_slow_link_is_taken_where_stages_own_what_they_use() -> None:
+    """With equal owners, pull and push would take longer than the slow devices help; with these they cross no link."""
+    link = Interconnect(1e8, 1e-5)
+    types = {"fast": DeviceType(2e15, int(8e9), 1e12), "slow": DeviceType(1e15, int(8e9), 1e12)}
+    cluster = Cluster.of(types, tuple(Node(name, 2, priced.FAST, link) for name in types))
+    costs = priced.costs(6, cluster, elements=1_000_000)
+    found = hg.plan(costs, hg.Workload(sequences=16, length=LENGTH))
+    assert found.strategy == hg.Strategy.parse("<[0]x5,[2]x1> + <[1]x5,[3]x1>", 6)
+    assert found.home.buckets["layer.5"] == (0, 0, 1, 1)
 
 
 def test_metis_walks_its_space_in_the_memory_aware_order() -> None:
