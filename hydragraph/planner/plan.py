@@ -472,7 +472,9 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
     """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
-        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
+        # "auto" settles the best itself, like everything else that it finds.
+        settled = until is None and method != "auto"
+        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until, settled)
     except Unsupported:
         # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
         if method != "auto":

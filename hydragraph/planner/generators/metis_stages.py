@@ -59,9 +59,9 @@ class Staged:
         found: result of the search; its cost is an estimate in milliseconds.
         pipelines: as many as the largest dp; those that share a stage name the same one.
         assignment: assignment of the workload's sequences.
-        seconds: seconds of an iteration, by `Costs.seconds`, or simulated if stages are shared; under a deadline,
-            without fixed costs. None if the pipelines are not a valid Strategy, or a simulation would take too long.
-        memory: peak bytes of each rank; empty if the pipelines are not a valid Strategy, or under a deadline.
+        seconds: seconds of an iteration, by `Costs.seconds`, or simulated if stages are shared; without fixed costs if
+            not `settled`. None if the pipelines are not a valid Strategy, or a simulation would take too long.
+        memory: peak bytes of each rank; empty if the pipelines are not a valid Strategy, or not `settled`.
     """
 
     found: Found
@@ -97,7 +97,12 @@ def text_of(pipelines: Sequence[Pipeline]) -> str:
 
 
 def staged(
-    costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
+    costs: Costs,
+    sequences: int,
+    length: int,
+    order: Order = "memory",
+    until: float | None = None,
+    settled: bool = True,
 ) -> list[Staged]:
     """Return plans for an iteration of equal sequences on all devices that are not lost, the fastest first.
 
@@ -107,6 +112,8 @@ def staged(
         length: tokens of each.
         order: search order; see `metis.search`.
         until: after this time (of `time.monotonic`) the results so far are returned, possibly none.
+        settled: whether to walk the memory of every plan, and to price traffic; otherwise the caller does for the few
+            that it takes.
 
     Raises:
         Unsupported: no plan was found that fits, or devices are of too many types or rates.
@@ -131,7 +138,7 @@ def staged(
                 continue  # no fit with this many micro-batches in flight; fewer may fit
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
             if key not in laid:
-                laid[key] = laid_out(costs, devices, found, length, recompute, until)
+                laid[key] = laid_out(costs, devices, found, length, recompute, until, settled)
             plan = laid[key]
             if _fits(costs, plan, flying):
                 plans.setdefault(plan.pipelines, plan)
@@ -323,13 +330,20 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
 
 
 def laid_out(
-    costs: Costs, devices: Devices, found: Found, length: int, recompute: bool, until: float | None = None
+    costs: Costs,
+    devices: Devices,
+    found: Found,
+    length: int,
+    recompute: bool,
+    until: float | None = None,
+    settled: bool = True,
 ) -> Staged:
     """Return a search result as pipelines with sequences, priced and walked if they are a valid strategy.
 
     Args:
-        until: deadline (of `time.monotonic`): if given, the plan is priced without simulations and memory, or not at
-            all; the caller settles both.
+        until: deadline (of `time.monotonic`): a plan whose stages are shared, and that takes too long to simulate, gets
+            no price.
+        settled: see `staged`.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
@@ -342,9 +356,9 @@ def laid_out(
         strategy = Strategy(pipelines)
     except ValueError:
         return Staged(found, pipelines, assignment, None, ())
-    memory = _memory(costs, strategy, assignment) if until is None else ()
+    memory = _memory(costs, strategy, assignment) if settled else ()
     if not strategy.shares:
-        price = costs.seconds if until is None else costs.pipelines_end
+        price = costs.seconds if settled else costs.pipelines_end
         return Staged(found, pipelines, assignment, price(strategy, assignment), memory)
     # Fixed costs are overestimated if pipelines that share stages overlap them.
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -56,11 +55,13 @@ def test_stragglers_lost_devices_and_odd_numbers() -> None:
     check(priced.costs(5, priced.mixed(), Health({3: math.inf})), 8, "exact")
 
 
-def test_in_a_hurry_plans_are_priced_without_simulations_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_settled_later_are_priced_without_simulations_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Costs, "fixed", lambda *_: pytest.fail("a simulation"))
     monkeypatch.setattr(Costs, "walk", lambda *_: pytest.fail("a walk"))
     costs = priced.costs(6, priced.mixed())
-    plans = staged(costs, 8, 256, "exact", time.monotonic() + 60)
+    plans = staged(costs, 8, 256, "exact", settled=False)
     for plan in plans:
         if plan.seconds is not None and not plan.strategy.shares:
             assert plan.seconds == costs.pipelines_end(plan.strategy, plan.assignment)
