@@ -8,8 +8,8 @@ Each cell is a cluster of 8 to 64 devices of one to three types (`spec.known_dev
 with slow links, tight memory or sequences of varying lengths. It is planned by `hg.plan` with every part, then without
 each part in turn. The table shows how much longer the plan's iteration takes (simulated, also where a part is missing).
 
-Walks of memory and simulations are kept from one plan of a cell to the next, so CPU seconds would say nothing. Those of
-planning come from the first `--timed` cells, which are planned again with nothing kept.
+Plans of a cell share a cache of memory walks and simulations, which would distort planning times. CPU seconds are
+therefore measured on the first `--timed` cells only, which are planned again without this cache.
 
 The second table is of `planner.assign`: sequences of varying lengths to the pipelines of the cell's plan, without
 traffic, as every iteration of a dynamic run assigns them.
@@ -57,7 +57,7 @@ STATE_BYTES = 14  # of a parameter: weight, moments and 16-bit copy
 INNER = {"a100-80gb": 300e9, "a100-40gb": 300e9, "h100-sxm": 450e9, "v100-32gb": 150e9}  # the others: PCIe
 CARDS = (1.25e9, 3e9, 12.5e9, 25e9, 50e9)  # bytes/s of a network card: 10 to 400 Gbit/s
 
-# What replaces a part: an object, the name of one of its attributes, and the attribute without the part.
+# A replacement that disables a part: an object, the name of its attribute, and the attribute's new value.
 Change = tuple[Any, str, Any]
 
 
@@ -258,7 +258,7 @@ def measured(cell: Cell, parts: Sequence[str]) -> dict[str, Any]:
 
 
 def timed(number: int, most: int, parts: Sequence[str]) -> dict[str, float]:
-    """Return the CPU seconds of planning a cell with everything, and without each part, each time from nothing."""
+    """Return the CPU seconds of planning a cell with everything, and without each part, each time without a cache."""
     found = {"": planned(drawn(number, most))[1]}
     for part in parts:
         if part in PLANNING:
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=64)
     parser.add_argument("--first", type=int, default=0, help="number of the first cell")
     parser.add_argument("--most-devices", type=int, default=64)
-    parser.add_argument("--timed", type=int, default=8, help="number of cells that are also planned from nothing")
+    parser.add_argument("--timed", type=int, default=8, help="number of cells to plan again without the cache")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS), help="parts")
     parser.add_argument("--log", type=Path, help="JSON lines: cells in it are not repeated, others are added")
     options = parser.parse_args()

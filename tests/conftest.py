@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
-# What tests trace is kept for the next ones, but not among the user's own files.
+# Tests share a cache of traced programs and graphs, separate from the user's own.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "traced")
 
 import functools

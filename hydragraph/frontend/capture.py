@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def capture(
     known = None if kept is None else read_program(kept)
     if known is not None:
         _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
-        return known
+        return replace(known, origin=origin(model))  # which may name objects of this process
     log.doing(f"capturing {where}")
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     if kept is not None:

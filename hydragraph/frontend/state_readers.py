@@ -81,7 +81,7 @@ class Readers:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
             return True
-        return any("training" in _names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
+        return any("training" in names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
 
     def _add_callable(self, function: Any) -> None:
         """Add what a callable runs: a function, a method, a partial, a module or an object with `__call__`."""
@@ -103,7 +103,7 @@ class Readers:
             if id(function) in self.functions or not _is_users(function):
                 continue
             self.functions[id(function)] = function
-            names = set(_names_of(function.__code__))
+            names = set(names_of(function.__code__))
             self.names |= names
             self._dynamic |= not names.isdisjoint(_DYNAMIC) or ("getattr" in names and not _spells_names(function))
             pending += [f for k in self.classes for n in names & vars(k).keys() for f in _functions(vars(k)[n])]
@@ -132,7 +132,7 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
 def mentions(kind: type, name: str) -> bool:
     """Say whether some method of a class mentions a name, or the class has an attribute of this name."""
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
-    return hasattr(kind, name) or any(name in _names_of(f.__code__) for m in methods for f in _functions(m))
+    return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
 
 
 def rates_of(module: nn.Module) -> dict[str, float]:
@@ -146,14 +146,14 @@ def rates_of(module: nn.Module) -> dict[str, float]:
     }
 
 
-def _names_of(code: CodeType) -> Iterator[str]:
+def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that code mentions, with its texts, which `getattr` may be given."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from _names_of(constant)
+            yield from names_of(constant)
 
 
 def _globals_in(code: CodeType) -> Iterator[str]:

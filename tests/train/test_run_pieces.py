@@ -32,7 +32,7 @@ class LostError(Exception):
 
 
 class LosingAfter(Watched):
-    """Ends the run after a step. Each step waits until the pieces of the one before are written: none is left out."""
+    """Ends the run after a step. Each step waits until the previous step's pieces are written."""
 
     def __init__(self, step: int) -> None:
         super().__init__()

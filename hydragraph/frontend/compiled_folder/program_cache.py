@@ -4,9 +4,9 @@ Tracing a model takes seconds, and reading the result takes hundredths. A file i
 a capture depends on: the model's record, its loss and fields included, the dtype, versions, and the sources that make
 graphs. It is data, and is validated like the files of a compiled folder.
 
-Only models whose modules all come from PyTorch, transformers and peft are kept, with losses of hydragraph's own: their
-versions say what their code computes. A custom module may also read globals, files or the environment, so it is traced
-at every start.
+Only the programs of models whose modules all come from PyTorch and transformers are kept, with hydragraph's own
+losses: their versions determine what they compute, unless something is patched (`library_code`). A custom module may
+also read globals, files or the environment, so it is traced at every start.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from hydragraph.frontend.compiled_folder.manifest import own_code, read_json, ve
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.program_records import program_data, program_of
 from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.library_code import LibraryCode
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
 PROGRAMS = "programs"  # name of the folder
 MOST = 256  # files; those used longest ago are deleted
 LARGEST = 1 << 28  # bytes of JSON in one file
-_LIBRARIES = ("hydragraph", "peft", "torch", "transformers")
+_LIBRARIES = ("hydragraph", "torch", "transformers")
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,12 +50,16 @@ def path_of(
     if not _of_libraries(model, loss):
         return None
     try:
-        record = json.dumps(model_record(model, loss, example, blocks), sort_keys=True)
+        record = model_record(model, loss, example, blocks)
     except Unsupported as error:
         _LOG.info("the program is not kept: %s", error)
         return None
-    made_by = f"{dtype} {sorted(versions().items())} {own_code()}"
-    return user_cache.folder(PROGRAMS) / f"{hashlib.sha256(f'{made_by} {record}'.encode()).hexdigest()[:40]}.json.z"
+    code = LibraryCode(model)
+    if code.foreign:
+        _LOG.info("the program is not kept: %s", code.foreign[0])
+        return None
+    key = json.dumps([record, str(dtype), versions(), own_code(), sorted(code.values)], sort_keys=True)
+    return user_cache.folder(PROGRAMS) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
 def _of_libraries(model: nn.Module, loss: Loss | None) -> bool:

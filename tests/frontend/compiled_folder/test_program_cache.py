@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from unittest import mock
 
@@ -70,6 +71,34 @@ def test_what_is_not_a_librarys_own_is_never_kept() -> None:
     for model, options in ((Own(), {}), (llama(layers=1), {"loss": loss}), (changed, {})):
         capture(model, traces=True, **options)
     assert not folder(PROGRAMS).exists()
+
+
+def doubled(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return 2 * q, 2 * k
+
+
+@pytest.mark.parametrize(
+    ("place", "patch"),
+    [
+        ("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", doubled),
+        ("transformers.models.llama.modeling_llama.rotate_half", functools.partial(torch.mul, -1)),
+        ("transformers.models.llama.modeling_llama.LlamaMLP.forward", lambda self, x: self.down_proj(self.up_proj(x))),
+        ("torch.nn.functional.linear", lambda x, weight, bias=None: 2 * x @ weight.t()),
+    ],
+    ids=["function", "partial", "method", "torch"],
+)
+def test_a_patched_library_is_traced_whatever_is_kept(place: str, patch: object) -> None:
+    capture(llama(layers=1), traces=True)
+    with mock.patch(place, patch):
+        capture(llama(layers=1), traces=True)
+    capture(llama(layers=1), traces=False)
+
+
+def test_a_kept_program_belongs_to_the_model_that_it_is_read_for() -> None:
+    """`compile(program=)` compares origins, and an origin may name objects of the process that traced."""
+    for traces in (True, False):
+        model = llama(layers=1)
+        assert capture(model, traces=traces).origin == frontend.origin(model)
 
 
 def test_what_is_refused_before_the_trace_is_refused_as_well_if_a_program_is_kept() -> None:

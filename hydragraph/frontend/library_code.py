@@ -1,0 +1,128 @@
+"""Code that a library model's forward runs beyond what the versions of its libraries determine.
+
+Patches replace methods of a library's classes or functions in its modules, as Liger and Unsloth do. They are found by
+following names, without running anything: from the forward of every module, through methods, globals, closures and
+attributes of Python modules. PyTorch's own functions are not followed, but those that a model names must be PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydragraph.frontend.state_readers import cells_of, globals_of, names_of
+
+_FOLLOWED = ("transformers", "peft")
+_LIBRARIES = ("hydragraph", "numpy", "packaging", "torch", *_FOLLOWED)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class LibraryCode:
+    """What a model's forward may run or read, by name.
+
+    Attributes:
+        foreign: functions, classes and objects that come from none of the libraries, with their places.
+        values: (place, value) of plain values that it reads from the libraries' modules, closures and defaults.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.foreign: list[str] = []
+        self.values: set[tuple[str, str]] = set()
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # held, so that no id is used twice
+        self._pending: list[tuple[str, Any]] = []
+        packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
+        self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
+        self._kinds = list(
+            dict.fromkeys(k for m in model.modules() for k in type(m).__mro__[:-1] if k is not nn.Module)
+        )
+        for kind in self._kinds:
+            self._pending.append((_name(kind), kind))
+            if "forward" in vars(kind):
+                self._pending.append((f"{_name(kind)}.forward", vars(kind)["forward"]))
+        while self._pending:
+            where, value = self._pending.pop()
+            if isinstance(value, _PLAIN):
+                self.values.add((where, repr(value)))
+            elif id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._kept.append(value)
+                self._follow(where, value)
+
+    def _follow(self, where: str, value: Any) -> None:
+        inner = [(where, each) for each in _inside(value)]
+        if isinstance(value, FunctionType):
+            self._add_function(where, value)
+        elif isinstance(value, type):
+            if not self._is_of_library(value.__module__, getattr(sys.modules.get(value.__module__), "__file__", None)):
+                self.foreign.append(f"{where} is the class {_name(value)}")
+        elif isinstance(value, ModuleType | Mapping) or inner:
+            pass
+        elif callable(value) and not self._is_of_library(type(value).__module__, _file_of(type(value))):
+            self.foreign.append(f"{where} is a {_name(type(value))}")
+        self._pending += inner
+
+    def _add_function(self, where: str, function: FunctionType) -> None:
+        if not self._is_of_library(function.__module__, function.__code__.co_filename):
+            self.foreign.append(f"{where} is {function.__qualname__} at {function.__code__.co_filename}")
+            return
+        self._pending += [(f"{where}: {name}", cell.cell_contents) for name, cell in cells_of(function).items()]
+        self._pending += [(where, each) for each in function.__defaults__ or ()]
+        package = (function.__module__ or "").partition(".")[0]
+        method = where.rpartition(".")[0] in {_name(kind) for kind in self._kinds}
+        if not (package in _FOLLOWED or method):
+            return
+        names = set(names_of(function.__code__))
+        for name, value in globals_of(function).items():
+            self._pending.append((f"{function.__module__}.{name}", value))
+            if isinstance(value, ModuleType):
+                self._add_attributes(value, names)
+        if package in _FOLLOWED:
+            for kind in self._kinds:
+                self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
+
+    def _is_of_library(self, module: str | None, file: str | None) -> bool:
+        """Return whether code that names this module, and is in this file, belongs to a library or to Python."""
+        if file is None or file.startswith("<"):  # written in C, or generated, as by dataclasses
+            return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
+        stdlib = file.startswith(f"{sysconfig.get_path('stdlib')}/") and "site-packages" not in file
+        return stdlib or file.startswith(self._folders)
+
+    def _add_attributes(self, module: ModuleType, names: set[str]) -> None:
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
+            self._pending.append((f"{module.__name__}.{name}", value))
+            if isinstance(value, ModuleType) and value is not module and value.__name__.startswith("torch.nn"):
+                self._add_attributes(value, names)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield the functions of a descriptor, a wrapper, a partial or a table."""
+    if isinstance(value, property):
+        yield from (f for f in (value.fget, value.fset) if f is not None)
+    elif isinstance(value, MethodType | staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(value, dict):
+        yield from (each for each in value.values() if callable(each))
+    elif not isinstance(value, type) and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+        yield value.__wrapped__
+
+
+def _file_of(kind: type) -> str | None:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
