@@ -72,7 +72,7 @@ def train(prepared: Ready, strategies: list[str], steps: int, options: dict[str,
 
 
 def check(model: str, strategies: list[str], ranks: int = 4, **options: Any) -> None:
-    steps = max(8, len(strategies))
+    steps = max(4, len(strategies))
     runs = hg.launch(train, ranks, strategies, steps, options, prepare=partial(ready, model, strategies))
     wanted = reference.train(MODELS[model](), batches(steps), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
     assert all(run.losses == runs[0].losses for run in runs), "ranks disagree"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import hydragraph as hg
@@ -17,7 +18,7 @@ from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.strategy import Strategy
 from tests.models import llama, sequences
-from tests.thorough import thorough
+from tests.thorough import first, thorough
 
 LAYERS = 2
 RUNNING = hg.Strategy.parse("2*<tp1,pp1>", layers=LAYERS)
@@ -26,8 +27,8 @@ STEPS = 600
 AFTER = 3  # steps of the new strategy
 
 
-def trained(model: Any) -> list[str]:
-    """Train until ranks have switched, after one refused switch; they must not compile upcoming variants themselves."""
+def trained(model: Any, refused: bool) -> list[str]:
+    """Train until ranks have switched, perhaps after one refused switch; they must not compile upcoming variants."""
     exe = hg.compile(
         model,
         [RUNNING, hg.Strategy.parse("<tp1,pp1>", layers=LAYERS)],
@@ -54,18 +55,19 @@ def trained(model: Any) -> list[str]:
     step()
     Variants._made = refuse  # type: ignore[method-assign, assignment]
     take = Readying.take
-    Readying.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
-    ask()
-    while together(exe.rank == 0 and exe.changing):
-        step()
-    assert len(names) > 3, "steps continue while it is compiled"
-    assert exe.rank or exe.change_refused == "it computes something else"
-    assert names.count(str(OTHER)) == 0
-
-    Readying.take = take  # type: ignore[method-assign]
+    if refused:
+        Readying.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
+        ask()
+        while together(exe.rank == 0 and exe.changing):
+            step()
+        assert len(names) > 3, "steps continue while it is compiled"
+        assert exe.rank or exe.change_refused == "it computes something else"
+        assert names.count(str(OTHER)) == 0
+        Readying.take = take  # type: ignore[method-assign]
     ask()
     while step() != str(OTHER):
         pass
+    assert len(names) > 3, "steps continue while it is compiled"
     assert [step() for _ in range(AFTER)] == [str(OTHER)] * AFTER
     assert exe.rank or not (exe.changing or exe.change_refused)
     exe.close()
@@ -76,8 +78,9 @@ def refuse(*_: object) -> Any:
     raise AssertionError("a rank compiles while it trains")
 
 
-def test_ranks_switch_when_all_is_ready_and_to_nothing_that_cannot_be_run() -> None:
-    one, other = hg.launch(trained, 2, llama(layers=LAYERS))
+@pytest.mark.parametrize("refused", first([False], [False, True]))
+def test_ranks_switch_when_all_is_ready_and_to_nothing_that_cannot_be_run(refused: bool) -> None:
+    one, other = hg.launch(trained, 2, llama(layers=LAYERS), refused)
     assert one == other
 
 

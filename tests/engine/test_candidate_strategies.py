@@ -36,7 +36,7 @@ def ready() -> Ready:
 
 
 def trained_in_all_ways(prepared: Ready) -> dict[str, list[tuple[float, str]]]:
-    return {how: trained(prepared, how) for how in ("alone", "inline", "ahead", "auto")}
+    return {how: trained(prepared, how) for how in ("alone", "ahead", "auto")}
 
 
 def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
@@ -107,7 +107,7 @@ def ranks() -> list[dict[str, list[tuple[float, str]]]]:
     return hg.launch(trained_in_all_ways, 4, prepare=ready)
 
 
-@pytest.mark.parametrize("how", ["inline", "ahead", "auto"])
+@pytest.mark.parametrize("how", ["ahead", "auto"])
 def test_losses_are_those_of_one_device_whatever_is_chosen(
     how: str, ranks: list[dict[str, list[tuple[float, str]]]]
 ) -> None:

@@ -30,7 +30,7 @@ from tests.engine.test_state_transfer import WIDE as STRATEGY
 from tests.engine.test_state_transfer import prepared as prepared  # the fixture
 from tests.generations import regroup
 from tests.ready import Ready
-from tests.thorough import thorough
+from tests.thorough import first, thorough
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -98,19 +98,23 @@ def check_along(prepared: Ready, cases: list[tuple[Sequence[hg.Home], Factory, b
 MOMENTS = ("as it sets out", "amid what is sent", "handing on", "when it has all", "when all have", "amid its update")
 
 
-def struck(prepared: Ready) -> tuple[list[float], list[float], list[bool]]:
+# One on each side of the agreement that state has moved, and one at its edge.
+DISTINCT = ("amid what is sent", "when it has all", "amid its update")
+
+
+def struck(prepared: Ready, moments: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
     """Lose a rank at one moment of a handover after the other; a newcomer takes its place.
 
     Returns:
         Losses without any incident, losses, and of each moment whether a step was then under new owners somewhere.
     """
     exe = compiled(prepared, clip=None)
-    expected = train(exe, range(len(MOMENTS) + 2))
+    expected = train(exe, range(len(moments) + 2))
     exe.close()
     exe = compiled(prepared, clip=None)
     own, everybody = exe.rank, range(RANKS)
     losses, went_over = train(exe, [0]), []
-    for number, moment in enumerate(MOMENTS, start=1):
+    for number, moment in enumerate(moments, start=1):
         victim, home = number % RANKS, TWO[number % len(TWO)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hydragraph.engine.live_reshard.CHUNK", 4096)  # many messages
@@ -170,11 +174,15 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
     patch.setattr(*where[MOMENTS.index(moment)])
 
 
-def test_a_rank_lost_at_any_moment_costs_the_step_under_way_and_no_bit_more(prepared: Ready) -> None:
-    found = hg.launch(struck, RANKS, prepared, timeout=LIMIT)
+@pytest.mark.parametrize("moments", first([(DISTINCT,)], [(DISTINCT,), (MOMENTS,)]))
+def test_a_rank_lost_at_any_moment_costs_the_step_under_way_and_no_bit_more(
+    moments: Sequence[str], prepared: Ready
+) -> None:
+    found = hg.launch(struck, RANKS, prepared, moments, timeout=LIMIT)
     expected = found[0][0]
-    assert len(expected) == len(MOMENTS) + 2
+    assert len(expected) == len(moments) + 2
     for _, losses, _ in found:
         assert [a for a in losses if a == a] == [b for a, b in zip(losses, expected, strict=True) if a == a]
     assert all(any(losses[step] == loss for _, losses, _ in found) for step, loss in enumerate(expected))
-    assert [each[2] for each in found] == [[False] * 4 + [True] * 2] * RANKS, "all go over, or none"
+    over = [moment in MOMENTS[4:] for moment in moments]
+    assert [each[2] for each in found] == [over] * RANKS, "all go over, or none"

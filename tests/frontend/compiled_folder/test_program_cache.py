@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import capture as frontend
-from hydragraph.frontend.compiled_folder.program_cache import PROGRAMS
+from hydragraph.frontend.compiled_folder.program_cache import PROGRAMS, path_of
 from hydragraph.frontend.compiled_folder.program_records import program_data
-from hydragraph.frontend.packed_inputs import token_cross_entropy
+from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.user_cache import folder
 from hydragraph.ir.program import Program
 from tests.models import llama, mixtral
 from tests.own_models import Own
-from tests.thorough import first
+from tests.thorough import first, only
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +43,18 @@ def test_a_program_that_is_read_is_the_one_that_was_traced(make: type[nn.Module]
     assert read.fingerprint == made.fingerprint
 
 
-def test_another_model_dtype_or_field_is_traced() -> None:
-    capture(llama(layers=1), traces=True)
-    capture(llama(layers=1), traces=True, dtype=torch.bfloat16)
-    frozen = llama(layers=1)
+def place(model: nn.Module, dtype: torch.dtype = torch.float32, loss: Loss | None = None) -> Path | None:
+    return path_of(model, dtype, None, loss, None)
+
+
+def test_another_model_dtype_or_setting_has_another_place() -> None:
+    frozen, changed = llama(layers=1), llama(layers=1)
     frozen.lm_head.weight.requires_grad_(False)
-    capture(frozen, traces=True)
-    changed = llama(layers=1)
     changed.model.norm.variance_epsilon = 1e-3
-    capture(changed, traces=True)
+    places = [place(llama(layers=1)), place(llama(layers=1), torch.bfloat16), place(frozen), place(changed)]
+    assert None not in places
+    assert len(set(places)) == 4
+    assert places[0] == place(llama(layers=1))
 
 
 def test_what_is_not_a_librarys_own_is_never_kept() -> None:
@@ -68,15 +71,16 @@ def test_what_is_not_a_librarys_own_is_never_kept() -> None:
 
     changed = llama(layers=1)
     changed.model.norm = Norm(changed.model.norm)  # type: ignore[arg-type, assignment]
-    for model, options in ((Own(), {}), (llama(layers=1), {"loss": loss}), (changed, {})):
-        capture(model, traces=True, **options)
-    assert not folder(PROGRAMS).exists()
+    assert place(Own()) is None
+    assert place(llama(layers=1), loss=loss) is None
+    assert place(changed) is None
 
 
 def doubled(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return 2 * q, 2 * k
 
 
+@only("function")
 @pytest.mark.parametrize(
     ("place", "patch"),
     [
