@@ -31,15 +31,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA everywhere": {"use_dora": True, "r": 4, "target_modules": "all-linear"},
     "with a head of its own": {"modules_to_save": ["lm_head"], "bias": "lora_only"},
 }
+IA3 = "IA3"  # scales of the columns of some weights, and of the inputs of others
 
 
-TRAINED = [kind for kind in KINDS if kind != "DoRA everywhere"]
+TRAINED = [*(kind for kind in KINDS if kind != "DoRA everywhere"), IA3]
 
 
 def adapted(kind: str = "plain", several: bool = False) -> nn.Module:
     """Return a small Llama with adapters that already do something."""
-    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], **KINDS[kind]}
     torch.manual_seed(0)
+    if kind == IA3:
+        config = peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+        )
+        model = peft.get_peft_model(llama(layers=LAYERS), config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "ia3_l" in name:
+                    parameter.uniform_(0.5, 1.5)
+        return model
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], **KINDS[kind]}
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
     model = peft.get_peft_model(llama(layers=LAYERS), config)
     if several:
@@ -87,6 +98,8 @@ def train(prepared: Ready, strategies: list[str], path: str) -> Run:
 )
 def test_lora_trains_as_on_one_device_and_peft_reads_it(kind: str, several: bool, tmp_path: Path) -> None:
     strategies = STRATEGIES[2:] if kind == "plain" and not several else STRATEGIES[:1]
+    if kind == IA3:
+        strategies = ["<[2]x1,[1]x1r>"]  # its scales are not cut
     runs = hg.launch(train, 3, strategies, str(tmp_path), prepare=partial(ready, strategies, kind, several))
     model = adapted(kind, several)
     wanted = reference.train(model, batches(), sgd)
@@ -115,7 +128,7 @@ def check_files(model: nn.Module, weights: dict[str, Tensor], path: Path, severa
     merged = AutoModelForCausalLM.from_pretrained(path / "merged")
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     stored = load_file(path / "adapter" / "adapter_model.safetensors")
-    assert all("lora_" in name or "lm_head" in name for name in stored)
+    assert all("lora_" in name or "lm_head" in name or "ia3_l" in name for name in stored)
 
 
 @thorough
@@ -172,7 +185,6 @@ def test_dora_is_refused_where_its_norms_need_whole_weights() -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (peft.IA3Config(task_type="CAUSAL_LM"), "the peft method IA3"),
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "the peft method PROMPT_TUNING"),
         (peft.LoraConfig(task_type="CAUSAL_LM", trainable_token_indices=[1, 2]), "LoRA with trainable_token_indices"),
     ],

@@ -11,6 +11,7 @@ from torch import nn
 
 from hydragraph.errors import Unsupported
 
+_TRIED = ("LORA", "IA3")  # peft methods
 # Settings of LoraConfig that change what a layer computes or where its weights are.
 _UNTRIED = (
     "alora_invocation_tokens",
@@ -39,12 +40,12 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def refuse_untried(model: nn.Module) -> None:
-    """Raise Unsupported for peft methods other than LoRA, and for LoRA options that may not train correctly."""
+    """Raise Unsupported for peft methods other than LoRA and IA3, and for LoRA options that may not train correctly."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind != "LORA":
-            raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig")
+        if kind not in _TRIED:
+            raise Unsupported(f"the peft method {kind}", where=where, remedy="use peft.LoraConfig or peft.IA3Config")
         for option in _UNTRIED:
             if getattr(config, option, None):
                 raise Unsupported(f"LoRA with {option}", where=where, remedy=f"leave {option} out of its LoraConfig")
