@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.chosen_rows import with_all_rows
 from hydragraph.frontend.dropout_calls import number_calls, with_keys
 from hydragraph.frontend.untraceable import watched
 from hydragraph.ir.graph_data import value_of
@@ -121,8 +122,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {line[:300]}"
 
 
-def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphModule, ExportGraphSignature]:
+def functional_graph(
+    exported: ExportedProgram, where: str, block: bool = False
+) -> tuple[fx.GraphModule, ExportGraphSignature]:
     """Return the cleaned graph and the signature of its placeholders.
+
+    Args:
+        where: name of the traced module.
+        block: whether it is a block, whose selections of rows are computed for all tokens (`chosen_rows`).
 
     A graph with in-place writes is functionalized by `run_decompositions`, which takes seconds and discards where
     gradients were disabled; so it is used only for graphs that need it, with such regions inlined.
@@ -138,6 +145,8 @@ def functional_graph(exported: ExportedProgram, where: str) -> tuple[fx.GraphMod
         exported.graph_module.recompile()
         exported = exported.run_decompositions({})
     graph = _steady(clean(exported.graph_module), where)
+    if block:
+        graph = with_all_rows(graph, where)
     return with_keys(_with_elementwise_norms(graph)), exported.graph_signature
 
 

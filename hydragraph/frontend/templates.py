@@ -34,7 +34,7 @@ def capture_template(site: Site, hints: dict[str, int]) -> Template:
         )
         dynamic.append(dims)
     exported = export(site.flat(), tuple(arguments), (tuple(dynamic),), site.name)
-    graph, signature = functional_graph(exported, site.name)
+    graph, signature = functional_graph(exported, site.name, block=True)
     prefix = "block."
     inputs = dict(
         zip(signature.user_inputs, ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))], strict=True)

@@ -113,6 +113,13 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     return int(times) if times.is_Integer else None
 
 
+def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
+    """Return the mode that traced values belong to."""
+    mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    assert mode is not None
+    return mode
+
+
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Compute with a trace's fake tensors without recording operators or value-dependent sizes."""
@@ -146,11 +153,32 @@ def one_pass() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _any_convolution():
             yield
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _any_convolution() -> Iterator[None]:
+    """Trace convolutions for any number of rows.
+
+    To learn the layout of a result, PyTorch chooses a kernel for the example's sizes and guards that choice. But the
+    kernels for few rows and for many return the same layout.
+    """
+    choose: Any = torch._C._select_conv_backend
+
+    def chosen(rows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        environments = [size.node.shape_env for size in rows.shape if isinstance(size, torch.SymInt)]
+        with environments[0].suppress_guards() if environments else contextlib.nullcontext():
+            return choose(rows, *arguments, **options)
+
+    torch._C._select_conv_backend = chosen
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = choose
 
 
 @contextlib.contextmanager

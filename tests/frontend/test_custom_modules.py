@@ -185,6 +185,22 @@ def by_hand(block: nn.Module, x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
+class OverFeatures(nn.Module):
+    """A block that convolves the features of each token, and mixes their channels token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.channels = nn.Conv1d(1, 1, 3, padding=1), nn.Conv1d(32, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, T, 32] -> [1, T, 32]."""
+        return self.channels((x + self.features(x.reshape(-1, 1, 32)).view_as(x)).transpose(1, 2)).transpose(1, 2)
+
+
+def test_convolutions_within_a_token_are_captured_for_any_number_of_tokens() -> None:
+    assert hg.capture(stacked(OverFeatures()), check="auto").layers == 1
+
+
 @only("<lambda>-aten.mean.default mixes")
 @pytest.mark.parametrize(
     ("mix", "message"),

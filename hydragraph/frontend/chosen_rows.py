@@ -1,0 +1,374 @@
+"""Rows that a mask selects, computed for all tokens.
+
+A model with experts may take the tokens of an expert by a mask, compute them and put them back:
+
+    rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
+    y = y.index_add(0, rows, expert(x[rows]))
+
+Their number depends on values, and a graph needs sizes that follow from the number of tokens. `with_all_rows` rewrites
+such a graph: the expert computes every token, and where the mask is False its result is not used.
+
+    y = y + torch.where(choice == e, expert(x), 0)
+
+Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves of the new
+graph. Its cost is that of every expert on every token.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.frontend.token_order import SAME
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.graph_node import operands, shape
+from hydragraph.passes.operator_rules import VIEWS
+from hydragraph.private.operator_schemas import has_tag
+from hydragraph.private.tracing import fake_mode_of, symbol_name, symbols_in
+
+_LOG = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+_PLACES = frozenset({aten.where.default, aten.nonzero_numpy.default})  # operators that list the places of a mask
+# Operators that make a list [n, 1] of places along one dimension a vector.
+_FLATTENED = VIEWS | {aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints}
+
+
+class _Unchanged(Exception):  # noqa: N818
+    """Raised if a selection is used in a way that has no equal over all rows."""
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """A mask over tokens, or over tokens and their choices.
+
+    Attributes:
+        mask: the mask, with the dimension of tokens first.
+        dims: the dimensions of the original mask in this order.
+        sizes: their sizes.
+    """
+
+    mask: fx.Node
+    dims: tuple[int, ...]
+    sizes: tuple[Any, ...]
+
+    @property
+    def several(self) -> frozenset[int]:
+        """Dimensions of the original mask with more than one place."""
+        return frozenset(d for d, size in zip(self.dims, self.sizes, strict=True) if not _equal(size, 1))
+
+
+def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
+    """Return a block's graph without selections of rows; the same graph if it has none, or none that can be replaced.
+
+    Args:
+        where: name of the block, for a message.
+    """
+    if not any(_selects(node) for node in graph.graph.nodes):
+        return graph
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    copied = fx.GraphModule(graph, nodes)
+    try:
+        _Rewriting(copied).run()
+    except _Unchanged as reason:
+        _LOG.info("%s: its selection of rows stays as it is: %s", where, reason)
+        return graph
+    copied.graph.eliminate_dead_code()
+    copied.recompile()
+    _LOG.warning(
+        "%s: rows that a mask selects are computed for all tokens, so that n experts cost as much as n dense layers; "
+        "transformers' mixtures (Mixtral, Qwen3-MoE) compute the chosen experts alone",
+        where,
+    )
+    return copied
+
+
+def _selects(node: fx.Node) -> bool:
+    if node.target in _PLACES or node.target is aten.nonzero.default:
+        return True
+    return node.target in (aten.index.Tensor, aten.index_put.default) and _mask_of(operands(node)[1]) is not None
+
+
+def _mask_of(indices: Sequence[fx.Node | None]) -> fx.Node | None:
+    """Return the boolean mask if it is the only index."""
+    only = indices[0] if len(indices) == 1 else None
+    return only if only is not None and value_of(only).dtype is torch.bool else None
+
+
+class _Rewriting:
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._graph = graph.graph
+        self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
+        self._selections: dict[fx.Node, _Selection] = {}  # by mask
+        self._lists: dict[fx.Node, _Selection] = {}  # operators that list all places of a mask
+        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # places along one dimension of a mask
+        self._rows: dict[fx.Node, _Selection] = {}  # values with a row for each place
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if node.op == "output" and any(self._is_selected(n) for n in node.all_input_nodes):
+                raise _Unchanged("selected rows are the block's result")
+            if node.op == "call_function":
+                self._visit(node)
+
+    def _is_selected(self, node: fx.Node) -> bool:
+        return node in self._rows or node in self._indices or node in self._lists
+
+    def _visit(self, node: fx.Node) -> None:
+        target, arguments = node.target, operands(node)
+        if target in _PLACES or target is aten.nonzero.default:
+            self._lists[node] = self._selection(arguments[0], node)
+        elif arguments and arguments[0] in self._lists:
+            self._indices[node] = self._lists[arguments[0]], self._dimension(node)
+        elif target in SAME and arguments[0] in self._indices:
+            self._indices[node] = self._indices[arguments[0]]
+        elif target is aten.index.Tensor and self._is_selection(arguments[1]):
+            self._replace(node, *self._taken(node, arguments[0], self._chosen(arguments[1], node)))
+        elif target is aten.index_select.default and arguments[2] in self._indices:
+            chosen = self._at(arguments[1], arguments[0], arguments[2])
+            self._replace(node, *self._taken(node, arguments[0], chosen))
+        elif target is aten.index_put.default and self._is_selection(arguments[1]):
+            adds = bool([*arguments[3:], node.kwargs.get("accumulate", False)][0])
+            self._put(node, arguments[0], self._chosen(arguments[1], node), arguments[2], adds)
+        elif target in (aten.index_add.default, aten.index_copy.default) and arguments[2] in self._indices:
+            if node.kwargs.get("alpha", 1) != 1:
+                raise _Unchanged("index_add with alpha")
+            chosen = self._at(arguments[1], arguments[0], arguments[2])
+            self._put(node, arguments[0], chosen, arguments[3], target is aten.index_add.default)
+        else:
+            self._follow(node)
+
+    def _selection(self, mask: fx.Node, place: fx.Node) -> _Selection:
+        """Return the selection of a mask, which has one dimension of tokens."""
+        known = next((each for each in self._selections if _is_computed_alike(each, mask)), None)
+        if known is not None:
+            return self._selections[known]
+        if self._is_selected(mask):
+            raise _Unchanged("a selection of selected rows")
+        sizes = shape(mask)
+        tokens = [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+        if len(tokens) != 1:
+            raise _Unchanged("a mask without one dimension of tokens")
+        order = (*tokens, *(d for d in range(len(sizes)) if d not in tokens))
+        with self._graph.inserting_before(place):
+            chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
+            if order != tuple(range(len(sizes))):
+                chosen = self._call(place, aten.permute.default, chosen, list(order))
+        found = self._selections[mask] = _Selection(chosen, order, tuple(sizes[d] for d in order))
+        return found
+
+    def _dimension(self, node: fx.Node) -> int:
+        """Return the dimension of the mask whose places a part of a list holds."""
+        listed = operands(node)[0]
+        dims = len(self._lists[listed].dims)
+        if node.target is operator.getitem and listed.target in _PLACES:
+            return int(operands(node)[1])
+        if listed.target is aten.nonzero.default:
+            if node.target is aten.select.int and operands(node)[1] in (1, -1):
+                return int(operands(node)[2]) % dims
+            if dims == 1 and len(shape(node)) == 1 and node.target in _FLATTENED:
+                return 0
+        raise _Unchanged(f"places of a mask are read by {node.target}")
+
+    def _is_selection(self, indices: Sequence[fx.Node | None]) -> bool:
+        given = [index for index in indices if index is not None]
+        return _mask_of(indices) is not None or any(index in self._indices for index in given)
+
+    def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
+        """Return a selection, and dimension of the mask -> dimension of what is indexed."""
+        mask = _mask_of(indices)
+        if mask is not None:
+            return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}
+        given = [(at, index) for at, index in enumerate(indices) if index is not None]
+        if any(index not in self._indices for _, index in given):
+            raise _Unchanged("places of a mask beside another index")
+        selections = {id(self._indices[index][0]): self._indices[index][0] for _, index in given}
+        dims = {self._indices[index][1]: at for at, index in given}
+        places = sorted(dims.values())
+        adjacent = places == list(range(places[0], places[0] + len(places)))
+        if len(selections) > 1 or len(dims) != len(given) or not adjacent:
+            raise _Unchanged("places of several masks, or along dimensions that are apart")
+        return next(iter(selections.values())), dims
+
+    def _at(self, dim: int, indexed: fx.Node, index: fx.Node) -> tuple[_Selection, dict[int, int]]:
+        selection, along = self._indices[index]
+        return selection, {along: dim % len(shape(indexed))}
+
+    def _taken(
+        self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
+    ) -> tuple[fx.Node, _Selection]:
+        """Return the rows of a value at all places of a mask, in its order: [..., rows, ...]."""
+        selection, dims = chosen
+        self._check_sizes(x, selection, dims)
+        position = min(dims.values())
+        rest = [d for d in range(len(shape(x))) if d not in dims.values()]
+        with self._graph.inserting_before(place):
+            front = [dims[d] for d in selection.dims if d in dims]
+            result = self._permuted(place, x, [*front, *rest])
+            for at, d in enumerate(selection.dims):
+                if d not in dims:
+                    result = self._call(place, aten.unsqueeze.default, result, at)
+            if dims.keys() != set(selection.dims):
+                sizes = [self._size(place, n) for n in selection.sizes]
+                result = self._call(place, aten.expand.default, result, [*sizes, *[-1] * len(rest)])
+            if len(selection.dims) > 1:
+                kept = [self._size(place, shape(x)[d]) for d in rest]
+                result = self._call(place, aten.reshape.default, result, [-1, *kept])
+            order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
+            result = self._permuted(place, result, order)
+            # A node of its own even where nothing moves: `x` itself is not a selection.
+            if result is x:
+                result = self._call(place, aten.permute.default, x, list(range(len(order))))
+            return result, selection
+
+    def _put(
+        self,
+        node: fx.Node,
+        into: fx.Node,
+        chosen: tuple[_Selection, dict[int, int]],
+        values: fx.Node,
+        adds: bool,
+    ) -> None:
+        """Replace writing or adding rows at the places of a mask."""
+        selection, dims = chosen
+        self._check_sizes(into, selection, dims)
+        if selection.several - dims.keys() and not adds:
+            raise _Unchanged("a row is written several times")
+        position = min(dims.values())
+        rest = [d for d in range(len(shape(into))) if d not in dims.values()]
+        width = len(shape(values))
+        equal = self._selected_by(values) is None and width <= len(rest) and not (position or adds)
+        if not equal and (self._rows.get(values) is not selection or width != len(rest) + 1):
+            raise _Unchanged("rows are written at the places of another mask, or are broadcast")
+        back = _inverse([*(dims[d] for d in selection.dims if d in dims), *rest])
+        with self._graph.inserting_before(node):
+            mask = selection.mask
+            for _ in rest:
+                mask = self._call(node, aten.unsqueeze.default, mask, -1)
+            rows = values
+            if not equal:
+                rows = self._permuted(node, values, [position, *(d for d in range(width) if d != position)])
+                if len(selection.dims) > 1:
+                    sizes = [self._size(node, n) for n in (*selection.sizes, *(shape(into)[d] for d in rest))]
+                    rows = self._call(node, aten.reshape.default, rows, sizes)
+            if adds:
+                rows = self._call(node, aten.where.ScalarOther, mask, rows, 0)
+                absent = [at for at, d in enumerate(selection.dims) if d not in dims]
+                if absent:
+                    rows = self._call(node, aten.sum.dim_IntList, rows, absent)
+                result = self._call(node, aten.add.Tensor, into, self._permuted(node, rows, back))
+            else:
+                rows = values if equal else self._permuted(node, rows, back)
+                result = self._call(node, aten.where.self, self._permuted(node, mask, back), rows, into)
+        self._replace(node, result, None)
+
+    def _check_sizes(self, x: fx.Node, selection: _Selection, dims: dict[int, int]) -> None:
+        sizes = dict(zip(selection.dims, selection.sizes, strict=True))
+        if self._is_selected(x) or any(not _equal(shape(x)[at], sizes[d]) for d, at in dims.items()):
+            raise _Unchanged("a mask selects from a value of other sizes")
+
+    def _follow(self, node: fx.Node) -> None:
+        """Recompute the sizes of what is computed from selected rows."""
+        if any(n in self._indices or n in self._lists for n in node.all_input_nodes if not _reads_size(node)):
+            raise _Unchanged(f"places of a mask are read by {node.target}")
+        selections = {id(s): s for n in node.all_input_nodes if (s := self._selected_by(n)) is not None}
+        if not selections:
+            return
+        if len(selections) > 1:
+            raise _Unchanged("rows of several masks meet")
+        self._rows[node] = selection = next(iter(selections.values()))
+        before = value_of(node)
+        node.meta = {**node.meta, "val": self._value(node, before)}
+        for one, now in zip(_sizes(before), _sizes(value_of(node)), strict=True):
+            unbacked = any(name.startswith("u") for name in symbols_in(one)) if symbol_name(one) is not None else False
+            if unbacked and str(one) not in symbols_in(one):
+                raise _Unchanged(f"{node.target} joins or splits rows")
+            if not _equal(now, math.prod(selection.sizes) if unbacked else one):
+                raise _Unchanged(f"{node.target} has sizes of another kind")
+
+    def _selected_by(self, node: fx.Node) -> _Selection | None:
+        if node in self._indices:
+            return self._indices[node][0]
+        return self._rows.get(node) or self._lists.get(node)
+
+    def _value(self, node: fx.Node, before: Any) -> Any:
+        if node.target is aten.sym_size.int and operands(node)[0] in self._indices:
+            return math.prod(self._indices[operands(node)[0]][0].sizes)
+        arguments, options = fx.map_arg((node.args, dict(node.kwargs)), value_of)
+        if "device" in options and isinstance(before, Tensor):
+            options["device"] = before.device
+        try:
+            with self._mode:
+                return node.target(*arguments, **options)  # type: ignore[operator]
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise _Unchanged(f"{node.target} has another number of rows ({error})") from error
+
+    def _replace(self, node: fx.Node, result: fx.Node, selection: _Selection | None) -> None:
+        node.replace_all_uses_with(result)
+        self._graph.erase_node(node)
+        if selection is not None:
+            self._rows[result] = selection
+
+    def _permuted(self, place: fx.Node, x: fx.Node, order: list[int]) -> fx.Node:
+        return x if order == sorted(order) else self._call(place, aten.permute.default, x, order)
+
+    def _size(self, place: fx.Node, size: Any) -> Any:
+        """Return a size as an argument: a number, or a node that reads it from a value that has it."""
+        if symbol_name(size) is None:
+            return int(size)
+        for node in self._graph.nodes:
+            if node is place:
+                break
+            value = value_of(node) if "val" in node.meta else None
+            for d, each in enumerate(value.shape if isinstance(value, Tensor) and not self._is_selected(node) else ()):
+                if _equal(each, size):
+                    return self._call(place, aten.sym_size.int, node, d)
+        raise _Unchanged("a size that no value has")
+
+    def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+        """Insert an operator as part of the module of `place`."""
+        node = self._graph.call_function(target, arguments)
+        with self._mode:
+            value = target(*fx.map_arg(arguments, value_of))  # type: ignore[arg-type]
+        node.meta = {**place.meta, "val": value}
+        return node
+
+
+def _is_computed_alike(one: Any, other: Any) -> bool:
+    """Return whether two values result from the same operators on the same nodes, as `x > 0` written twice does."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_is_computed_alike, one, other))
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return type(one) is type(other) and bool(one == other)
+    if one is other or one.op != "call_function" or one.target is not other.target or one.kwargs != other.kwargs:
+        return one is other
+    return not has_tag(one.target, torch.Tag.nondeterministic_seeded) and _is_computed_alike(one.args, other.args)
+
+
+def _sizes(value: Any) -> list[Any]:
+    """Return the sizes of a value: of each tensor in it, or itself if it is a number."""
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return [size for part in value for size in _sizes(part)] if isinstance(value, tuple | list) else [value]
+
+
+def _reads_size(node: fx.Node) -> bool:
+    return node.target is aten.sym_size.int
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two sizes are equal for every batch."""
+    return str(one) == str(other)
