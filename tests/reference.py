@@ -6,12 +6,15 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
+
+_SUMMED = partial(F.cross_entropy, reduction="sum")
 
 
 @dataclass
@@ -29,8 +32,11 @@ def train(
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
     clip: float | None = None,
     masks: Callable[[nn.Module, int, int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    cost: Callable[[Tensor, Tensor], Tensor] = _SUMMED,
 ) -> Reference:
     """Train a copy of a causal language model; loss = sum of next-token losses / number of targets.
+
+    `cost` takes the logits of a sequence's tokens and the next tokens, and returns the sum of their losses.
 
     `masks` is entered for each sequence, with the model, the step, the number of the sequence and its length.
     """
@@ -44,7 +50,7 @@ def train(
         for i, ids in ((i, s) for i, s in enumerate(batch) if len(s) > 1):
             with masks(model, step, i, len(ids)):
                 logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets
+            loss = loss + cost(logits[:-1], ids[1:]) / targets
         loss.backward()
         losses.append(loss.item())
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})

@@ -86,7 +86,6 @@ ELSEWHERE = {
         "frontend/compiled_folder/test_model_record.py",
         "features that distinguish models",
     ),
-    "frontend/packed_inputs.py": ("frontend/test_capture.py", "packed batches and the loss"),
     "frontend/parameter_shards.py": ("frontend/test_capture.py", "how parameters are cut across blocks"),
     "frontend/peft_adapters.py": ("test_peft.py", "models with adapters"),
     "frontend/rebound_functions.py": (

@@ -32,6 +32,7 @@ from hydragraph.frontend.check.numeric_check import CheckedModel
 from hydragraph.frontend.compiled_folder.load import load
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
+from hydragraph.frontend.loss_module import check_loss_of, loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Program
@@ -234,14 +235,17 @@ def compile(
             else:
                 program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
         else:
-            _check_origin(program, model, dtype, given=example is not None or loss is not None)
+            check_loss_of(program, loss)
+            _check_origin(
+                program, model, dtype, given=example is not None or (loss is not None and not loss_buffers(loss))
+            )
         limit = None if window is None else window // GRADIENT_BYTES
         if (program.window, program.push_dtype) != (limit, push_dtype):
             program = replace(program, window=limit, push_dtype=push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
         if profile is None and isinstance(strategy, str) and strategy == "auto" and not (joining or late):
             planning = _measured_here(
-                model, program, backend, AUTO if owners is None else owners, world, planning, deterministic
+                model, loss, program, backend, AUTO if owners is None else owners, world, planning, deterministic
             )
         executable = Executable(
             model,
@@ -272,6 +276,7 @@ def compile(
 
 def _measured_here(
     model: nn.Module,
+    loss: Loss | None,
     program: Program,
     backend: str | None,
     home: Home,
@@ -284,7 +289,7 @@ def _measured_here(
     vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
     positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
     chosen = choose_backend(backend, world.device)
-    measured = MeasuredModel(program, initial_buffers(model), vocabulary, positions, chosen)
+    measured = MeasuredModel(program, initial_buffers(model) | loss_buffers(loss), vocabulary, positions, chosen)
     subject = Subject(measured, home)
     return plan_automatically(subject, world, planning, preplanned=not deterministic)
 

@@ -53,6 +53,7 @@ from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import Compiled
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.compiled_state import CompiledState
+from hydragraph.frontend.loss_module import loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest, packed
 from hydragraph.frontend.packed_batch import Draws
@@ -252,7 +253,7 @@ class Executable:
         self._adapted = is_peft(model)
         self._epilogue = program.templates[program.blocks[-1].template]
         self._several = "cu_seqlens" in self._epilogue.inputs
-        buffers = initial_buffers(model)
+        buffers = initial_buffers(model) | loss_buffers(loss)
         self._check = None
         if check == "full" and not world.local_rank:
             self._check = StageCheck(program, buffers, inductor, added=not inductor, library=library)

@@ -20,6 +20,7 @@ from hydragraph.frontend.block_equivalence import is_without_index, kind_of, ref
 from hydragraph.frontend.compiled_folder.program_cache import keep_program, path_of, read_program
 from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import functional_graph
+from hydragraph.frontend.loss_module import meta_loss, name_in_program, refuse_trained
 from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
 from hydragraph.frontend.module_digest import outline, structure
@@ -74,8 +75,8 @@ def capture(
             custom field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
             over positions whose label is not -100. A step divides it by the number of targets in the global mini-batch.
-            Positions with label -100 must not contribute: padding is a separate sequence with such labels. Default:
-            cross-entropy of the logits.
+            Positions with label -100 must not contribute: padding is a separate sequence with such labels. A module may
+            have buffers, which steps never change, and no parameters. Default: cross-entropy of the logits.
         blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
 
     Raises:
@@ -85,7 +86,7 @@ def capture(
     check_model(model, "capture")
     where = type(model).__name__
     _refuse(model, dtype)
-    _refuse_tensors_of_loss(loss)
+    refuse_trained(loss)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)
     began = time.perf_counter()
@@ -122,7 +123,7 @@ def _captured(
     separate_repeated(layers)
     keys = {id(block): structure(block, index=False) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
-    chosen_loss = loss or token_cross_entropy
+    chosen_loss = meta_loss(loss or token_cross_entropy)
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         opaque = with_opaque_blocks(copied, layers, outline, call, chosen_loss)
         refuse_state_around(opaque, meta_batch(sizes, fields), where)
@@ -164,20 +165,6 @@ def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
     refuse_other_dtypes(model)
     refuse_unseen(model)
     huggingface.refuse_unsupported(model)
-
-
-def _refuse_tensors_of_loss(loss: Loss | None) -> None:
-    """Raise Unsupported for a loss module with its own tensors, which no rank would own or update."""
-    if not isinstance(loss, nn.Module):
-        return
-    for kind, tensors in (("parameter", loss.named_parameters()), ("buffer", loss.named_buffers())):
-        for name, _ in tensors:
-            raise Unsupported(
-                f"a loss with the {kind} {name!r}, and only what the model holds is kept and trained",
-                where=f"loss {type(loss).__name__}",
-                remedy=f"register the {kind} in the model and have its forward return it beside the logits, or return "
-                "what it computes; numbers that never change may be a field of the batch",
-            )
 
 
 @dataclass(frozen=True)
@@ -255,7 +242,7 @@ def _slice_skeleton(
 def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return the mappings from placeholder to name: of parameters, of buffers and of batch fields."""
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
-    buffers = {k: v.removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
+    buffers = {k: name_in_program("_loss", v).removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
     return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True)) | INPUTS
 
 

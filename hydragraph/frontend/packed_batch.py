@@ -59,7 +59,8 @@ def pack(
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
-        the sequences' custom fields [1, T, ...], 0 in the padding; and with `draws` dropout_keys [1, T, 2] int64.
+        the sequences' custom fields [1, T, ...], in padding `Sequence.padding` or 0; and with `draws` dropout_keys
+        [1, T, 2] int64.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -76,8 +77,8 @@ def pack(
         "cu_seqlens": bounds.to(torch.int32),
     }
     for name, value in sequences[0].extra.items() if sequences else ():
-        fields = [*(s.extra[name] for s in sequences), value.new_zeros((blanks, *value.shape[1:]))]
-        batch[name] = torch.cat(fields)[None]
+        blank = value.new_full((blanks, *value.shape[1:]), sequences[0].padding.get(name, 0))
+        batch[name] = torch.cat([*(s.extra[name] for s in sequences), blank])[None]
     if draws is not None:
         numbers = [*draws.numbers, *[-1] * bool(blanks)]
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)

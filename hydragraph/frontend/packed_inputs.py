@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
+from hydragraph.passes.field_limits import limits_of
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
@@ -91,7 +93,11 @@ def own_fields(program: Program) -> dict[str, Field]:
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    return dict(sorted(own.items()))
+    # Padding has no targets, so a field of targets has the value there that the loss ignores.
+    limits = limits_of(program) if own else ()
+    looked_up = {limit.field for limit in limits if limit.ignored is None}
+    ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
+    return {name: replace(own[name], padding=ignored.get(name) or 0) for name in sorted(own)}
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:

@@ -19,14 +19,15 @@ class Limit:
         field: input_ids, position_ids, labels, or a user-defined field.
         low, high: the smallest value, and one more than the largest.
         where: the table's name in the model, or "the loss".
-        ignored: a label that is never a target, regardless of the range; -100 is never one either.
+        ignored: of a loss: the value that marks positions without a target, regardless of the range (of labels also
+            -100); None: this is a lookup in a table.
     """
 
     field: str
     low: int
     high: int
     where: str
-    ignored: int = IGNORED
+    ignored: int | None = None
 
     def check(self, sequence: Sequence, index: int) -> None:
         """Check one sequence of a mini-batch.
@@ -69,6 +70,8 @@ class Limit:
             return None
         wrong = (values < self.low) | (values >= self.high)
         if self.field == "labels":
-            wrong &= (values != IGNORED) & (values != self.ignored)
+            wrong &= values != IGNORED
+        if self.ignored is not None:
+            wrong &= values != self.ignored
         indices = wrong.nonzero()
         return indices[0] if len(indices) else None

@@ -25,12 +25,14 @@ class Sequence:
         labels: aligned with them, the label of each position [L] (-100: no target).
         extra: user-defined fields, [L, ...].
         moved: number of places that labels were shifted by, for errors.
+        padding: value of user-defined fields in padding, where it is not 0.
     """
 
     ids: Tensor
     labels: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     moved: int = 0
+    padding: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def targets(self) -> int:
@@ -43,10 +45,17 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Field:
-    """A user-defined field, per token: its dtype, and its sizes after the token dimension."""
+    """A user-defined field, per token.
+
+    Attributes:
+        dtype: its dtype.
+        sizes: its sizes after the token dimension.
+        padding: its value in padding; for targets, the value that the loss ignores.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...] = ()
+    padding: int = 0
 
 
 def sequence_of(
@@ -57,6 +66,7 @@ def sequence_of(
     Args:
         given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
             shift_labels, and user-defined fields, [L, ...], or a number for all tokens of a field without sizes.
+            Also position_ids 0, 1, 2, ..., which change nothing.
         index: its index in the mini-batch, for errors.
         causal: labels are shifted by one here; otherwise they must be given and are not shifted; shift_labels never
             are.
@@ -67,6 +77,8 @@ def sequence_of(
     """
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
+    if "position_ids" in brought and "position_ids" not in own:
+        _check_positions(brought.pop("position_ids"), brought.get("input_ids"), index)
     _check_names(brought, own, index)
     for name, value in brought.items():
         form = _form(value)
@@ -92,7 +104,19 @@ def sequence_of(
         labels = brought["shift_labels"]
     elif moves:
         labels = torch.cat([labels[1:], labels.new_full((min(1, len(ids)),), IGNORED)])
-    return Sequence(ids, labels, {name: brought[name] for name in own}, int(moves))
+    padding = {name: kind.padding for name, kind in own.items() if kind.padding}
+    return Sequence(ids, labels, {name: brought[name] for name in own}, int(moves), padding)
+
+
+def _check_positions(given: Any, ids: Any, index: int) -> None:
+    """Reject positions other than those that every sequence has: 0, 1, 2, ..."""
+    plain = isinstance(given, Tensor) and not _form(given) and isinstance(ids, Tensor) and given.shape == ids.shape
+    if not plain or not torch.equal(given.detach().cpu().long(), torch.arange(given.numel())):
+        raise Unsupported(
+            f"position_ids are {reprlib.repr(given)}, and the tokens of a sequence are at positions 0, 1, 2, ...",
+            where=f"sequence {index}",
+            remedy="leave position_ids out; pass sequences that are packed together as separate sequences",
+        )
 
 
 def _per_token(value: Any, kind: Field, length: int) -> Any:

@@ -154,28 +154,6 @@ def test_a_sum_is_not(name: str) -> None:
     assert capture(Own(layers=1), loss=loss).layers == 1
 
 
-class Scaled(torch.nn.Module):
-    """A loss with a parameter or a buffer of its own."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        if kind == "parameter":
-            self.t = torch.nn.Parameter(torch.ones(()))
-        else:
-            self.register_buffer("t", torch.ones(()))
-
-    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        return (each(logits, batch) * self.t).sum()
-
-
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_tensors_of_a_loss_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(
-        Unsupported, match=rf"loss Scaled: a loss with the {kind} 't'.*register the {kind} in the model"
-    ):
-        capture(Own(layers=1), loss=Scaled(kind))
-
-
 def test_a_loss_of_each_token_has_its_shape() -> None:
     """PyTorch's own shape for it is that of a sum, on the meta device."""
 

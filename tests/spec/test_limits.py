@@ -12,7 +12,12 @@ from hydragraph.frontend.mini_batch import MiniBatch
 from hydragraph.spec.limits import Limit
 from hydragraph.spec.workload import Sequence
 
-LIMITS = (Limit("input_ids", 0, 64, "wte"), Limit("labels", 0, 64, "the loss"), Limit("position_ids", 0, 5, "wpe"))
+LIMITS = (
+    Limit("input_ids", 0, 64, "wte"),
+    Limit("labels", 0, 64, "the loss", -7),
+    Limit("position_ids", 0, 5, "wpe"),
+    Limit("second", 0, 64, "the loss", -7),
+)
 
 
 @pytest.mark.parametrize(
@@ -29,13 +34,13 @@ LIMITS = (Limit("input_ids", 0, 64, "wte"), Limit("labels", 0, 64, "the loss"), 
 )
 def test_values_outside_are_refused_by_sequence_and_position(wrong: Tensor | dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MiniBatch.of([torch.tensor([1, 2]), wrong], True, {}, LIMITS)
+        MiniBatch.of([torch.tensor([1, 2]), wrong], True, {}, LIMITS[:3])
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 @given(st.lists(st.lists(st.integers(-100, 70), min_size=1, max_size=6), max_size=4))
 def test_a_mini_batch_is_within_a_limit_where_each_sequence_is(limit: Limit, ids: list[list[int]]) -> None:
-    sequences = [Sequence(torch.tensor(each), torch.tensor(each)) for each in ids]
+    sequences = [Sequence(torch.tensor(each), torch.tensor(each), {"second": torch.tensor(each)}) for each in ids]
     try:
         for index, sequence in enumerate(sequences):
             limit.check(sequence, index)
@@ -43,6 +48,13 @@ def test_a_mini_batch_is_within_a_limit_where_each_sequence_is(limit: Limit, ids
         assert not limit.holds(sequences)
     else:
         assert limit.holds(sequences)
+
+
+def test_what_a_loss_ignores_is_no_value_outside() -> None:
+    tokens = torch.tensor([1, 2, 3])
+    LIMITS[3].check(Sequence(tokens, tokens, {"second": torch.tensor([5, -7, -7])}), 0)
+    with pytest.raises(ValueError, match="sequence 0: second is -100 at position 1"):
+        LIMITS[3].check(Sequence(tokens, tokens, {"second": torch.tensor([5, -100, -7])}), 0)
 
 
 def test_values_inside_pass_whatever_their_integer_type_and_strides() -> None:
@@ -53,6 +65,6 @@ def test_values_inside_pass_whatever_their_integer_type_and_strides() -> None:
         torch.tensor([1, 2], dtype=torch.uint8),
         {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, -100])},
     ]
-    found = MiniBatch.of(right, True, {}, LIMITS)  # type: ignore[arg-type]
+    found = MiniBatch.of(right, True, {}, LIMITS[:3])  # type: ignore[arg-type]
     assert all(s.ids.is_contiguous() and s.ids.dtype is torch.int64 for s in found.sequences)
     assert found.lengths == (2, 4, 5, 2, 0)

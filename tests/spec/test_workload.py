@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_fields_of_ones_own_are_kept() -> None:
 def test_other_fields_are_refused(given: dict[str, Tensor], message: str) -> None:
     with pytest.raises(Unsupported, match=f"^{re.escape(message)}.*(a padding mask is not needed)$"):
         sequence_of(given, 2, True, FIELDS)
+
+
+def test_plain_positions_change_nothing() -> None:
+    positions = torch.arange(3, dtype=torch.int32)
+    assert not sequence_of({"input_ids": IDS, "position_ids": positions}, 0, True).extra
+    assert list(
+        sequence_of({"input_ids": IDS, "position_ids": IDS}, 0, True, {"position_ids": Field(torch.int64)}).extra
+    )
+
+
+@pytest.mark.parametrize("given", [torch.tensor([0, 1, 0]), torch.arange(4), torch.arange(3)[None], [0, 1, 2]], ids=str)
+def test_other_positions_are_refused(given: Any) -> None:
+    with pytest.raises(
+        Unsupported, match=r"^sequence 1: position_ids are .*at positions 0, 1, 2.*leave position_ids out"
+    ):
+        sequence_of({"input_ids": IDS, "position_ids": given}, 1, True)
 
 
 def test_labels_are_given_once() -> None:

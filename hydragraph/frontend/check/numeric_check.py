@@ -20,6 +20,7 @@ from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
 from hydragraph.frontend.check.probe_sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
+from hydragraph.frontend.loss_module import loss_buffers, wide_loss
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.repeated_blocks import block_list, entries
 from hydragraph.frontend.same_masks import same_masks
@@ -273,7 +274,8 @@ def _attempt(
     wide = attempt.dtype if attempt.widened else None
     weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
     model = reduced(subject.model, subject.blocks, group, forms, weights)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    loss_function = wide_loss(subject.loss, wide)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()]) | loss_buffers(loss_function)
     sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
     packed = batches(sequences, attempt.seed if program.drops else None)
     times = Counter(i for _, indices in packed for i in indices)
@@ -299,7 +301,7 @@ def _attempt(
     with _side("alone"):
         for i, sequence in enumerate(sequences):
             with same_masks(model, program, keys_of(attempt.seed, [len(sequence)], [i]), subject.blocks):
-                value = run_alone(model, subject.loss, alone(sequence), times[i], wide, comparison.subtract)
+                value = run_alone(model, loss_function, alone(sequence), times[i], wide, comparison.subtract)
             expected = expected + value.double()
     if failed is not None:
         raise failed

@@ -91,7 +91,8 @@ def draw_sequences(
     for length in lengths.tokens:
         tokens = ids.draw(length, generator)
         extra = {n: _field(f, length, (example or {}).get(n), generator) for n, f in fields.items() if n not in FIELDS}
-        sequences.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra))
+        padding = {name: field.padding for name, field in fields.items() if field.padding}
+        sequences.append(Sequence(tokens, _labels(tokens, ids, program.causal, generator), extra, padding=padding))
     return sequences
 
 

@@ -1,0 +1,90 @@
+"""A loss that is a module: its buffers, such as weights of classes, are constants of the program."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.check.wide_dtype import widened
+from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.program import Program
+
+# Start of the names that the buffers of a loss have in a program; no submodule of a model should have such a name.
+_PREFIX = "_hydragraph_loss."
+
+
+def refuse_trained(loss: Loss | None) -> None:
+    """Raise Unsupported for a loss module with parameters, which no rank would own or update."""
+    for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        raise Unsupported(
+            f"a loss with the parameter {name!r}, and only the model's parameters are trained and saved",
+            where=f"loss {type(loss).__name__}",
+            remedy="register the parameter in the model and have its forward return it beside the logits, or return "
+            "what it computes; numbers that never change may be a buffer",
+        )
+
+
+def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
+    """Return the buffers of a loss module by their names in a program, on the CPU; none for a function.
+
+    Raises:
+        Unsupported: a buffer is on the meta device and so has no values.
+    """
+    if not isinstance(loss, nn.Module):
+        return {}
+    buffers = {}
+    for name, buffer in loss.named_buffers(remove_duplicate=False):
+        if buffer.is_meta:
+            raise Unsupported(
+                f"its buffer {name!r} is on the meta device, and so has no values",
+                where=f"loss {type(loss).__name__}",
+                remedy="build the loss on the CPU",
+            )
+        buffers[_PREFIX + name] = buffer.detach().to("cpu")
+    return buffers
+
+
+def check_loss_of(program: Program, loss: Loss | None) -> None:
+    """Check that a program's loss and the one that is given have the same buffers.
+
+    Raises:
+        ValueError: they have not.
+    """
+    needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
+    missing = sorted(needed - loss_buffers(loss).keys())
+    if missing:
+        raise ValueError(
+            f"program: its loss has the buffer {missing[0].removeprefix(_PREFIX)!r}; pass the module that it was "
+            "captured with as loss="
+        )
+
+
+def name_in_program(attribute: str, name: str) -> str:
+    """Return a buffer's name in a program.
+
+    Args:
+        attribute: path of the loss in the traced module.
+        name: path of the buffer in the traced module.
+    """
+    return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
+
+
+def meta_loss(loss: Loss) -> Loss:
+    """Return a copy of a loss module with its buffers on the meta device; a function unchanged."""
+    return _with_buffers(loss, lambda buffer: torch.empty_like(buffer, device="meta"))
+
+
+def wide_loss(loss: Loss, wide: torch.dtype | None) -> Loss:
+    """Return a copy of a loss module whose floating-point buffers have a wider dtype; a function unchanged."""
+    return loss if wide is None else _with_buffers(loss, lambda buffer: widened(buffer, wide))
+
+
+def _with_buffers(loss: Loss, replaced: Any) -> Loss:
+    if not isinstance(loss, nn.Module) or not any(True for _ in loss.buffers()):
+        return loss
+    copied: Loss = copy.deepcopy(loss, {id(buffer): replaced(buffer) for buffer in loss.buffers()})
+    return copied

@@ -1,0 +1,90 @@
+"""A loss that is a module: its buffers are constants of the program, and its parameters are refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hydragraph as hg
+from hydragraph.errors import Unsupported
+from tests import reference
+from tests.models import llama, sequences
+from tests.own_models import Own
+from tests.ready import Ready
+
+LAYERS, LENGTHS = 2, [9, 4, 13]
+
+
+class Weighted(nn.Module):
+    """Cross-entropy with a weight for each class."""
+
+    weights: Tensor
+
+    def __init__(self, classes: int = 101) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(0.1, 2.0, classes))
+
+    def forward(self, outputs: object, batch: dict[str, Tensor]) -> Tensor:
+        logits = getattr(outputs, "logits", outputs)
+        return F.cross_entropy(logits[0].float(), batch["labels"][0], self.weights, ignore_index=-100, reduction="sum")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(logits[0], batch["labels"][0], ignore_index=-100, reduction="sum") * self.t
+
+
+def ready() -> Ready:
+    return Ready.of(llama(layers=LAYERS), ["<tp2,pp1>"], loss=Weighted())
+
+
+def trained(prepared: Ready) -> tuple[dict[str, Tensor], list[float]]:
+    loss = Weighted()
+    exe = prepared.executable("<tp2,pp1>", lambda named: torch.optim.SGD(named, lr=0.1), loss=loss)
+    gradients = exe.gradients(sequences(LENGTHS))
+    losses = [exe.step(sequences(LENGTHS, seed=i)).loss for i in range(2)]
+    loss.weights.mul_(2)
+    with pytest.raises(Unsupported, match=r"loss.*weights"):
+        exe.step(sequences(LENGTHS))
+    exe.close()
+    return gradients, losses
+
+
+def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
+    (gradients, losses), (_, other) = hg.launch(trained, 2, prepare=ready)
+    loss = Weighted()
+    wanted = reference.train(
+        llama(layers=LAYERS),
+        [sequences(LENGTHS, seed=i) for i in range(2)],
+        partial(torch.optim.SGD, lr=0.1),  # type: ignore[arg-type]
+        cost=partial(F.cross_entropy, weight=loss.weights, reduction="sum"),
+    )
+    name, ratio = reference.worst(gradients, wanted.gradients[0])
+    assert ratio <= 1, name
+    assert losses == other
+    assert losses == pytest.approx(wanted.losses, rel=1e-5)
+
+
+def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
+    with pytest.raises(ValueError, match=r"program: its loss has the buffer 'weights'; pass the module.*as loss="):
+        ready().executable("<tp1,pp1>")
+
+
+def test_the_numeric_check_computes_with_the_buffers_of_the_loss() -> None:
+    program = hg.capture(Own(layers=1), loss=Weighted(), check="auto")
+    assert "_hydragraph_loss.weights" in program.blocks[-1].buffers
+
+
+def test_parameters_and_buffers_without_values_are_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match=r"loss Scaled: a loss with the parameter 't'.*register the parameter in the"):
+        hg.capture(Own(layers=1), loss=Scaled())
+    with pytest.raises(Unsupported, match=r"loss Weighted: its buffer 'weights' is on the meta device.*on the CPU"):
+        hg.compile(Own(layers=1), "<tp1,pp1>", loss=Weighted().to("meta"))
