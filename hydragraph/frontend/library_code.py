@@ -30,11 +30,13 @@ class LibraryCode:
 
     Attributes:
         foreign: functions, classes and objects that come from none of the libraries, with their places.
+        patches: (place, function, class or object) of the same.
         values: (place, value) of plain values that it reads from the libraries' modules, closures and defaults.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.foreign: list[str] = []
+        self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # held, so that no id is used twice
@@ -63,16 +65,20 @@ class LibraryCode:
             self._add_function(where, value)
         elif isinstance(value, type):
             if not self._is_of_library(value.__module__, getattr(sys.modules.get(value.__module__), "__file__", None)):
-                self.foreign.append(f"{where} is the class {_name(value)}")
+                self._add_foreign(where, value, f"the class {_name(value)}")
         elif isinstance(value, ModuleType | Mapping) or inner:
             pass
         elif callable(value) and not self._is_of_library(type(value).__module__, _file_of(type(value))):
-            self.foreign.append(f"{where} is a {_name(type(value))}")
+            self._add_foreign(where, value, f"a {_name(type(value))}")
         self._pending += inner
+
+    def _add_foreign(self, where: str, value: Any, described: str) -> None:
+        self.foreign.append(f"{where} is {described}")
+        self.patches.append((where, value))
 
     def _add_function(self, where: str, function: FunctionType) -> None:
         if not self._is_of_library(function.__module__, function.__code__.co_filename):
-            self.foreign.append(f"{where} is {function.__qualname__} at {function.__code__.co_filename}")
+            self._add_foreign(where, function, f"{function.__qualname__} at {function.__code__.co_filename}")
             return
         self._pending += [(f"{where}: {name}", cell.cell_contents) for name, cell in cells_of(function).items()]
         self._pending += [(where, each) for each in function.__defaults__ or ()]

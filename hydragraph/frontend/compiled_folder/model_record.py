@@ -3,7 +3,8 @@
     model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of all modules of that class
-    code        Python module -> SHA-256 of its file and of the current methods of its classes
+    code        Python module -> SHA-256 of its file and of the current methods of its classes; and of what replaces functions
+            of the libraries that these call
 
 Weights do not count, and neither do settings that only text generation uses.
 """
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.library_code import LibraryCode
 from hydragraph.frontend.model_description import Unknown, attributes, described_function, source_digest
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 
@@ -148,7 +150,18 @@ def _code(model: nn.Module) -> Mapping[str, str]:
         for kind in sorted(classes, key=lambda kind: kind.__qualname__):
             digest.update(repr((kind.__qualname__, sorted(_methods(kind)))).encode())
         found[module] = digest.hexdigest()
+    methods = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    for place, value in LibraryCode(model).patches:
+        if place.rpartition(".")[0] not in methods and place not in methods:
+            found[place] = _replacement(place, value)
     return found
+
+
+def _replacement(place: str, value: Any) -> str:
+    """Return a digest of what stands in place of a library's function."""
+    if isinstance(value, FunctionType) and not value.__closure__:
+        return _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
+    raise Unknown(f"{place} is {value!r}")
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
@@ -165,5 +178,10 @@ def _function(value: object) -> FunctionType | None:
 
 
 def _instructions(code: CodeType) -> str:
-    inside = [_instructions(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return _digest((code.co_code, code.co_names, inside))
+    return _digest((code.co_code, code.co_names, [_constant(each) for each in code.co_consts]))
+
+
+def _constant(value: object) -> str:
+    if isinstance(value, frozenset):  # whose order differs between processes
+        return repr(sorted(map(repr, value)))
+    return _instructions(value) if isinstance(value, CodeType) else repr(value)

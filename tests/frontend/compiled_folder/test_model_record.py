@@ -63,6 +63,26 @@ def test_weights_and_what_only_generation_reads_do_not_differ() -> None:
         assert differences(record, model_record(type(model)(model.config))) == []
 
 
+def doubled(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return 2 * q, k
+
+
+def tripled(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return 3 * q, k
+
+
+def test_a_function_that_was_replaced_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
+    records = [model_record(llama(layers=1))]
+    for function in (doubled, tripled):
+        monkeypatch.setattr(place, function)
+        records.append(model_record(llama(layers=1)))
+    assert differences(records[0], records[1]) == differences(records[1], records[2]) == [f"the code of {place}"]
+    monkeypatch.setattr(place, lambda q, k, *_: (q * records, k))
+    with pytest.raises(hg.Unsupported, match=rf"{place} is <function.*could not be told from another model's"):
+        model_record(llama(layers=1))
+
+
 def test_a_method_that_was_replaced_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     record = model_record(llama(layers=2))
 
