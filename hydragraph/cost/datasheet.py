@@ -30,7 +30,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program, Template
-from hydragraph.passes.graph_node import ATTENDING, operands, varlen
+from hydragraph.kernels.gated_delta_rule import CHUNK
+from hydragraph.passes.graph_node import ATTENDING, delta_rule, operands, varlen
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.known_devices import reached
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -250,10 +251,18 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             products.append((math.prod(shape[:-2]), shape[-2], shape[-1]))
     attention: dict[Reach, float] = {}
     for node in graph.nodes:
+        if node.target is delta_rule:
+            products += _linear_attention(node)
         if node.target in ATTENDING:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
     return Operations({reach: each / tp for reach, each in attention.items()}, tuple(products), parameters, frozen)
+
+
+def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
+    """Return the products per token of the gated delta rule: three with the state, four within a chunk."""
+    keys, (heads, values) = int(value_of(node.args[1]).shape[2]), map(int, value_of(node.args[2]).shape[1:])
+    return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 
 
 def reaches_of(template: Template) -> frozenset[Reach]:

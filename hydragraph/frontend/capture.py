@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from hydragraph.frontend.module_digest import outline, structure
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded, placeholder
 from hydragraph.frontend.peft_adapters import refuse_untried
+from hydragraph.frontend.recurrent_layers import packed_recurrences
 from hydragraph.frontend.repeated_blocks import block_list, entries, meta_copy, separate_repeated
 from hydragraph.frontend.skeleton import Site, capture_skeleton, meta_batch, node_inputs, with_opaque_blocks
 from hydragraph.frontend.skeleton_parts import extract, template_of
@@ -127,9 +129,10 @@ def _captured(
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         opaque = with_opaque_blocks(copied, layers, outline, call, chosen_loss)
         refuse_state_around(opaque, meta_batch(sizes, fields), where)
-    exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
-    pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
-    templates = _capture_layers(sites, keys, pieces.sizes, where)
+    with packed_recurrences(copied) if is_huggingface else nullcontext():
+        exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
+        pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
+        templates = _capture_layers(sites, keys, pieces.sizes, where)
     _prove(pieces, templates, where, dtype)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
         # This names the cause in terms of the model (it counts positions itself), not just an arange that counts

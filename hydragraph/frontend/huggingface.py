@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.block_keywords import sequence_bounds
 from hydragraph.frontend.length_dependent_rotary import hold_frequencies, refuse_other_frequencies, short_positions
 from hydragraph.frontend.mask_patterns import Marker, mask
 from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.graph_node import ATTENDING
+from hydragraph.passes.graph_node import ALONG_SEQUENCES
 
 # The name of our attention function in transformers' registry.
 ATTENTION = "hydragraph"
@@ -26,19 +25,6 @@ ATTENTION = "hydragraph"
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
 # Suffixes of transformers classes whose labels are at the predicted token itself, not at the previous one.
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
-
-
-_KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", default={})  # noqa: B039  not changed
-
-
-@contextmanager
-def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Give `attention` the keyword arguments of its block, which some models do not hand on to it."""
-    token = _KEYWORDS.set(keywords)
-    try:
-        yield
-    finally:
-        _KEYWORDS.reset(token)
 
 
 def attention(
@@ -61,13 +47,7 @@ def attention(
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
-        cu_seq_lens_q, max_length_q = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
-    if cu_seq_lens_q is None:
-        raise Unsupported(
-            "attention was called without cu_seq_lens_q, so packed sequences would see each other",
-            where=where,
-            remedy="use a model that hands its keyword arguments on to its attention layers",
-        )
+        cu_seq_lens_q, max_length_q = sequence_bounds(where)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
@@ -244,7 +224,7 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
             itself.
     """
     for name, template in layers.items():
-        if not any(n.target in ATTENDING for n in template.graph.graph.nodes):
+        if not any(n.target in ALONG_SEQUENCES for n in template.graph.graph.nodes):
             raise Unsupported(
                 "a layer without transformers' attention interface: attention of its own, or a recurrence",
                 where=f"{model}, {name}",

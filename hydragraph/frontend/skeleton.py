@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.block_keywords import keywords_of_block
 from hydragraph.frontend.functional_graph import changes, export
-from hydragraph.frontend.huggingface import keywords_of_block
 from hydragraph.frontend.module_digest import structure
 from hydragraph.frontend.packed_inputs import FIELDS, Loss
 from hydragraph.frontend.repeated_blocks import entries

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from hydragraph.frontend.token_order import ARANGES, Routing, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.graph_node import ATTENDING, DRAWN, dropout, operands, shape
+from hydragraph.passes.graph_node import ALONG_SEQUENCES, DRAWN, dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
 from hydragraph.private.tracing import symbol_name, symbols_in
 
@@ -48,7 +48,6 @@ _DIM_AT: Mapping[Any, int] = {
     aten.linalg_norm.default: 2,
     aten.diff.default: 2,
     **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default), 2),
-    aten.select_scatter.default: 2,
     aten.scatter_reduce.two: 1,
     aten.kthvalue.default: 2,
     aten.quantile.scalar: 2,
@@ -167,7 +166,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             continue
         if routing.follow(node):
             continue
-        if node.target not in ATTENDING | DRAWN and any(n in rows for n in node.all_input_nodes):
+        if node.target not in ALONG_SEQUENCES | DRAWN and any(n in rows for n in node.all_input_nodes):
             bound = next((n for n in node.all_input_nodes if n in bounds), None)
             if bound is not None:
                 return str(node.target), _PACKED
@@ -176,7 +175,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             return why if isinstance(why, tuple) else (str(node.target), why)
         with_tokens = [n for n in _read(node) if n in rows]
         if with_tokens:
-            attends = node.target in ATTENDING
+            attends = node.target in ALONG_SEQUENCES
             rows[node] = Rows(0, 1) if attends else _result(node, rows, with_tokens[0], dims[0], tokens)
     return None
 
@@ -234,7 +233,7 @@ def _problem(
         uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return _COUNTS if sized and not uniform else None
     orders = {rows[n].order for n in with_tokens}
-    if node.target in ATTENDING:
+    if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
     if node.target is dropout:  # its keys are in the order of the batch
         x, *_, token_dim = operands(node)[:7]
@@ -309,6 +308,11 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return first not in dims or all(
             i is None or (d != dims[first] and i not in dims) for d, i in enumerate(arguments[1])
         )
+    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:] is
+        return (arguments[4] if len(arguments) > 4 else 1) == 1
+    if target is aten.select_scatter.default:  # the second operand lacks the dimension of the index
+        at = arguments[2] % ndim
+        return dim != at and all(dims[n] == (dim if n is first else dim - (dim > at)) for n in with_tokens)
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
         return with_tokens == [first] and dims[first] < len(shape(first)) - len(arguments[1])
     if target in _MOVES:

@@ -18,7 +18,7 @@ from hydragraph.frontend.token_axes import is_pointwise_convolution, mixing
 from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
-from hydragraph.passes.graph_node import ATTENDING, operands
+from hydragraph.passes.graph_node import ALONG_SEQUENCES, operands
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
         where: name of the part, for the error.
     """
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target in ATTENDING:
+        if node.op != "call_function" or node.target in ALONG_SEQUENCES:
             continue
         name = str(node.target)
         if any(part in name for part in _ATTENTION) and "hydragraph" not in name:
@@ -112,7 +112,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
         given: the template's inputs that are unmodified fields of the packed batch -> the field.
     """
     for node in template.graph.graph.nodes:
-        if node.target in ATTENDING and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
+        if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
             raise Unsupported(
                 "its attention takes sequence bounds that are not the packed batch's",
                 where=where,

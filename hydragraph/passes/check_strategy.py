@@ -69,12 +69,15 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
     """Return a parameter of a template that cannot be sharded, and the reason."""
-    # Matrices have two dimensions; a third is the number of experts, whose products are computed in groups of rows.
+    # Matrices have two dimensions; a third is the number of experts, whose products are computed in groups of rows, or
+    # that of the taps of a convolution.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
     for node, name in parameters.items():
-        if len(value_of(node).shape) > 2:
-            what = f"experts (a parameter of {len(value_of(node).shape)} dimensions) in {_user(node).target}"
+        sizes = value_of(node).shape
+        if len(sizes) > 2:
+            kind = "a convolution" if 1 in sizes else "experts"
+            what = f"{kind} (a parameter of {len(sizes)} dimensions) in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     for product, unknown in cuts.unknown.items():

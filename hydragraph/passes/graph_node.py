@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 import hydragraph.kernels.attention_dropout
+import hydragraph.kernels.causal_convolution
 import hydragraph.kernels.dropout
+import hydragraph.kernels.gated_delta_rule
 import hydragraph.kernels.varlen_attention  # noqa: F401  these register the operators
 from hydragraph.ir.graph_data import value_of
 
@@ -18,6 +20,10 @@ attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
 # Operators that mix tokens, of one sequence only; their first seven arguments are the same.
 ATTENDING = frozenset({varlen, attention_dropout})
+delta_rule = torch.ops.hydragraph.gated_delta_rule.default
+causal_convolution = torch.ops.hydragraph.causal_convolution.default
+# All operators that mix tokens, of one sequence only; their fourth argument is cu_seqlens.
+ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
 DRAWN = frozenset({dropout, attention_dropout})  # operators with random masks
 
 

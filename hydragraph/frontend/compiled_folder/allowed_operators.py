@@ -66,7 +66,9 @@ what is made anew
 
 # hydragraph's own operators, and the transformers operator for the grouped product of experts (`private.experts`).
 _OTHERS = """
-    hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::dropout
+    hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::causal_convolution
+    hydragraph::causal_convolution_backward hydragraph::dropout hydragraph::gated_delta_rule
+    hydragraph::gated_delta_rule_backward
     hydragraph::grouped_mm_backward hydragraph::head_loss hydragraph::head_token_gradients
     hydragraph::head_token_losses hydragraph::varlen_attention hydragraph::varlen_attention_backward
     transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward

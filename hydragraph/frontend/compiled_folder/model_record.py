@@ -3,8 +3,8 @@
     model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of all modules of that class
-    code        Python module -> SHA-256 of its file and of the current methods of its classes; and of what replaces functions
-            of the libraries that these call
+    code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
+            function of the libraries -> SHA-256 of the function in its place
 
 Weights do not count, and neither do settings that only text generation uses.
 """

@@ -1,0 +1,40 @@
+"""Keyword arguments of the block that is traced, which some models do not hand on to the layers that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from hydragraph.errors import Unsupported
+
+_KEYWORDS: ContextVar[Mapping[str, Any]] = ContextVar("keywords of the block", default={})  # noqa: B039  not changed
+
+
+@contextmanager
+def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Make a block's keyword arguments known to its layers."""
+    token = _KEYWORDS.set(keywords)
+    try:
+        yield
+    finally:
+        _KEYWORDS.reset(token)
+
+
+def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
+    """Return cu_seqlens and the length of the longest sequence, as the block received them.
+
+    Raises:
+        Unsupported: it did not receive them.
+    """
+    bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
+    if bounds is None:
+        raise Unsupported(
+            f"{what} was called without cu_seq_lens_q, so packed sequences would see each other",
+            where=where,
+            remedy="use a model that hands its keyword arguments on to its layers",
+        )
+    return bounds, longest

@@ -1,0 +1,81 @@
+"""Short causal convolution of each channel along the tokens, within packed sequences.
+
+Linear attention mixes each channel of a token with those of the few tokens before it:
+
+    y_t = bias + sum_j weight_{K - 1 - j} x_{t - j},      j = 0 ... K - 1, while t - j is in the same sequence
+
+Plain PyTorch, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield j, and for each token t >= j whether t - j is in the same sequence, [T - j, 1]."""
+    places, bounds = torch.arange(tokens, device=cu_seqlens.device), cu_seqlens.long()
+    starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]
+    for back in range(min(taps, tokens)):
+        yield back, (places - back >= starts)[back:, None]
+
+
+@torch.library.custom_op("hydragraph::causal_convolution", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """Convolve each channel with the tokens before, within each of the packed sequences.
+
+    Args:
+        x: [T, C].
+        weight: [C, K]; its last column belongs to the token itself.
+        bias: [C].
+        cu_seqlens: bounds of the sequences, [N + 1].
+
+    Returns:
+        [T, C].
+    """
+    tokens, taps = x.shape[0], weight.shape[1]
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for back, inside in _reached(tokens, taps, cu_seqlens):
+        out[back:] += torch.where(inside, x[: tokens - back] * weight[:, taps - 1 - back], 0.0)
+    return out if bias is None else out + bias
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hydragraph::causal_convolution_backward", mutates_args=())
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, taps = x.shape[0], weight.shape[1]
+    dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    for back, inside in _reached(tokens, taps, cu_seqlens):
+        kept = torch.where(inside, grad[back:], 0.0)
+        dx[: tokens - back] += kept * weight[:, taps - 1 - back]
+        dweight[:, taps - 1 - back] = (kept * x[: tokens - back]).sum(0)
+    return dx, dweight
+
+
+@_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dweight = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, weight))
+    return dx, dweight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, cu_seqlens = inputs
+    ctx.biased = bias is not None
+    ctx.save_for_backward(x, weight, cu_seqlens)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dx, dweight = torch.ops.hydragraph.causal_convolution_backward(grad, *ctx.saved_tensors)
+    return dx, dweight, grad.sum(0) if ctx.biased else None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

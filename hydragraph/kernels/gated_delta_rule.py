@@ -1,0 +1,220 @@
+"""Gated delta rule: linear attention with a state per head, within packed sequences (Qwen3-Next, Qwen3.5, OLMo hybrid).
+
+With keys and queries of length 1, a head's state S [K, V] starts at zero in every sequence and follows
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,      o_t = S_t^T q_t / sqrt(K)
+
+(Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Chunks of 64 tokens are computed with matrix products. With
+e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state before a chunk of n tokens,
+
+    (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
+    O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
+
+Time and memory are linear in the length. The backward computes the states before each chunk again, and then goes from
+the last chunk to the first. Plain PyTorch, on every device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens
+EPSILON = 1e-6  # added to the square of a length
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale the last dimension to length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Arguments by value head, [H, T, size] or [H, T], in fp32 or fp64; queries and keys of length 1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Heads:
+        q, k = (unit(_wide(x)).repeat_interleave(v.shape[1] // x.shape[1], dim=1).transpose(0, 1) for x in (q, k))
+        return cls(q * q.shape[-1] ** -0.5, k, _wide(v).transpose(0, 1), _wide(g).T, _wide(beta).T)
+
+    def chunk(self, rows: slice) -> _Chunk:
+        return _Chunk.of(self.q[:, rows], self.k[:, rows], self.v[:, rows], self.g[:, rows], self.beta[:, rows])
+
+    def start(self) -> Tensor:
+        """Return the state before a sequence, [H, K, V]."""
+        return self.v.new_zeros(self.v.shape[0], self.k.shape[-1], self.v.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some tokens of one sequence: what depends on them alone.
+
+    Attributes:
+        q, k, v: rows [H, n, size].
+        rate: beta [H, n, 1].
+        since: e [H, n, 1].
+        left: e_n / e [H, n, 1].
+        decays: D [H, n, n].
+        system: the triangular matrix [H, n, n], whose diagonal is 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rate: Tensor
+    since: Tensor
+    left: Tensor
+    decays: Tensor
+    system: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunk:
+        logs, rate = g.cumsum(-1), beta.unsqueeze(-1)
+        later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+        decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+        system = (rate * (k @ k.mT) * decays).tril(-1)
+        left = (logs[:, -1:] - logs).exp().unsqueeze(-1)
+        return cls(q, k, v, rate, logs.exp().unsqueeze(-1), left, decays, system)
+
+    def written(self, state: Tensor) -> Tensor:
+        """Return W [H, n, V]."""
+        given = self.rate * (self.v - self.since * (self.k @ state))
+        found: Tensor = torch.linalg.solve_triangular(self.system, given, upper=False, unitriangular=True)
+        return found
+
+    def out(self, state: Tensor, written: Tensor) -> Tensor:
+        return self.since * (self.q @ state) + (self.q @ self.k.mT * self.decays) @ written
+
+    def next(self, state: Tensor, written: Tensor) -> Tensor:
+        """Return the state after these tokens."""
+        return self.since[:, -1:] * state + (self.left * self.k).mT @ written
+
+    def gradients(self, state: Tensor, dout: Tensor, dnext: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, g, beta and the state before, given those of the results."""
+        written, pairs, keys = self.written(state), self.q @ self.k.mT, self.k @ self.k.mT
+        read, known = self.q @ state, self.k @ state
+        dwritten = (pairs * self.decays).mT @ dout + self.left * (self.k @ dnext)
+        dgiven = torch.linalg.solve_triangular(self.system.mT, dwritten, upper=True, unitriangular=True)
+        dsystem = -(dgiven @ written.mT).tril(-1)
+        dpairs = (dout @ written.mT).tril()
+        dkeys = self.rate * self.decays * dsystem
+        dkeys = dkeys + dkeys.mT
+        dv = self.rate * dgiven
+        dread, dknown = self.since * dout, -self.since * dv
+        dleft = (written @ dnext.mT) * self.k  # summed over features below
+        dq = (dpairs * self.decays) @ self.k + dread @ state.mT
+        dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + dknown @ state.mT
+        dk = dk + self.left * (written @ dnext.mT)
+        dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ dknown
+        # Every decay is the exponential of differences of sums of g, so its gradient is itself times that of the sum.
+        ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
+        dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + dknown * known).sum(-1)
+        moved = (self.left * dleft).sum(-1)
+        dlogs = dlogs - moved
+        dlogs[:, -1] += moved.sum(-1) + (self.since[:, -1] * (dnext * state).sum((-2, -1)).unsqueeze(-1))[:, 0]
+        dbeta = (dgiven * (self.v - self.since * known)).sum(-1) + (dsystem * keys * self.decays).sum(-1)
+        return dq, dk, dv, dlogs.flip(-1).cumsum(-1).flip(-1), dbeta, dstate
+
+
+def _chunks(cu_seqlens: Tensor) -> Iterator[list[slice]]:
+    """Yield the rows of the chunks of each sequence."""
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        yield [slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)]
+
+
+@torch.library.custom_op("hydragraph::gated_delta_rule", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Compute the gated delta rule within each of the packed sequences.
+
+    Args:
+        q, k: queries and keys [T, Hk, K], which are scaled to length 1 here.
+        v: values [T, H, V]; Hk divides H, and a key serves H / Hk consecutive value heads.
+        cu_seqlens: bounds of the sequences, [N + 1].
+        g: logarithms of the decays [T, H], at most 0.
+        beta: rates of the updates [T, H].
+
+    Returns:
+        [T, H, V], in the dtype of v.
+    """
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    heads = _Heads.of(q, k, v, g, beta)
+    for rows_of in _chunks(cu_seqlens):
+        state = heads.start()
+        for rows in rows_of:
+            chunk = heads.chunk(rows)
+            written = chunk.written(state)
+            out[rows] = chunk.out(state, written).transpose(0, 1).to(v.dtype)
+            state = chunk.next(state, written)
+    return out
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_others: Tensor) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hydragraph::gated_delta_rule_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    heads = _Heads.of(q, k, v, g, beta)
+    dout = _wide(grad).transpose(0, 1)
+    found = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
+    for rows_of in _chunks(cu_seqlens):
+        states = [heads.start()]
+        for rows in rows_of[:-1]:
+            chunk = heads.chunk(rows)
+            states.append(chunk.next(states[-1], chunk.written(states[-1])))
+        after = heads.start()
+        for rows, state in zip(reversed(rows_of), reversed(states), strict=False):
+            *parts, after = heads.chunk(rows).gradients(state, dout[:, rows], after)
+            for whole, part in zip(found, parts, strict=True):
+                whole[:, rows] = part
+    dq, dk, dv, dg, dbeta = (x.transpose(0, 1) for x in found)
+    others = ((v, dv), (g, dg), (beta, dbeta))
+    dv, dg, dbeta = (each.to(x.dtype, memory_format=torch.contiguous_format) for x, each in others)
+    return _to_length(q, dq * q.shape[-1] ** -0.5), _to_length(k, dk), dv, dg, dbeta
+
+
+def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
+    """Return the gradient of x [T, Hk, K], given that of its unit vectors by value head, [T, H, K]."""
+    wide = _wide(x)
+    dunit = dunit.unflatten(1, (x.shape[1], -1)).sum(2)
+    inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
+    dx = inverse * dunit - wide * inverse**3 * (wide * dunit).sum(-1, keepdim=True)
+    return dx.to(x.dtype, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
+    return dq, dk, dv, dg, dbeta
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dq, dk, dv, dg, dbeta = torch.ops.hydragraph.gated_delta_rule_backward(grad, *ctx.saved_tensors)
+    return dq, dk, dv, None, dg, dbeta
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
