@@ -98,7 +98,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     if unknown := set(given.rows) - set(names):
-        parser.error(f"there is no row {', '.join(sorted(unknown))}: use {', '.join(names)}")
+        parser.error(f"unknown row {', '.join(sorted(unknown))}: use {', '.join(names)}")
     console = Console()
     results = []
     for row in ROWS:

@@ -72,7 +72,7 @@ def report_command(
         report = _of_run(source, profile, cluster, corrections)
     elif source.suffix == ".json":
         priced = {"--cluster": cluster, "--profile": profile, "--corrections": corrections}
-        _refuse({**only_simulated, **priced}, "changes nothing of a plan that is made: leave it out")
+        _refuse({**only_simulated, **priced}, "does not affect a plan that was already made: leave it out")
         report = _of_plan(source)
     else:
         report = _of_config(source, cluster, devices, strategies, home, profile, corrections, overrides)

@@ -75,7 +75,9 @@ class Outline:
             )
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:
-            raise ValueError(f"frozen is {self.frozen}: {sorted(strangers)} are no buckets; name some that are")
+            raise ValueError(
+                f"frozen is {self.frozen}: {sorted(strangers)} are not buckets of the program; name some of its buckets"
+            )
 
     @property
     def layers(self) -> int:

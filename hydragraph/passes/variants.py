@@ -257,7 +257,7 @@ class Variants:
         variant = self._library.variant(spec)
         if variant is None and spec.part.kind not in self._lacking:
             self._lacking.add(spec.part.kind)
-            _LOG.warning("%s lacks graphs for <%s>: they are compiled now", self._library, spec.part.kind.text)
+            _LOG.warning("%s has no graphs for <%s>: they are compiled now", self._library, spec.part.kind.text)
         return variant
 
     def _learning(self, block: Block) -> frozenset[str]:

@@ -53,7 +53,7 @@ def test_a_plan(tmp_path: Path) -> None:
         ("none.yaml", None, (), "does not exist"),
         ("plan.json", "{}", (), "not a plan"),
         ("plan.json", "[", (), "plan.json: "),
-        ("plan.json", "{}", ("--devices", "4"), "--devices changes nothing of a plan"),
+        ("plan.json", "{}", ("--devices", "4"), "--devices does not affect a plan"),
         ("run", "", (), "holds no steps of a run"),
         ("run", "", ("--set", "steps=3"), "--set is for a config"),
         ("plan.json", "{}", ("--output", "nowhere/x.html"), "the folder nowhere does not exist"),

@@ -1,4 +1,4 @@
-"""Flows that share a resource: all arrive, none is faster than alone, and a full resource stays at full speed."""
+"""Flows that share a resource: all arrive, each takes at least as long as alone, and a full resource stays full."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_skipping_is_drawing_without_reading(file: TokenFile) -> None:
 
 @contextmanager
 def answers(targets: list[tuple[int, int]], prompt: int = 3) -> Iterator[TokenFile]:
-    """A file of pairs, whose answers have these lengths behind a prompt; the id of a token is its pair."""
+    """A file of pairs, whose answers have these lengths and follow a prompt; the id of a token is its pair."""
     with tempfile.TemporaryDirectory() as folder:
         documents = [
             Encoded([pair] * (prompt + length), [False] * prompt + [True] * length)

@@ -30,7 +30,7 @@ from tests.engine.test_state_transfer import WIDE as STRATEGY
 from tests.engine.test_state_transfer import prepared as prepared  # the fixture
 from tests.generations import regroup
 from tests.ready import Ready
-from tests.thorough import first, thorough
+from tests.thorough import thorough
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -95,11 +95,18 @@ def check_along(prepared: Ready, cases: list[tuple[Sequence[hg.Home], Factory, b
 
 # Ranks that are lost meanwhile.
 
-MOMENTS = ("as it sets out", "amid what is sent", "handing on", "when it has all", "when all have", "amid its update")
+MOMENTS = (
+    "as it sets out",
+    "during its messages",
+    "handing on",
+    "when it has all",
+    "when all have",
+    "during its update",
+)
 
 
 # One on each side of the agreement that state has moved, and one at its edge.
-DISTINCT = ("amid what is sent", "when it has all", "amid its update")
+DISTINCT = ("during its messages", "when it has all", "during its update")
 
 
 def struck(prepared: Ready, moments: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
@@ -115,7 +122,7 @@ def struck(prepared: Ready, moments: Sequence[str]) -> tuple[list[float], list[f
     own, everybody = exe.rank, range(RANKS)
     losses, went_over = train(exe, [0]), []
     for number, moment in enumerate(moments, start=1):
-        victim, home = number % RANKS, TWO[number % len(TWO)]
+        victim, home = number % RANKS, TWO[(MOMENTS.index(moment) + 1) % len(TWO)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hydragraph.engine.live_reshard.CHUNK", 4096)  # many messages
             if own == victim:
@@ -174,7 +181,7 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
     patch.setattr(*where[MOMENTS.index(moment)])
 
 
-@pytest.mark.parametrize("moments", first([(DISTINCT,)], [(DISTINCT,), (MOMENTS,)]))
+@pytest.mark.parametrize("moments", [DISTINCT, pytest.param(MOMENTS, marks=thorough)], ids=["three", "all"])
 def test_a_rank_lost_at_any_moment_costs_the_step_under_way_and_no_bit_more(
     moments: Sequence[str], prepared: Ready
 ) -> None:

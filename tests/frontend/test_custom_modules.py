@@ -338,7 +338,7 @@ def test_a_model_with_a_loss_of_its_own_or_another_form_is_told_of_loss() -> Non
 
 
 class Sharing(Own):
-    """Hands the embedding to every block, beside the hidden state or in it."""
+    """Hands the embedding to every block, as another argument or in the hidden state."""
 
     def __init__(self, carried: bool) -> None:
         super().__init__()

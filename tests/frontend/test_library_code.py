@@ -1,4 +1,4 @@
-"""What a library model runs that its libraries' versions do not determine: patches, wherever they are."""
+"""Patches of libraries are found in everything that a library model runs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_linear_attention_costs_as_much_per_token_at_any_length() -> None:
     assert not linear.attention
     assert full.attention
     assert (3.0 * 4, 8, 8) in linear.products
-    with pytest.raises(hg.Unsupported, match=r"linear_attn.*a convolution \(a parameter of 3 dimensions\).* one device each"):
+    with pytest.raises(hg.Unsupported, match=r"linear_attn.*a convolution .*one device each"):
         check_strategy(program, hg.Strategy.parse("<tp2,pp1>", program.layers), 2)
 
 

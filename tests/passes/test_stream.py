@@ -1,4 +1,4 @@
-"""Streaming: every rank enters the same exchanges, there are no deadlocks, and weights live for one use."""
+"""Streaming: every rank enters the same exchanges, programs cannot deadlock, and weights live for one use."""
 
 from __future__ import annotations
 

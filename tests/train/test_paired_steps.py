@@ -1,4 +1,4 @@
-"""Runs with an objective train as plain PyTorch does on whole pairs, and go on where they stopped."""
+"""Runs with an objective train as plain PyTorch does on whole pairs, and resume where they stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every answer that a run reads is scored once, also if scoring is interrupted or the run becomes longer."""
+"""Every answer that a run reads is scored once, even if scoring is interrupted or the run becomes longer."""
 
 from __future__ import annotations
 

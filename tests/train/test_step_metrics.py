@@ -82,7 +82,7 @@ def test_tensorboard_shows_what_happened_to_ranks(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "m", tmp_path / "events", after=0) as log:
         log.mark(Event(2, "straggler", (2,), 0.0, "rank 2 is slow", {2: 2.5}))
         log.mark(Event(3, "fault", (1,), 0.0, "rank 1 failed"))
-        log.mark(Event(3, "resumed", (0, 1), 0.5, "2 ranks go on", lost_steps=4, moved_bytes=1000))
+        log.mark(Event(3, "resumed", (0, 1), 0.5, "2 ranks continue", lost_steps=4, moved_bytes=1000))
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in events.Tags()["tensors"]}

@@ -33,7 +33,7 @@ def test_what_is_written_is_read_by_the_same_run_only(
     folder = begun(tmp_path_factory.mktemp("run"), 5.0)
     write_slow(folder, slow)
     assert read_slow(folder, folder.began) == slow
-    assert read_slow(folder, None) == {}, "this process was no rank of it"
+    assert read_slow(folder, None) == {}, "this process was not one of its ranks"
     assert read_slow(begun(folder.path, 6.0), 6.0) == {}, "it was resumed, with other members"
 
 

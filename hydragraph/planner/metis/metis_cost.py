@@ -57,7 +57,9 @@ def parts(plan: Plan) -> dict[str, float]:
         len(plan.groups),
     )
     if not np.isfinite(found).all():
-        raise ValueError(f"{plan}: the profile lacks the micro-batch size or the degree of a stage, or B is too large")
+        raise ValueError(
+            f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage, or B is too large"
+        )
     return dict(zip(PARTS, map(float, found), strict=True))
 
 

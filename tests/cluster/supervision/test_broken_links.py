@@ -1,4 +1,4 @@
-"""Which machines are dropped if some do not reach each other, without any network."""
+"""Choice of the machines to drop if some do not reach each other, without any network."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_degree_that_is_missing_is_compiled_and_said_once(folder: Path, caplog
         for part in StageKind(2).parts():
             variants.get(compiled.program.blocks[0], part)
             variants.get(compiled.program.blocks[-1], part)
-    assert caplog.messages == [f"compiled folder {folder} lacks graphs for <tp2>: they are compiled now"]
+    assert caplog.messages == [f"compiled folder {folder} has no graphs for <tp2>: they are compiled now"]
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "python", "hydragraph"])
