@@ -16,9 +16,11 @@ from torch.export.graph_signature import ExportGraphSignature
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.chosen_rows import with_all_rows
 from hydragraph.frontend.dropout_calls import number_calls, with_keys
+from hydragraph.frontend.token_axes import MADE
 from hydragraph.frontend.untraceable import watched
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region
+from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region, remove_dead_code
+from hydragraph.passes.graph_node import operands
 from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.private.operator_schemas import arguments_of, has_tag
 from hydragraph.private.tracing import meta_as_cpu, writes
@@ -147,7 +149,7 @@ def functional_graph(
     graph = _steady(clean(exported.graph_module), where)
     if block:
         graph = with_all_rows(graph, where)
-    return with_keys(_with_elementwise_norms(graph)), exported.graph_signature
+    return with_keys(_with_elementwise_norms(_with_concatenations(graph))), exported.graph_signature
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
@@ -253,6 +255,44 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     return graph
 
 
+def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
+    """Write tensors that are filled part by part as concatenations, which tensor parallelism knows how to cut."""
+    for node in list(graph.graph.nodes):
+        if node.target is not aten.slice_scatter.default or any(u.target is node.target for u in node.users):
+            continue
+        parts = _parts_written(node)
+        if parts is not None:
+            with graph.graph.inserting_before(node):
+                result = _add(node, aten.cat.default, parts, operands(node)[2])
+            node.replace_all_uses_with(result)
+            remove_dead_code(graph.graph)
+            graph.recompile()
+    return graph
+
+
+def _parts_written(last: fx.Node) -> list[fx.Node] | None:
+    """Return the parts that fill a new tensor along one dimension, in order; None if they do not fill it.
+
+    Args:
+        last: the last of a chain of slice_scatter.
+    """
+    written: list[tuple[int, int, fx.Node]] = []
+    node, dim = last, (*operands(last), 0)[2]
+    while node.target is aten.slice_scatter.default and len(operands(node)) == 5 and operands(node)[2] == dim:
+        before, part, _, first, end = operands(node)
+        whole = value_of(node).shape[dim]
+        if len(before.users) > 1 or not all(isinstance(n, int) for n in (whole, first, end)) or first < 0:
+            return None
+        written.append((first, min(end, whole), part))
+        node = before
+    written.sort(key=lambda each: each[0])
+    ends = [0, *(end for _, end, _ in written)]
+    whole = value_of(last).shape[dim]
+    full = [first for first, _, _ in written] == ends[:-1] and ends[-1] == whole
+    same = all(value_of(part).dtype is value_of(last).dtype for _, _, part in written)
+    return [part for _, _, part in written] if full and same and node.target in MADE else None
+
+
 def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
     """Write batch norms with fixed statistics as elementwise operators.
 
@@ -281,5 +321,5 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
 def _add(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
     """Add an operator with its value to a graph where nodes are being inserted, as part of the module of `place`."""
     node = place.graph.call_function(operator, arguments)
-    node.meta = {**place.meta, "val": operator(*(value_of(a) if isinstance(a, fx.Node) else a for a in arguments))}
+    node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

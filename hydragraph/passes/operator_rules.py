@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -126,9 +127,14 @@ def _expand(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # All parts must be cut alike and joined along another dimension, like the halves of rotary embeddings.
+    # All parts must be cut alike and joined along another dimension, like the halves of rotary embeddings. A part that
+    # is expanded to all heads is expanded to this rank's: the key of latent attention whose positions heads share.
     parts = operands(node)[0]
     dim = operands(node)[1] if len(operands(node)) > 1 else 0
+    known = next((c for p in parts if (c := cuts.of(p)) is not None), None)
+    for part in parts:
+        if known is not None and cuts.of(part) is None and _is_expanded(part, known.dim):
+            cuts.cut[part] = known
     part_cuts = [cuts.of(p) for p in parts]
     first = part_cuts[0]
     if first is None or any(
@@ -138,6 +144,15 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
     if dim % len(shape(node)) == first.dim:
         return None
     return replace(first, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
+
+
+def _is_expanded(node: fx.Node, dim: int) -> bool:
+    """Return whether a value repeats one element along a dimension, for one user."""
+    if node.target is not aten.expand.default or len(node.users) > 1:
+        return False
+    before, after = shape(operands(node)[0]), shape(node)
+    at = dim - (len(after) - len(before))
+    return at >= 0 and before[at] == 1 and after[dim] != 1
 
 
 def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -153,12 +168,15 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16 origin elements.
     if after <= before:
         scale = cut.scale * (before // after)
+        if not isinstance(scale, int):
+            return None
         cuts.refine(cut, scale)
     # [.., 4, 16] -> [.., 64]: merged with the following dimension, each of the 64 is an origin element again.
     else:
-        scale = cut.scale // (after // before)
-        if scale == 0:
+        exact = Fraction(cut.scale) / (after // before)
+        if exact.denominator != 1 and not cuts.origins[cut.lead].head:
             return None
+        scale = int(exact) if exact.denominator == 1 else exact
     return replace(cut, dim=dim, scale=scale)
 
 
@@ -202,6 +220,8 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
     dim = split_dim(node)
     if cut is None or dim != cut.dim:
         return cut
+    if not isinstance(cut.scale, int):
+        return None
     at = cut.start
     for size in split_sizes(node)[:-1]:
         at += size * cut.scale
@@ -234,6 +254,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
     if split_dim(source) != cut.dim:
         return cut
     sizes = split_sizes(source)
+    assert isinstance(cut.scale, int)
     start = cut.start + sum(sizes[:index]) * cut.scale
     return replace(cut, start=start, length=sizes[index] * cut.scale)
 
@@ -247,7 +268,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     size = int(shape(x)[cut.dim])
     ends = (start or 0, size if stop is None else stop)
     a, b = [min(max(p + size if p < 0 else p, 0), size) for p in ends]
-    if step != 1:
+    if step != 1 or not isinstance(cut.scale, int):
         return None
     for bound in (cut.start + a * cut.scale, cut.start + b * cut.scale):
         cuts.bound(cut, bound)
@@ -262,14 +283,18 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
         return None
     # If there are fewer key heads than ranks they are shared, not split, so rules must know that these units are heads.
     for cut in head_cuts:
+        if not isinstance(cut.scale, int):
+            return None
         for origin in cut.origins:
             cuts.origins[origin].heads = True
+            cuts.origins[origin].head = cut.scale
     return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
 
 
 def _dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
     cut = cuts.of(operands(node)[0])
-    return cut if cut is not None and _begins_like_first(cuts, cut) else None
+    whole = cut is not None and isinstance(cut.scale, int) and _begins_like_first(cuts, cut)
+    return cut if whole else None
 
 
 def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:

@@ -269,6 +269,8 @@ class _Rewrite:
         if node.target is aten.expand.default and (cut is not None or node in self.parts):
             sizes = list(self._local(operands(node)[1], node))
             sizes[self.parts[node] if cut is None else cut.dim] = -1
+            if cut is not None and self.cuts.of(operands(node)[0]) is None:
+                sizes[cut.dim] = self.local_size(cut)
             return self.call(node.target, self._local(operands(node)[0], node), sizes)
         if node.target in SPLITS or node.target is aten.slice.Tensor:
             return self._part(node)
@@ -372,6 +374,7 @@ class _Rewrite:
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
+        assert isinstance(cut.scale, int)
         # A split of 3 * 64 fused columns into q, k and v: each third has its own units, and so its own local size.
         sizes = []
         at = cut.start

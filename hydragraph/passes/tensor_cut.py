@@ -13,6 +13,7 @@ heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`: one entry of dimension 2 stands fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -29,14 +30,15 @@ class Cut:
 
     Attributes:
         dim: the dimension.
-        scale: elements of the origin's dimension per element of this one (1 for columns, D for heads).
+        scale: elements of the origin's dimension per element of this one (1 for columns, D for heads); a fraction after
+            attention whose results have other sizes than its queries (3/2 where a query of 96 gives a result of 64).
         start, length: the range of the origin's dimension that this value covers.
         lead: the product whose dimension `scale`, `start` and `length` refer to.
         origins: all products it comes from; the others are cut in the same way, or (keys and values) head by head.
     """
 
     dim: int
-    scale: int
+    scale: int | Fraction
     start: int
     length: int
     lead: fx.Node
@@ -45,11 +47,19 @@ class Cut:
 
 @dataclass
 class Origin:
-    """Facts about one column-parallel product: its units, its fused segments, and whether units are heads."""
+    """Facts about one column-parallel product: its units, its fused segments, and whether units are heads.
+
+    Attributes:
+        unit: elements of a unit.
+        bounds: elements at which a segment ends and another begins.
+        heads: whether units are heads of attention.
+        head: elements of a head; 0 if units are not heads.
+    """
 
     unit: int = 1
     bounds: set[int] = field(default_factory=set)
     heads: bool = False
+    head: int = 0
 
 
 @dataclass
@@ -75,10 +85,12 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Require that a cut value's origins are not cut finer than `unit` of their elements."""
+        """Require that a cut value's origins are not cut finer than `unit` elements of its lead."""
         # The coarsest requirement wins: a head of 16 stays whole, even if other readers accept less.
-        for origin in cut.origins:
-            self.origins[origin].unit = max(self.origins[origin].unit, unit)
+        lead = self.origins[cut.lead]
+        for origin in (self.origins[o] for o in cut.origins):
+            own = unit * origin.head // lead.head if origin.head and lead.head else unit
+            origin.unit = max(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> None:
         """Record a boundary between fused segments of a cut value's origins at an element."""
@@ -88,8 +100,13 @@ class Cuts:
                 self.origins[origin].bounds.add(at)
 
     def unit(self, cut: Cut) -> int:
-        """Return the number of origin elements in one indivisible unit of a cut value."""
-        return max((self.origins[o].unit for o in cut.origins), default=1)
+        """Return the number of its lead's elements in one indivisible unit of a cut value."""
+        lead = self.origins[cut.lead]
+        units = [
+            origin.unit * lead.head // origin.head if origin.head and lead.head else origin.unit
+            for origin in (self.origins[o] for o in cut.origins)
+        ]
+        return max(units, default=1)
 
 
 def width(node: fx.Node) -> int:

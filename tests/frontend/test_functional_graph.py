@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.functional_graph import functional_graph
+from hydragraph.frontend.functional_graph import export, functional_graph
 from tests.own_models import Layer, Own
 from tests.thorough import only
 
@@ -231,3 +232,32 @@ def test_what_is_written_outside_of_the_graph_is_refused_however_it_is_given(mod
     exported = torch.export.export(module, (torch.ones(3),), strict=False)
     with pytest.raises(Unsupported, match=said):
         functional_graph(exported, "test")
+
+
+def filled(x: Tensor, *ends: int) -> Tensor:
+    """Write parts of a new tensor, up to each of these features."""
+    y = x.new_empty(x.shape)
+    for first, end in pairwise((0, *ends)):
+        y[..., first:end] = x[..., first:end] * (1 + end)
+    return y
+
+
+@pytest.mark.parametrize(("ends", "joined"), [((8, 32), True), ((4, 10, 32), True), ((8, 30), False)])
+def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation(ends: tuple[int, ...], joined: bool) -> None:
+    module, example = Filled(ends), torch.empty(1, 7, 32, device="meta")
+    exported = export(module, (example,), ({1: torch.export.Dim("T", min=2, max=1 << 20)},), "block")
+    graph = functional_graph(exported, "block")[0]
+    targets = [n.target for n in graph.graph.nodes]
+    assert (torch.ops.aten.cat.default in targets) is joined
+    assert (torch.ops.aten.slice_scatter.default in targets) is not joined
+    x = torch.randn(1, 3, 32)
+    torch.testing.assert_close(graph(x)[0][..., : ends[-1]], module(x)[..., : ends[-1]])
+
+
+class Filled(nn.Module):
+    def __init__(self, ends: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        return filled(x, *self.ends)

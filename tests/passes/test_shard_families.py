@@ -6,10 +6,12 @@ import functools
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.layout import GradientKind
+from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Program
 from hydragraph.passes.shard import gradient_kinds
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -28,6 +30,27 @@ OTHERS = {
         randomised(Own(layers=1)), loss=distilled, example={"teacher": torch.zeros(1, 8, 101)}
     ),
 }
+
+
+def latent() -> nn.Module:
+    """Return a model with latent attention: heads share the part of their keys that knows the position."""
+    config = transformers.MiniCPM3Config(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    )
+    torch.manual_seed(0)
+    return randomised(transformers.MiniCPM3ForCausalLM(config))
+
+
 FAMILIES = [*(m for m in MODELS if m not in ("llama", "gpt2", "mixtral")), *OTHERS]
 
 
@@ -52,6 +75,18 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
     program, model = program_of(name)
     for block in {block.template: block for block in program.blocks}.values():
         check(program, model, block, tp, sequence_parallel)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), first([(3, True)], [(2, False), (3, True)]))
+def test_latent_attention_is_cut_by_heads(tp: int, sequence_parallel: bool) -> None:
+    if not hasattr(transformers, "MiniCPM3Config"):
+        pytest.skip("this transformers has no MiniCPM3")
+    program, model = capture_both(latent())
+    rules = {name.split("self_attn.")[1]: p.rule for name, p in program.parameters.items() if "self_attn." in name}
+    assert rules["q_b_proj.weight"] == ShardRule(0, (6,), 24, heads=True)
+    assert rules["kv_b_proj.weight"] == ShardRule(0, (6,), 28, heads=True)
+    assert rules["kv_a_proj_with_mqa.weight"] is None
+    check(program, model, program.blocks[1], tp, sequence_parallel)
 
 
 @thorough
