@@ -11,7 +11,8 @@ such a graph: the expert computes every token, and where the mask is False its r
     y = y + torch.where(choice == e, expert(x), 0)
 
 Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves of the new
-graph. Its cost is that of every expert on every token.
+graph. Its cost is that of every expert on every token. A row that is not selected must have finite gradients as well:
+`y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a block's graph without selections of rows; the same graph if it has none, or none that can be replaced.
+    """Return a block's graph without selections of rows; the graph itself if there is nothing to replace.
 
     Args:
         where: name of the block, for a message.
@@ -225,7 +226,7 @@ class _Rewriting:
                 result = self._call(place, aten.reshape.default, result, [-1, *kept])
             order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
             result = self._permuted(place, result, order)
-            # A node of its own even where nothing moves: `x` itself is not a selection.
+            # Tracked by node, so the selection needs a separate node: other readers of `x` do not select.
             if result is x:
                 result = self._call(place, aten.permute.default, x, list(range(len(order))))
             return result, selection

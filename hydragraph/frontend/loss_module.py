@@ -23,8 +23,8 @@ def refuse_trained(loss: Loss | None) -> None:
         raise Unsupported(
             f"a loss with the parameter {name!r}, and only the model's parameters are trained and saved",
             where=f"loss {type(loss).__name__}",
-            remedy="register the parameter in the model and have its forward return it beside the logits, or return "
-            "what it computes; numbers that never change may be a buffer",
+            remedy="register the parameter in the model and have its forward return it along with the logits, or "
+            "return what it computes; numbers that never change may be a buffer",
         )
 
 

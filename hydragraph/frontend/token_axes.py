@@ -310,7 +310,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         )
     if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:] is
         return (arguments[4] if len(arguments) > 4 else 1) == 1
-    if target is aten.select_scatter.default:  # the second operand lacks the dimension of the index
+    if target is aten.select_scatter.default:  # the second operand has no dimension `at`
         at = arguments[2] % ndim
         return dim != at and all(dims[n] == (dim if n is first else dim - (dim > at)) for n in with_tokens)
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):

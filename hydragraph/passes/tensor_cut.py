@@ -51,7 +51,7 @@ class Origin:
 
     Attributes:
         unit: elements of a unit.
-        bounds: elements at which a segment ends and another begins.
+        bounds: indices of the elements at which segments meet.
         heads: whether units are heads of attention.
         head: elements of a head; 0 if units are not heads.
     """

@@ -93,7 +93,22 @@ def replaced(x: Tensor) -> Tensor:
     return y
 
 
+def added(x: Tensor) -> Tensor:
+    rows = expert(0, x).reshape(-1, WIDTH)
+    at = torch.where(rows.sum(-1) > 0)[0]
+    return rows.index_put((at,), rows[at] * 0.3, accumulate=True).view_as(x)
+
+
+def chosen_again(x: Tensor) -> Tensor:
+    y = expert(0, x).clone()
+    y[y.sum(-1) > 0] = y[y.sum(-1) > 0] * -0.5
+    y[y.sum(-1) > 0] = y[y.sum(-1) > 0] + 1
+    return y
+
+
 EQUAL = (
+    added,
+    chosen_again,
     by_places,
     by_mask,
     by_nonzero,
@@ -150,7 +165,11 @@ def table(rows: Tensor, at: Tensor) -> Tensor:
     return rows.index_add(0, at, F.embedding(at, torch.ones(500, WIDTH, device=rows.device)))
 
 
-MIXING = (centred, reversed_, counted, of_places, elsewhere, among_chosen, chosen_of_chosen, joined, table)
+def neighbour(rows: Tensor, at: Tensor) -> Tensor:
+    return rows.index_add(0, at, rows[(at - 1).clamp(min=0)])
+
+
+MIXING = (neighbour, centred, reversed_, counted, of_places, elsewhere, among_chosen, chosen_of_chosen, joined, table)
 
 
 class Block(nn.Module):
