@@ -244,17 +244,12 @@ def _first(run: Victim, target: int, chance: random.Random) -> None:
 def _two(run: Victim, target: int, chance: random.Random) -> None:
     """Kill two ranks in the same instant."""
     other = chance.choice([pid for pid in run.ranks() if pid != target] or [target])
-    send(target, signal.SIGKILL)
-    _end(other)
+    _end(target, other)
 
 
 def _all(run: Victim, target: int, chance: random.Random) -> None:
     """Kill all ranks in the same instant: all go back to the checkpoint."""
-    ranks = run.ranks()
-    for pid in ranks:
-        send(pid, signal.SIGKILL)
-    for pid in ranks:
-        ended(pid, _LEFT_S)
+    _end(*run.ranks())
 
 
 def _again(run: Victim, target: int, chance: random.Random) -> None:
@@ -325,10 +320,12 @@ def _another(run: Victim, chance: random.Random) -> None:
         _end(chance.choice(ranks))
 
 
-def _end(pid: int) -> None:
-    """Kill a process and wait for its end: until then it would count as one to spare."""
-    send(pid, signal.SIGKILL)
-    ended(pid, _LEFT_S)
+def _end(*pids: int) -> None:
+    """Kill processes in the same instant and wait until all have ended, because one that still runs counts as a rank."""
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+    for pid in pids:
+        ended(pid, _LEFT_S)
 
 
 ACTIONS: Mapping[Kind, Action] = {
