@@ -108,7 +108,7 @@ def _strategy(draw: random.Random, layers: int) -> str:
     for stages in pipelines:
         cuts = sorted(draw.sample(range(1, layers), len(stages) - 1))
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
-        flags = [draw.choice(["", "s", "r", "sr"]) for _ in stages]
+        flags = [draw.choice(["", "s", "r", "sr", "r0.5", "sr0.25"]) for _ in stages]
         parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, counts, flags, strict=True))
         texts.append("<" + ",".join(parts) + ">")
     return " + ".join(texts) + draw.choice(["", " gpipe"])

@@ -31,7 +31,7 @@ LOPSIDED = [
     "<[1]x4>",  # three idle ranks
     "4*<tp1,pp1>",  # lowers to all-gather and reduce-scatter where shards are equal
     "<[3]x1,[0,1]x2,[2]x1> gpipe",
-    "<[0,1]x3s,[2]x1r> + <[3]x4>",  # sequence parallelism in one stage, recomputation in another
+    "<[0,1]x3sr0.5,[2]x1r> + <[3]x4>",  # sequence parallelism and recomputation in part, full recomputation
     "<[2,0]x2sr,[1,3]x2s>",
     "2*<tp1,pp2>",
     "<[3]x1,[0,1]x2s,[2]x1r> zb-h1",
@@ -152,7 +152,7 @@ def any_strategy(draw: st.DrawFn) -> str:
             draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True))
         )
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
-        flags = [draw(st.sampled_from(["", "s", "r", "sr", "w", "srw", "g"])) for _ in stages]
+        flags = [draw(st.sampled_from(["", "s", "r", "sr0.5", "w", "sr0.25w", "g"])) for _ in stages]
         parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, layers, flags, strict=True))
         text.append("<" + ",".join(parts) + ">")
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))

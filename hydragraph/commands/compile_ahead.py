@@ -53,7 +53,7 @@ class VariantRecord:
     blocks: tuple[str, ...]
     tp: int
     sequence_parallel: bool
-    recompute: bool
+    recompute: bool | float
     indices: tuple[int, ...]
     forward_nodes: int
     backward_nodes: int

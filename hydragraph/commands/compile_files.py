@@ -27,6 +27,7 @@ from hydragraph.ir.program import Program, template_text
 from hydragraph.ir.shared_programs_text import program_texts
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
+from hydragraph.spec.stage_kind import StageKind
 from hydragraph.version import __version__
 
 SUMMARY = "summary.json"
@@ -144,7 +145,7 @@ def _write_strategy(folder: Path, compiled: CompiledStrategy) -> None:
 def _title(record: VariantRecord) -> str:
     count = len(record.blocks)
     blocks = record.blocks[0] if count == 1 else f"{record.blocks[0]} and {count - 1} blocks like it"
-    kind = [f"tp {record.tp}", *["sequence parallel"] * record.sequence_parallel, *["recompute"] * record.recompute]
+    kind = [f"tp {record.tp}", *StageKind(record.tp, record.sequence_parallel, record.recompute).marks]
     where = "" if record.tp == 1 or len(record.indices) == record.tp else f" at {list(record.indices)} of the stage"
     return f"Template {record.template}, {blocks}{where}; {', '.join(kind)}"
 

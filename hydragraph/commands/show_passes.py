@@ -78,8 +78,7 @@ def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[
 
 
 def _dump(spec: VariantSpec) -> Iterator[str]:
-    kind = f"place {spec.part.index} of tp {spec.part.tp}"
-    kind += ", sequence parallel" * spec.part.sequence_parallel + ", recomputed" * spec.part.recompute
+    kind = ", ".join([f"place {spec.part.index} of tp {spec.part.tp}", *spec.part.kind.marks])
     before: dict[str, fx.GraphModule] = modules_of(spec.template)
     yield f"# {spec.where}, {kind}"
     yield f"## its template\n{graph_text(before['forward'])}"

@@ -114,7 +114,7 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Work, int,
                 break
             begin = max(free[i], done[needs] if needs is not None else 0)
             # A stage that recomputes runs the forward again before it differentiates.
-            again = returns and stages[i].kind.recompute
+            again = returns and bool(stages[i].kind.recompute)
             end = begin + ((2 if work is Work.BACKWARD else 1) + again) * blocks
             tasks[i].append(Task(work, m, begin, end))
             free[i] = end

@@ -75,7 +75,7 @@ class Piece:
         together = Constants.sum([(1, one), (1, two)])
         return cls(together, **sizes, forward=forward, backward=backward)
 
-    def parts(self, recompute: bool) -> tuple[Curve, Curve]:
+    def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
         """Return its forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward

@@ -37,7 +37,8 @@ from hydragraph.cost.instruction_work import NOTHING, Priced, Without, Work
 from hydragraph.cost.longest_micro_batch import Reach
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.rank_memory import STATE_BYTES, Blocks, Memory, MemoryCurve, Walk, exchange_name
+from hydragraph.cost.partial_recomputation import within_budget
+from hydragraph.cost.rank_memory import STATE_BYTES, Memory, MemoryCurve, PricedBlocks, Walk, exchange_name
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.cost.stage_costs import Hop, Ring, StageCost, stages_end
 from hydragraph.cost.timeline import SimulatedSpan, Timeline, run
@@ -93,7 +94,7 @@ class Costs:
         health: Health | None = None,
         *,
         home: Home | None = None,
-        blocks: Blocks | None = None,
+        blocks: PricedBlocks | None = None,
         stack: Stack = OWN,
         state_bytes: int = STATE_BYTES,
         corrections: Corrections | None = None,
@@ -123,12 +124,13 @@ class Costs:
         self.outline: Outline = self.sizes.outline()
         self.buckets: tuple[Bucket, ...] = self.sizes.buckets()
         self._given_blocks = blocks
-        self.blocks: Blocks = blocks or ProfileBlocks(self)
+        self.blocks: PricedBlocks = blocks or ProfileBlocks(self)
         self.home.check(self.ranks, [bucket.name for bucket in self.buckets])
         placed = self.home.without_rule.on([device.node for device in cluster.devices])
         self._owners = HomeLayouts(placed, self.ranks)
         self._chosen: dict[tuple[Strategy, ...], Costs] = {}
         self._reach = Reach(self)
+        self._budgets: dict[tuple[str, StageKind], Mapping[str, Piece]] = {}
 
     @property
     def ranks(self) -> int:
@@ -440,9 +442,11 @@ class Costs:
             Unsupported: the kind was not measured, or its fit failed.
         """
         profile = self._of_type[type_]
+        if kind not in profile.pieces and not isinstance(kind.recompute, bool):
+            return self._within_budget(type_, kind)
         if kind not in profile.pieces:
             why = profile.unfit.get(kind, "they were not measured")
-            flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * kind.recompute
+            flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * bool(kind.recompute)
             where = f" on device type {type_}" if type_ else ""
             raise Unsupported(
                 f"stages of kind {kind.text}{where}: {why}",
@@ -450,6 +454,15 @@ class Costs:
                 remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
             )
         return profile.pieces[kind]
+
+    def _within_budget(self, type_: str, kind: StageKind) -> Mapping[str, Piece]:
+        """Return the costs of stages that recompute within a memory budget; see `cost.partial_recomputation`."""
+        if (type_, kind) not in self._budgets:
+            plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
+            blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
+            shares = {template: self.blocks.repeated(block, kind) for template, block in blocks.items()}
+            self._budgets[type_, kind] = within_budget(plain, full, kind.recompute, shares)
+        return self._budgets[type_, kind]
 
     # Strategies.
 
@@ -873,7 +886,8 @@ class ProfileBlocks:
 
     def _piece(self, template: str, part: StagePart) -> Piece:
         # A block's memory is the same on all types; not every kind of stage was measured on each of them.
-        measured = (name for name in self._types if part.kind in self._profile.of(name).pieces)
+        kind = part.kind if isinstance(part.recompute, bool) else part.kind._replace(recompute=True)
+        measured = (name for name in self._types if kind in self._profile.of(name).pieces)
         return self._pieces(next(measured, self._types[0]), part.kind)[template]
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
@@ -902,6 +916,10 @@ class ProfileBlocks:
         """See `Blocks`."""
         lines = self._piece(self._templates[block], part).held
         return lines is not None and lines.added
+
+    def repeated(self, block: str, kind: StageKind) -> float:
+        """See `PricedBlocks`; a profile has no graphs, so the operations are assumed to follow the memory."""
+        return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:
         """See `Blocks`."""

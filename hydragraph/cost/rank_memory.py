@@ -25,6 +25,7 @@ from hydragraph.cost.footprint import (
     token_bytes,
 )
 from hydragraph.cost.live_values import Alive
+from hydragraph.cost.partial_recomputation import repeated
 from hydragraph.cost.traffic_bytes import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
@@ -49,7 +50,7 @@ from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns
 from hydragraph.spec.home import Home
-from hydragraph.spec.stage_kind import StagePart
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
@@ -155,6 +156,14 @@ class Blocks(Protocol):
         ...
 
 
+class PricedBlocks(Blocks, Protocol):
+    """Model data for costs: also the operations that backwards repeat."""
+
+    def repeated(self, block: str, kind: StageKind) -> float:
+        """Return which fraction of full recomputation's operations a stage with a memory budget repeats."""
+        ...
+
+
 class CompiledBlocks:
     """A captured model and its compiled graphs.
 
@@ -196,6 +205,12 @@ class CompiledBlocks:
     def adds(self, block: str, part: StagePart) -> bool:
         """See `Blocks`."""
         return bool(self._variant(block, part).added)
+
+    def repeated(self, block: str, kind: StageKind) -> float:
+        """See `PricedBlocks`; of the stage's first rank."""
+        kinds = (kind._replace(recompute=False), kind, kind._replace(recompute=True))
+        plain, partial, full = (self._variant(block, StagePart(each)) for each in kinds)
+        return repeated(plain, partial, full)
 
     def _variant(self, block: str, part: StagePart) -> Variant:
         key = (block, part)

@@ -31,6 +31,7 @@ from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collective_operators import IDENTITY, METHODS
 from hydragraph.passes.joint import joint_of
+from hydragraph.passes.memory_budget import within_budget
 from hydragraph.passes.shard import ShardedTemplate
 from hydragraph.private.operator_schemas import arguments_of, is_operator
 from hydragraph.private.tracing import (
@@ -42,7 +43,6 @@ from hydragraph.private.tracing import (
 from hydragraph.spec.stage_kind import StagePart
 
 COLLECTIVES = "collectives"
-RECOMPUTE = "recompute"
 _GRAPHS = ("forward", "backward")
 _DECODING = threading.RLock()
 
@@ -118,8 +118,9 @@ def differentiate(
     """Trace forward and backward together over fake tensors and split them.
 
     Args:
-        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap), "default" (saves everything) or
-            "recompute" (saves only the inputs, and runs the whole forward again).
+        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap) or "default" (saves everything),
+            for a stage without recomputation. A stage that recomputes saves only the inputs, or what functorch
+            chooses for its memory budget.
         where: name of the block, for errors.
         learning: what to compute gradients of: parameter names, and "hidden"; None: everything. If none of these has a
             gradient, the forward saves nothing, and the backward is empty.
@@ -134,8 +135,12 @@ def differentiate(
     learns = {*template.parameters, "hidden"} if learning is None else learning
     joint, values, outputs = joint_of(template, sharded, parameters, part, dtype, learns, fused_head, where)
     # Without trainable parameters there is no backward to save for, and the partitioner cannot find a cut.
-    if partitioner == RECOMPUTE or not any(_outputs(joint)[outputs:]):
+    if part.recompute is True or not any(_outputs(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
+    elif part.recompute:
+        forward, _ = partition(joint, values, outputs)
+        most = {node.name for node in _outputs(forward)[outputs:]}
+        forward, backward = recompute(joint, outputs, within_budget(joint, outputs, most, part.recompute))
     else:
         forward, backward = partition(joint, values, outputs, partitioner)
     # Parameters that the backward needs are passed again instead of being saved.

@@ -25,7 +25,7 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compile_with_inductor import compile_variant
-from hydragraph.passes.differentiate import RECOMPUTE, Variant, differentiate
+from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.spec.stage_kind import StagePart
@@ -45,7 +45,8 @@ class VariantSpec:
         part: rank and kind of the stage.
         dtype: compute dtype of the model.
         learning: what to compute gradients of: local parameter names, and "hidden".
-        partitioner: selects the saved values, unless the stage recomputes: "min_cut" or "default" (functorch's).
+        partitioner: selects the saved values, unless the stage recomputes everything: "min_cut" or "default"
+            (functorch's). A stage with a memory budget uses "min_cut".
         fused_head: fuse a head and its loss into one operator.
         added: let products accumulate gradients where possible.
         backend: "eager", or "inductor", which compiles the graphs for `device`.
@@ -120,8 +121,7 @@ def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
 def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Trace forward and backward together, decide what is saved between them, and cut them apart."""
     assert isinstance(graphs, ShardedTemplate)
-    partitioner = RECOMPUTE if spec.part.recompute else spec.partitioner
-    arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, partitioner, spec.where)
+    arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, spec.partitioner, spec.where)
     return differentiate(*arguments, spec.learning, spec.fused_head)
 
 

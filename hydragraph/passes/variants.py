@@ -289,8 +289,7 @@ def _on(variant: Variant, device: torch.device) -> Variant:
 
 def _form(part: StagePart) -> str:
     """Describe a part of a stage for log messages."""
-    also = ", sequence parallel" * part.sequence_parallel + ", recomputed" * part.recompute
-    return f"rank {part.index} of tp{part.tp}{also}"
+    return ", ".join([f"rank {part.index} of tp{part.tp}", *part.kind.marks])
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -147,15 +148,18 @@ def constant_of(value: torch.Tensor) -> float | None:
 def one_pass() -> Iterator[None]:
     """Trace without optimisations that only pay off for repeated sizes, as each operator's sizes are seen once.
 
-    These are the cache of fake results, which symbolic sizes miss, and garbage collection among the millions of objects
-    of an imported torch: together a third of a capture.
+    These are the cache of fake results, which symbolic sizes miss, garbage collection among the millions of objects of
+    an imported torch, and the stack traces of nodes, which nothing reads: together over a third of a capture.
     """
     collects = gc.isenabled()
+    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 has no such setting
     gc.disable()
+    fx_config.do_not_emit_stack_traces = True
     try:
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _any_convolution():
             yield
     finally:
+        fx_config.do_not_emit_stack_traces = traces
         if collects:
             gc.enable()
 
@@ -335,7 +339,8 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
-    for node in _ancestors(joint, outputs):  # tag used by the default partitioner
+    results = next(n for n in joint.graph.nodes if n.op == "output").args[0]
+    for node in ancestors_of(results[:outputs]):  # tag used by the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
     # Imported late: it imports much of AOTAutograd and Inductor, and a rank that starts from a folder does not
     # partition.
@@ -360,7 +365,7 @@ def _drop_repeats(graph: fx.Graph) -> None:
     returned = {number for node in results for number in _memory(node)}
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or _draws(node) or not returned.isdisjoint(_memory(node)):
+        if node.op != "call_function" or draws(node) or not returned.isdisjoint(_memory(node)):
             continue
         key = node.target, _operands_key(node.args), _operands_key(node.kwargs)
         first = known.setdefault(key, node)
@@ -377,7 +382,7 @@ def _memory(node: fx.Node) -> list[int]:
     return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Return whether an operator's result differs between calls: random numbers, or uninitialised memory."""
     target = node.target
     random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
@@ -395,25 +400,41 @@ def _operands_key(value: Any) -> Any:
     return type(value), repr(value)
 
 
-def recompute(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph so that only inputs are saved: the backward contains everything that its gradients need.
+def recompute(
+    joint: fx.GraphModule, outputs: int, saved: Collection[str] = ()
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph so that only inputs and some values are saved; the backward computes all else again.
 
-    Both graphs have the form of those of `partition`; the saved values are the `primals_*` that the backward takes.
+    Both graphs have the form of those of `partition`; the saved values are those named in `saved` and the `primals_*`
+    that the backward takes.
     """
     results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
-    backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "")
+    backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name.startswith("primals")]
-    kept = results[:outputs] + [n for n in primals if n.name in needed]
+    values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
+    kept = results[:outputs] + values
     return _part(joint, lambda copied: [copied[n] for n in kept], "primals"), backward
 
 
-def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule:
-    """Copy the nodes that some outputs need, and every placeholder whose name starts with `keep` (if not empty)."""
+def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection[str] = ()) -> fx.GraphModule:
+    """Copy the nodes that some outputs need.
+
+    Args:
+        keep: placeholders whose names start with this stay even if nothing uses them; "": none.
+        given: names of nodes that become placeholders.
+    """
     graph = fx.Graph()
     copied = {}
-    for node in joint.graph.nodes:
-        if node.op != "output":
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    for node in nodes:
+        if node.op == "placeholder":
+            copied[node] = graph.node_copy(node)
+    for node in nodes:
+        if node.name in given and node not in copied:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta = dict(node.meta)
+    for node in nodes:
+        if node not in copied:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     graph.output(tuple(outputs(copied)))
     graph.eliminate_dead_code()
@@ -423,9 +444,9 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str) -> fx.GraphModule
     return fx.GraphModule(joint, graph)
 
 
-def _ancestors(joint: fx.GraphModule, outputs: int) -> set[fx.Node]:
-    """Return every node that one of the first outputs depends on."""
-    pending = list(next(n for n in joint.graph.nodes if n.op == "output").args[0][:outputs])
+def ancestors_of(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that some results depend on, and the results; without placeholders."""
+    pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:
         node = pending.pop()

@@ -65,8 +65,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[Part, ...]:
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]
         marks += [f"tensor parallel over {stage.tp}"] if stage.tp > 1 else []
-        marks += ["sequence parallel"] if stage.sequence_parallel else []
-        marks += ["recomputed"] if stage.recompute else []
+        marks += stage.kind.marks
         found.append(Part(place.pipeline, place.stage, place.first_layer, place.last_layer, ", ".join(marks)))
     return tuple(found)
 

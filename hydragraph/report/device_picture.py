@@ -128,7 +128,7 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_Bar]:
 
 
 def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
-    marks = ", sp" * stage.sequence_parallel + ", recomputed" * stage.recompute
+    marks = "".join(f", {mark}" for mark in stage.kind.marks)
     return f"p{pipeline} s{number}: {stage.layers} layer{'s' * (stage.layers > 1)}, tp{stage.tp}{marks}"
 
 

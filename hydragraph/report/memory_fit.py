@@ -12,6 +12,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
 
 WORDS = {
@@ -91,6 +92,10 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
         return ""
     again = recomputing(found.strategy)
     if fit_only(costs, again, assignment):
+        for budget in BUDGETS:
+            partly = recomputing(found.strategy, budget)
+            if fit_only(costs, partly, assignment):
+                return f"recompute in part: {partly.name} fits"
         return f"recompute: {again.name} fits"
     for strategy in streaming_more(found.strategy):
         tried = fit(costs, strategy, assignment)
@@ -196,10 +201,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
     return replace(assignment, micro_batches=tuple(pipelines))
 
 
-def recomputing(strategy: Strategy) -> Strategy:
-    """Return a strategy whose stages all recompute."""
+def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
+    """Return a strategy whose stages all recompute, or that recompute within a memory budget if they did not."""
     # Recomputation changes what stages keep, not their ranks: the rest of the strategy stays the same.
-    pipelines = (Pipeline(tuple(replace(s, recompute=True) for s in p.stages)) for p in strategy.pipelines)
+    pipelines = (
+        Pipeline(tuple(replace(s, recompute=s.recompute is True or how) for s in p.stages)) for p in strategy.pipelines
+    )
     return replace(strategy, pipelines=tuple(pipelines))
 
 

@@ -183,7 +183,7 @@ class Preparer:
             vocabulary_starts(variant, parameters, part) | {DROPOUT_BLOCK: torch.tensor(program.number_of(block))},
             enters=part.sequence_parallel and block.name == first and bool(role.previous),
             leaves=part.sequence_parallel and block.name == last and (bool(role.following) or scores),
-            recompute=part.recompute,
+            recompute=bool(part.recompute),
             halves=self._halves_of(variant) if halved else {},
         )
 

@@ -1,6 +1,7 @@
 """Kinds of stages, and the parts of their ranks: all that the graphs of a block on one rank depend on.
 
-    kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed
+    kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed; tp2sr0.5:
+                   recomputed within a memory budget of 0.5
     part    tp2s:1 the second of these ranks
 
 Another way of dividing a block among the ranks of a stage (by context, by experts) would be another field of the kind,
@@ -20,17 +21,25 @@ class StageKind(NamedTuple):
     Attributes:
         tp: number of ranks that share each block: the tensor-parallel degree.
         sequence_parallel: whether hidden states are cut along the tokens between products.
-        recompute: whether a forward saves only its inputs, and the backward runs it again.
+        recompute: True: a forward saves only its inputs, and the backward runs it again. A memory budget between 0
+            and 1: the forward saves about this fraction of what it would save otherwise. False: it saves what the
+            partitioner chooses.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
-    recompute: bool = False
+    recompute: bool | float = False
 
     @property
     def text(self) -> str:
         """A short name, as a strategy's text marks stages: tp2, tp2s, tp2sr."""
-        return f"tp{self.tp}{'s' * self.sequence_parallel}{'r' * self.recompute}"
+        return f"tp{self.tp}{'s' * self.sequence_parallel}{recompute_flag(self.recompute)}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Its options for people, such as ("sequence parallel", "recomputed within a memory budget of 0.5")."""
+        budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
+        return (*["sequence parallel"] * self.sequence_parallel, *[f"recomputed{budget}"] * bool(self.recompute))
 
     @classmethod
     def parse(cls, text: str) -> StageKind:
@@ -39,16 +48,32 @@ class StageKind(NamedTuple):
         Raises:
             ValueError: it has another form.
         """
-        match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)", text)
-        if match is None:
+        match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)(0\.\d\d?)?", text)
+        budget = float(match[4]) if match and match[4] else None
+        if match is None or (budget is not None and not (match[3] and is_budget(budget))):
             raise ValueError(
-                f"{text!r} is not a kind of stage: write tp2, tp2s (sequence parallel) or tp2sr (recomputed)"
+                f"{text!r} is not a kind of stage: write tp2, tp2s (sequence parallel), tp2sr (recomputed) or tp2sr0.5 "
+                "(recomputed within a memory budget)"
             )
-        return cls(int(match[1]), bool(match[2]), bool(match[3]))
+        return cls(int(match[1]), bool(match[2]), bool(match[3]) if budget is None else budget)
 
     def parts(self) -> tuple[StagePart, ...]:
         """Return the parts of all its ranks, in order."""
         return tuple(StagePart(self, index) for index in range(self.tp))
+
+
+# Memory budgets that are proposed, the largest first. Few, because the graphs of each are compiled to know its memory.
+BUDGETS = (0.75, 0.5, 0.25)
+
+
+def is_budget(value: object) -> bool:
+    """Return whether a value is a memory budget of recomputation: hundredths between 0 and 1, both excluded."""
+    return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
+
+
+def recompute_flag(recompute: bool | float) -> str:
+    """Return the flag of recomputation in a strategy's text: r, r0.5, or nothing."""
+    return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 
 @dataclass(frozen=True)
@@ -74,8 +99,8 @@ class StagePart:
         return self.kind.sequence_parallel
 
     @property
-    def recompute(self) -> bool:
-        """Whether its backwards run the forwards again."""
+    def recompute(self) -> bool | float:
+        """Whether its backwards run the forwards again, or the memory budget within which they do so in part."""
         return self.kind.recompute
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
-from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.stage_kind import StageKind, is_budget
 from hydragraph.spec.strategy_text import (
     DEFAULT_SCHEDULE,
     SCHEDULES,
@@ -40,7 +40,10 @@ class Stage:
         devices: ranks, in tensor-parallel order.
         layers: number of its layers, at least 1.
         sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
-        recompute: save only each layer's input and run its forward again in the backward.
+        recompute: True: save only each layer's input and run its forward again in the backward. A memory budget
+            between 0 and 1, in hundredths: save about this fraction of what a layer saves without recomputation, and
+            compute the rest again, chosen by functorch to cost the fewest operations. The results of attention and of
+            collectives are always saved then. False: save what the backward needs, except what is cheap to compute.
         stream: True: pull weights before each forward and each backward of a block and free them after it, and push
             gradients after each backward, to be added at home; "gradients": only push gradients like this. False: pull
             each weight and push each gradient once per iteration.
@@ -49,7 +52,7 @@ class Stage:
     devices: tuple[int, ...]
     layers: int
     sequence_parallel: bool = False
-    recompute: bool = False
+    recompute: bool | float = False
     stream: bool | str = False
 
     def __post_init__(self) -> None:
@@ -63,9 +66,13 @@ class Stage:
                 raise ValueError(f"devices has {device} more than once: list each device once")
         if not _is_int(self.layers) or self.layers < 1:
             raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
-        for name in ("sequence_parallel", "recompute"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
+        if not isinstance(self.sequence_parallel, bool):
+            raise ValueError(f"sequence_parallel is {self.sequence_parallel!r}: use true or false")
+        if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
+            raise ValueError(
+                f"recompute is {self.recompute!r}: use true (save only inputs), false, or a memory budget such as 0.5: "
+                "hundredths between 0 and 1"
+            )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
 

@@ -4,7 +4,7 @@
     term     = [ count "*" ] "<" "tp" int "," "pp" int ">" [ flags ]  |  "<" stage { "," stage } ">"
     stage    = "[" int { "," int } "]" "x" layers [ flags ]
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
-               g = stream gradients (not with w)
+               g = stream gradients (not with w); a memory budget may follow r, as in sr0.5w
 
 A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it (the first starts at
 device 0) and splits the layers evenly, remainders to the last stages. An explicit pipeline names both. White space is
@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from hydragraph.spec.stage_kind import is_budget, recompute_flag
+
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
 
-_TOKEN = re.compile(r"1f1b|zb-h1|[A-Za-z]+|[0-9]+|\S")
+_TOKEN = re.compile(r"1f1b|zb-h1|[A-Za-z]+|[0-9]*\.[0-9]+|[0-9]+|\S")
 _FLAGS = {
     "s": "sequence parallelism",
     "r": "recomputation",
@@ -31,13 +33,21 @@ _FLAGS = {
 _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
 
+class StageFlags(NamedTuple):
+    """The options of one stage; the fields are those of `Stage`."""
+
+    sequence_parallel: bool = False
+    recompute: bool | float = False
+    stream: bool | str = False
+
+
 class StageText(NamedTuple):
     """The text of one stage; the fields are those of `Stage`."""
 
     devices: tuple[int, ...]
     layers: int
     sequence_parallel: bool = False
-    recompute: bool = False
+    recompute: bool | float = False
     stream: bool | str = False
 
 
@@ -106,7 +116,7 @@ def _format_stage(stage: StageText) -> str:
 
 def _flags(stage: StageText) -> str:
     """Return the letters of a stage's options."""
-    flags = "s" * stage.sequence_parallel + "r" * stage.recompute
+    flags = "s" * stage.sequence_parallel + recompute_flag(stage.recompute)
     return flags + "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
 
 
@@ -199,13 +209,11 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     start = reader.expect("pp", "<tp2,pp1>")
     pp, token = reader.number("the number of stages", minimum=1)
     reader.expect(">", "<tp2,pp1>")
-    flags = reader.take().text if reader.peek() and _are_flags(reader.peek()) else ""
+    flags = _parse_flags(reader) if _are_flags(reader.peek()) else StageFlags()
     if pp > layers:
         raise reader.error(f"{pp} stages for {layers} layers: use at most one stage per layer", start, token)
     regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
-    return tuple(
-        tuple(StageText(stage.devices, stage.layers, *_flagged(flags)) for stage in stages) for stages in regular
-    )
+    return tuple(tuple(StageText(stage.devices, stage.layers, *flags) for stage in stages) for stages in regular)
 
 
 def _parse_stage(reader: _Reader) -> StageText:
@@ -218,20 +226,31 @@ def _parse_stage(reader: _Reader) -> StageText:
     reader.expect("]", example)
     reader.expect("x", example)
     layers, _ = reader.number("the number of layers", minimum=1)
-    flags = reader.take().text if reader.peek().isalpha() else ""
-    if not _are_flags(flags):
+    flags = _parse_flags(reader) if reader.peek().isalpha() else StageFlags()
+    return StageText(tuple(devices), layers, *flags)
+
+
+def _parse_flags(reader: _Reader) -> StageFlags:
+    """Read a stage's flags: letters, of which r may be followed by a memory budget and further letters."""
+    start = reader.take()
+    letters = start.text
+    budget: float | None = None
+    if letters.endswith("r") and "." in reader.peek():
+        number = reader.take()
+        budget = float(number.text)
+        if not is_budget(budget):
+            raise reader.error("a memory budget is in hundredths between 0 and 1, such as r0.5", number)
+        letters += reader.take().text if _are_flags(reader.peek()) else ""
+    if not _are_flags(letters):
         meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
         what = f"a stage's flags are {meanings}, each at most once, and one of w and g"
-        raise reader.error(what, reader.tokens[reader.at - 1])
-    return StageText(tuple(devices), layers, *_flagged(flags))
+        raise reader.error(what, start)
+    stream = next((_STREAMED[letter] for letter in letters if letter in _STREAMED), False)
+    return StageFlags("s" in letters, "r" in letters if budget is None else budget, stream)
 
 
 def _are_flags(letters: str) -> bool:
     """Return whether letters are a stage's flags, each at most once."""
     distinct = set(letters)
-    return distinct <= _FLAGS.keys() and len(distinct) == len(letters) and not distinct >= _STREAMED.keys()
-
-
-def _flagged(flags: str) -> tuple[bool, bool, bool | str]:
-    """Return the sequence parallelism, recomputation and streaming of a stage with these flags."""
-    return "s" in flags, "r" in flags, next((_STREAMED[letter] for letter in flags if letter in _STREAMED), False)
+    once = len(distinct) == len(letters) > 0
+    return once and distinct <= _FLAGS.keys() and not distinct >= _STREAMED.keys()

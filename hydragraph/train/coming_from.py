@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-_RECOMPUTE = "write `r` after a stage or a pipeline, as in `<tp1,pp1>r`, and its layers are recomputed"
+_RECOMPUTE = (
+    "write `r` after a stage or a pipeline, as in `<tp1,pp1>r`, and its layers are recomputed; `r0.5` keeps half of "
+    "what they save"
+)
 _BATCH = "`data.tokens_per_step`, the tokens of a whole mini-batch; micro-batches and accumulation follow from memory"
 _LENGTH = "`data.max_length`"
 _PACK = "leave it out: sequences are always packed, without padding and without attention between them"

@@ -204,7 +204,7 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
             self.asked = backend
 
         def get(self, block: Any, part: StagePart) -> Variant:
-            asked.append((self.asked, block.name, part.recompute))
+            asked.append((self.asked, block.name, bool(part.recompute)))
             return super().get(block, part)
 
     monkeypatch.setattr(compile_ahead, "Variants", Recorder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hydragraph.cost.block_pieces import AUX, Constants, Held, Piece, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
@@ -44,6 +46,24 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
         update=(1e-5, 1e-9),
         commit_s=5e-5,
     )
+
+
+def that_saves(profile: Profile) -> Profile:
+    """Return a profile whose recomputing stages save only their inputs, and whose head returns a scalar."""
+
+    def changed(name: str, piece: Piece, recompute: bool | float) -> Piece:
+        held = piece.held
+        if held is not None and recompute:
+            held = replace(held, saved=(0.0, 0.0), keeps=("hidden",))
+        if held is not None and name == "head":
+            held = replace(held, output=(4.0, 0.0))
+        return replace(piece, held=held)
+
+    pieces = {
+        kind: {name: changed(name, piece, kind.recompute) for name, piece in of.items()}
+        for kind, of in profile.pieces.items()
+    }
+    return replace(profile, pieces=pieces)
 
 
 def cluster(ranks: int, per_node: int | None = None, cards: int | None = None, outer: Interconnect = SLOW) -> Cluster:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-kinds = st.builds(StageKind, st.integers(1, 64), st.booleans(), st.booleans())
+budgets = st.integers(1, 99).map(lambda hundredths: hundredths / 100)
+kinds = st.builds(StageKind, st.integers(1, 64), st.booleans(), st.booleans() | budgets)
 
 
 @given(kinds)
@@ -26,9 +27,14 @@ def test_a_kind_has_a_part_for_each_of_its_ranks(kind: StageKind) -> None:
 def test_names() -> None:
     assert StageKind(2, sequence_parallel=True, recompute=True).text == "tp2sr"
     assert str(StagePart(StageKind(2, True), 1)) == "tp2s:1"
+    assert StageKind(2, True, 0.5).text == "tp2sr0.5"
+    assert StageKind(2, True, 0.5).marks == ("sequence parallel", "recomputed within a memory budget of 0.5")
+    assert StageKind(2, False, True).marks == ("recomputed",)
 
 
-@pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp2rs", "tp2x", "tp-1"])
+@pytest.mark.parametrize(
+    "text", ["", "2", "tp", "tp0", "tp2rs", "tp2x", "tp-1", "tp2r1", "tp2r0.0", "tp20.5", "tp2r0.125"]
+)
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a kind of stage: write tp2"):
         StageKind.parse(text)

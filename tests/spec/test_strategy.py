@@ -18,6 +18,9 @@ from hydragraph.spec.strategy import Pipeline, Place, Stage, Strategy
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+recomputations = st.booleans() | st.integers(1, 99).map(lambda hundredths: hundredths / 100)
+
+
 @st.composite
 def strategies(draw: st.DrawFn) -> Strategy:
     """Any valid strategy: devices in any order and with gaps, uneven layers, any flags and schedule."""
@@ -29,7 +32,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         stages = []
         for a, b in zip([0, *cuts], [*cuts, layers], strict=True):
             devices = [free.pop() for _ in range(draw(st.integers(1, 2)))]
-            stages.append(Stage(tuple(devices), b - a, draw(st.booleans()), draw(st.booleans())))
+            stages.append(Stage(tuple(devices), b - a, draw(st.booleans()), draw(recomputations)))
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])))
 
@@ -229,10 +232,15 @@ def test_a_stage_refuses(devices: Any, layers: Any, message: str) -> None:
         Stage(devices, layers)
 
 
-@pytest.mark.parametrize("flag", ["sequence_parallel", "recompute"])
-def test_flags_are_booleans(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag} is 1: use true or false"):
-        Stage((0,), 1, **{flag: 1})  # type: ignore[arg-type]
+def test_sequence_parallel_is_a_boolean() -> None:
+    with pytest.raises(ValueError, match="sequence_parallel is 1: use true or false"):
+        Stage((0,), 1, sequence_parallel=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, 0.125, -0.5, "0.5", None])
+def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None:
+    with pytest.raises(ValueError, match=r"use true .*, false, or a memory budget such as 0.5"):
+        Stage((0,), 1, recompute=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
     pool = draw(st.permutations(range(first, first + sum(sizes) + draw(st.integers(0, 2)))))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     streams: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "gradients"])
+    recomputations = st.booleans() | st.integers(1, 99).map(lambda hundredths: hundredths / 100)
     return tuple(
-        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(st.booleans()), draw(streams))
+        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(recomputations), draw(streams))
         for at, size, count in zip(starts, sizes, counts, strict=True)
     )
 
@@ -64,7 +65,7 @@ def test_white_space_is_free_except_between_flags_and_a_schedule(
     drawn: tuple[StrategyText, int], data: st.DataObject
 ) -> None:
     strategy, layers = drawn
-    tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d+|\S", format_strategy(strategy))
+    tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d*\.\d+|\d+|\S", format_strategy(strategy))
     spaces = ["", " ", "\t", "\n  "]
     spaced = tokens[0]
     for before, token in pairwise([*tokens, ""]):
@@ -150,6 +151,10 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("<[0]x0,[1]x8>", "number of layers must be at least 1", "0"),
         ("<[0]x8q>", "flags", "q"),
         ("<[0]x8ss>", "flags", "ss"),
+        ("<[0]x8r1.5>", "a memory budget is in hundredths", "1.5"),
+        ("<[0]x8r0.125>", "a memory budget is in hundredths", "0.125"),
+        ("<[0]x8s0.5>", "expected '>'", "0.5"),
+        ("<tp1,pp1>r0.0", "a memory budget is in hundredths", "0.0"),
         ("<tp1,pp1> + <[1]x5,[2]x2>", "7 layers, but the model has 8", "<[1]x5,[2]x2>"),
         ("\n<tp1,\n\tqq1>", "expected 'pp'", "qq"),
     ],
@@ -167,3 +172,4 @@ def test_errors_underline_the_offending_piece(text: str, message: str, underline
 def test_a_regular_pipeline_may_recompute_in_all_its_stages() -> None:
     assert parse_strategy("2*<tp1,pp2>r", 4) == parse_strategy("<[0]x2r,[1]x2r> + <[2]x2r,[3]x2r>", 4)
     assert parse_strategy("<tp2,pp1>sr", 4) == parse_strategy("<[0,1]x4sr>", 4)
+    assert parse_strategy("<tp2,pp1>sr0.5w gpipe", 4) == parse_strategy("<[0,1]x4 sr .50 w> gpipe", 4)

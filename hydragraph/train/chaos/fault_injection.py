@@ -321,7 +321,7 @@ def _another(run: Victim, chance: random.Random) -> None:
 
 
 def _end(*pids: int) -> None:
-    """Kill processes in the same instant and wait until all have ended, because one that still runs counts as a rank."""
+    """Kill processes in the same instant and wait until all have ended: until then they count as ranks."""
     for pid in pids:
         send(pid, signal.SIGKILL)
     for pid in pids:

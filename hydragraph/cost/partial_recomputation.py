@@ -1,0 +1,84 @@
+"""Cost of a block that recomputes within a memory budget, from its costs without and with full recomputation.
+
+    s    the fraction of the operations repeated by full recomputation that the budget repeats, from compiled graphs;
+         1 - budget if there are none
+    b    the memory budget
+
+The forward is that without recomputation. The backward's time lies between the two by s, except for attention, which is
+always saved and never repeated. What stays saved is b of what is saved without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from hydragraph.cost.block_pieces import AUX, Held, Piece
+from hydragraph.cost.curves import Constants, Curve, Table
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.memory_budget import operations
+
+
+def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
+    """Return s, the fraction of full recomputation's operations that a variant repeats, 0 to 1.
+
+    Args:
+        plain, partial, full: graphs of one block without recomputation, within a budget and with full recomputation.
+    """
+    least, found, most = (_operations(variant.backward) for variant in (plain, partial, full))
+    return min(max((found - least) / (most - least), 0.0), 1.0) if most > least else 0.0
+
+
+def _operations(graph: torch.fx.GraphModule) -> float:
+    costs = (operations(node) for node in graph.graph.nodes if node.op == "call_function")
+    return sum(cost for cost in costs if cost != float("inf"))
+
+
+def within_budget(
+    plain: Mapping[str, Piece], full: Mapping[str, Piece], budget: float, shares: Mapping[str, float]
+) -> dict[str, Piece]:
+    """Return the pieces of a kind of stage that recomputes within a memory budget.
+
+    Args:
+        plain, full: pieces without and with full recomputation, by template.
+        budget: the fraction of saved bytes that stay saved.
+        shares: s of each template.
+    """
+    return {
+        template: piece if template == AUX else _within(piece, full[template], budget, shares[template])
+        for template, piece in plain.items()
+    }
+
+
+def _within(plain: Piece, full: Piece, budget: float, share: float) -> Piece:
+    forward, before = plain.parts(False)
+    _, after = full.parts(True)
+    held = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
+    kept = full.kept + budget * (plain.kept - full.kept)
+    return Piece.apart(
+        forward,
+        _between(before, after, share),
+        parameters=plain.parameters,
+        kept=kept,
+        working=max(plain.working, full.working),
+        fixed=max(plain.fixed, full.fixed),
+        frozen=plain.frozen,
+        reduced=plain.reduced,
+        held=held,
+    )
+
+
+def _between(before: Curve, after: Curve, share: float) -> Curve:
+    if isinstance(before, Table) and isinstance(after, Table):
+        most = {(sequences, tokens): seconds for sequences, tokens, seconds in after.rows}
+        rows = ((s, t, x + share * (most.get((s, t), x) - x)) for s, t, x in before.rows)
+        return Table(tuple(rows))
+    one, two = (curve.constants() if isinstance(curve, Table) else curve for curve in (before, after))
+    return Constants(one.a, one.b + share * (two.b - one.b), one.c + share * (two.c - one.c), one.near)
+
+
+def _held(plain: Held, full: Held, budget: float) -> Held:
+    saved = (budget * plain.saved[0], budget * plain.saved[1])
+    return replace(full, saved=saved, forward=plain.forward, keeps=tuple(sorted({*plain.keeps, *full.keeps})))

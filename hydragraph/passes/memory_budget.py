@@ -1,0 +1,113 @@
+"""Memory budgets: which saved values a backward computes again so that a forward saves less.
+
+    saved      S, the storages that "min_cut" saves and that belong to neither an input nor a result of the forward
+    budget     b, 0 < b < 1: at most b of the bytes of S stay saved
+    cost       operations of the forward that the backward runs again, each counted once
+
+Values are dropped from S one by one; the next is always the one that adds the least cost per byte. Attention,
+collectives and random numbers never run again: a value that would need them stays saved, even above the budget. All
+ranks of a stage therefore run the same collectives, whatever their shards are.
+
+functorch's `activation_memory_budget` follows the same idea. It is not used because it counts weights as activations,
+so that it has no effect on a traced example of few tokens, and because it would run attention and collectives again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.ir.graph_data import storages_of, value_of
+from hydragraph.private.tracing import ancestors_of, draws, hint_of
+
+_PRODUCTS = {  # operator -> its operand whose last dimension is summed over
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm.default: 1,
+}
+_LOCAL = frozenset(  # operators of ours that are cheap, local and deterministic
+    {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
+)
+# Operations of a product in the time in which one element is read and written: a GPU of 3e14 operations/s and
+# 2e12 bytes/s moves 5e11 elements of 2 bytes in and out per second.
+PER_ELEMENT = 600
+
+
+def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], budget: float) -> list[str]:
+    """Return the names of the saved values that stay saved.
+
+    Args:
+        joint: forward and backward as one graph; its first `outputs` results are those of the forward.
+        saved: names of the nodes that the partitioner saves.
+        budget: the fraction of their bytes that may stay saved.
+    """
+    results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
+    forward = ancestors_of(results[:outputs])
+    gradients = [node for node in results[outputs:] if isinstance(node, fx.Node)]
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    free = {key for node in [*inputs, *results[:outputs]] for key, _ in storages_of(node)}
+    kept = {node: {key for key, _ in storages_of(node)} - free for node in joint.graph.nodes if node.name in saved}
+    sizes = {key: _bytes(tensor) for node in kept for key, tensor in storages_of(node) if key not in free}
+    room = budget * sum(sizes.values())
+    dropped: list[int] = []
+    cost = _cost(gradients, _without(kept, dropped), forward)
+    while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
+        costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes.keys() - set(dropped)}
+        cheapest = min(sorted(costs), key=lambda key: (costs[key] - cost) / sizes[key])
+        if math.isinf(costs[cheapest]):
+            break
+        cost = costs[cheapest]
+        dropped.append(cheapest)
+    # The last one may have freed more than was needed: others that cost much fit again.
+    for key in reversed(dropped):
+        saved_bytes = sum(sizes.values()) - sum(sizes[other] for other in dropped)
+        if saved_bytes + sizes[key] <= room:
+            dropped.remove(key)
+    return [node.name for node in _without(kept, dropped)]
+
+
+def _without(kept: dict[fx.Node, set[int]], dropped: Collection[int]) -> list[fx.Node]:
+    return [node for node, keys in kept.items() if keys.isdisjoint(dropped)]
+
+
+def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Collection[fx.Node]) -> float:
+    """Return the cost of the forward's operators that gradients need if some values are saved."""
+    cost = 0.0
+    pending = list(gradients)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node in kept or node.op == "placeholder":
+            continue
+        if node in forward:
+            cost += operations(node)
+        found = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(found)
+        pending += found
+    return cost
+
+
+def operations(node: fx.Node) -> float:
+    """Return the cost of a node in operations of a product; infinite if it must not run again."""
+    if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
+        return math.inf
+    made = sum(_elements(tensor) for _, tensor in storages_of(node))
+    if node.target in _PRODUCTS:
+        operand = node.args[_PRODUCTS[node.target]]
+        return 2.0 * made * hint_of(value_of(operand).shape[-1])
+    viewed = {key for each in node.all_input_nodes for key, _ in storages_of(each)}
+    moved = [tensor for key, tensor in storages_of(node) if key not in viewed]
+    return float(PER_ELEMENT * sum(map(_elements, moved)))
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(hint_of(size) for size in tensor.shape)
+
+
+def _bytes(tensor: Any) -> int:
+    return _elements(tensor) * int(tensor.dtype.itemsize)
