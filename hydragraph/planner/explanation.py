@@ -94,7 +94,7 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
         kind = costs.cluster.type_of(stage.devices[0]) or "device"
         rate = max(costs.rate(rank) for rank in stage.devices)
         slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
-        marks = " sequence-parallel" * stage.sequence_parallel + " recomputed" * stage.recompute
+        marks = "".join(f", {mark}" for mark in stage.kind.marks)
         stages.append(f"{stage.tp} {kind}{slow}: {stage.layers} layers{marks}")
     return " -> ".join(stages)
 

@@ -5,7 +5,8 @@ seconds count 1 / x (it slows its whole group, so this is optimistic). The cheap
 others. Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least time in which all blocks of
 all sequences can be distributed: a small linear program over types and kinds of blocks.
 
-A sequence also passes all blocks one after another: no plan ends before the fastest pass.
+A sequence also passes all blocks one after another: no plan ends before the fastest pass. Of a backward, only the input
+gradients count here, because under zb-h1 nothing waits for weight gradients.
 
 With healthy devices and one kind of block this is Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without
 stragglers.
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.instruction_work import SHARES
+from hydragraph.ir.schedules.schedule import Work
 from hydragraph.planner.generators.device_groups import nodes_of
 from hydragraph.planner.generators.group_prices import Site
 from hydragraph.spec.health import Health
@@ -67,7 +70,8 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 cost = healthy.stage(stage, (at, at + 1))
                 # The fixed cost of a micro-batch counts once, the minimum; auxiliary values are omitted.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
-                alone[s, t] = min(alone[s, t], sum(cost.apart([longest])[1:]))
+                forward, backward = cost.apart([longest])[1:]
+                alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)
     # Variables: the fraction of each template's work on each site, then T.
     count = len(sites) * len(templates)
     objective = np.zeros(count + 1)

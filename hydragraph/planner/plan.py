@@ -35,6 +35,7 @@ from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import Candidate, Settled, Shortage, simulated, strategies_of
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
+from hydragraph.planner.refinements import refined
 from hydragraph.planner.state_shares import home_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -295,6 +296,9 @@ def _plan(
     passed = looked.passed
     # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
     able = [each for each in settled if math.isfinite(each.seconds)]
+    if ways and PUBLISHED not in ways:  # Metis's and the published method are left as they are
+        further = refined(costs, able, until)
+        settled, able = (*settled, *further), [*able, *further]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety)
     best = min(each.seconds for each in able)

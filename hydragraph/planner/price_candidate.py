@@ -330,7 +330,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
     get what another has in this one.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
-    shapes = [tuple((s.layers, s.kind) for s in pipeline.stages) for pipeline in strategy.pipelines]
+    shapes = [tuple((s.layers, s.kind, s.stream) for s in pipeline.stages) for pipeline in strategy.pipelines]
     largest: dict[object, list[MicroBatch]] = {}
     tokens: dict[object, int] = {}
     for each in everything:
@@ -419,7 +419,7 @@ def _needed(
         return found
     known: dict[object, float] = {}
     for pipeline, own, largest in zip(strategy.pipelines, tokens, shown, strict=True):
-        shape = tuple((s.layers, s.kind) for s in pipeline.stages)
+        shape = tuple((s.layers, s.kind, s.stream) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
             few = largest[: telling(strategy.schedule, len(pipeline.stages), position)]

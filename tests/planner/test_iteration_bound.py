@@ -41,4 +41,5 @@ def test_a_sequence_has_to_go_through_all_layers() -> None:
     alone = bound(costs, [[5000]])
     strategy = Strategy.parse("<tp4,pp1>", layers=4)
     _, last = share_out(costs, strategy, [5000], 1)
-    assert alone == pytest.approx(last, rel=0.01)
+    # A backward takes 2.2 forwards, and under zb-h1 half of it is not waited for.
+    assert alone == pytest.approx(last * (1 + 1.1) / (1 + 2.2), rel=0.01)

@@ -36,7 +36,7 @@ from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
 from hydragraph.planner.metis.problem import Plan, Problem
 from hydragraph.planner.metis.profile import Measurement, Profile
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.stage_kind import StageKind, StagePart
+from hydragraph.spec.stage_kind import StageKind, StagePart, recompute_flag
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
@@ -89,7 +89,8 @@ def text_of(pipelines: Sequence[Pipeline]) -> str:
     """Return pipelines in strategy notation, stage by stage."""
     every = (
         ",".join(
-            f"[{','.join(map(str, stage.devices))}]x{stage.layers}{'r' * stage.recompute}" for stage in each.stages
+            f"[{','.join(map(str, stage.devices))}]x{stage.layers}{recompute_flag(stage.recompute)}"
+            for stage in each.stages
         )
         for each in pipelines
     )

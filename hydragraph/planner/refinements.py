@@ -1,0 +1,113 @@
+"""Refinements: choices that the search does not know, tried on the plans that it found.
+
+    memory budgets   the search knows two choices for a stage: to save what its backward needs, or only its inputs. The
+                     stages of a plan that recomputes get the largest memory budget that fits, the later ones first,
+                     because they hold the fewest micro-batches.
+    zero bubble      the plan's pipelines with the schedule zb-h1, which fills bubbles with weight gradients
+
+Each result fits by a walk of its memory, and is simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, needs, simulated
+from hydragraph.spec.stage_kind import BUDGETS
+from hydragraph.spec.strategy import Pipeline, Strategy
+
+# Number of the fastest plans that are tried with budgets.
+BUDGETED = 2
+# Maximum number of groups of stages that get a budget one after the other.
+GROUPS = 4
+# A backward takes twice as long as its forward, and full recomputation adds another forward: without any, an iteration
+# takes at least this fraction of the time.
+LEAST = 3 / 4
+
+
+def refined(costs: Costs, plans: Sequence[Settled], until: float | None = None) -> list[Settled]:
+    """Return further plans that fit and are simulated to be faster than those that they come from.
+
+    Args:
+        plans: that fit.
+        until: reading of `time.monotonic` after which nothing further is tried.
+    """
+    late = until is not None and time.monotonic() > until
+    if late or not costs.stack.own:
+        return []
+    found = []
+    best = min((plan.seconds for plan in plans), default=math.inf)
+    for plan in sorted(plans, key=lambda each: each.seconds)[:BUDGETED]:
+        if LEAST * plan.seconds < best:
+            strategy, memory = _largest(costs, plan, until)
+            found += _faster(costs, plan, strategy, memory)
+    for plan in sorted([*plans, *found], key=lambda each: each.seconds)[:1]:
+        found += _zero_bubble(costs, plan)
+    return found
+
+
+def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, ...]) -> list[Settled]:
+    if strategy == plan.strategy:
+        return []
+    changed = simulated(costs, replace(plan, strategy=strategy, memory=memory))
+    return [changed] if changed.seconds < plan.seconds else []
+
+
+def _zero_bubble(costs: Costs, plan: Settled) -> list[Settled]:
+    """Return a plan with the schedule zb-h1, if it fits and is faster."""
+    strategy = replace(plan.strategy, schedule="zb-h1")
+    if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines) or strategy.streams:
+        return []
+    memory = _fitting(costs, plan, strategy)
+    return [] if memory is None else _faster(costs, plan, strategy, memory)
+
+
+def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
+    """Return a plan's strategy with the largest budgets that fit, and the peak memory of every rank."""
+    deepest = max(len(pipeline.stages) for pipeline in plan.strategy.pipelines)
+    size = -(-deepest // GROUPS)
+    strategy, memory = plan.strategy, plan.memory
+    for first in range(0, deepest, size):
+        for budget in BUDGETS:
+            tried = _budgeted(strategy, range(first, first + size), budget)
+            if tried == strategy or (until is not None and time.monotonic() > until):
+                break
+            found = _fitting(costs, plan, tried)
+            if found is not None:
+                strategy, memory = tried, found
+                break
+    return strategy, memory
+
+
+def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Strategy:
+    """Return a strategy whose fully recomputing stages at some places, counted from the last, have a budget."""
+    pipelines = (
+        Pipeline(
+            tuple(
+                replace(stage, recompute=budget)
+                if stage.recompute is True and len(pipeline.stages) - 1 - i in places
+                else stage
+                for i, stage in enumerate(pipeline.stages)
+            )
+        )
+        for pipeline in strategy.pipelines
+    )
+    return replace(strategy, pipelines=tuple(pipelines))
+
+
+def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
+    """Return the peak memory of every rank under a plan's owners and assignments; None if it does not fit.
+
+    Owners stay, so memory changes by what stages need.
+    """
+    changes = []
+    for assignment in dict.fromkeys(plan.assignments):
+        before, after = (needs(costs, each, assignment) for each in (plan.strategy, strategy))
+        changes.append([now - then for then, now in zip(before, after, strict=True)])
+    memory = tuple(size + round(max(change)) for size, *change in zip(plan.memory, *changes, strict=True))
+    limits = (NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks))
+    return memory if all(total <= limit for total, limit in zip(memory, limits, strict=True) if total) else None

@@ -1,0 +1,94 @@
+"""Refinements fit, are faster, and are found where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.price_candidate import Settled, settle, simulated
+from hydragraph.planner.refinements import refined
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.stage_kind import BUDGETS
+from tests.cost import priced
+
+LENGTH = 1000
+WORKLOAD = hg.Workload(sequences=32, length=LENGTH)
+
+
+def costs_of(memory: float = 1e9) -> Costs:
+    """Return costs of four devices, whose recomputing stages save only their inputs."""
+    return with_memory(Costs(priced.that_saves(priced.profile(8, "fast")), priced.cluster(4)), memory)
+
+
+def with_memory(costs: Costs, size: float) -> Costs:
+    devices = tuple(replace(device, memory_bytes=int(size)) for device in costs.cluster.devices)
+    return costs.changed(cluster=replace(costs.cluster, devices=devices))
+
+
+def plan_of(costs: Costs, text: str, micro_batches: int = 8) -> Settled:
+    strategy = hg.Strategy.parse(text, costs.outline.layers)
+    assignment = Assignment.even([micro_batches] * len(strategy.pipelines), [LENGTH] * len(strategy.pipelines))
+    found = settle(costs, strategy, assignment, "search", 1.0)
+    assert isinstance(found, Settled)
+    return simulated(costs, found)
+
+
+def most(costs: Costs, text: str) -> float:
+    return max(plan_of(costs, text).memory) / 0.99
+
+
+@pytest.mark.parametrize("part", [0.05, 0.4, 0.9])
+def test_stages_recompute_as_little_as_their_memory_allows(part: float) -> None:
+    rich = costs_of()
+    least, enough = most(rich, "<tp1,pp4>r"), most(rich, "<tp1,pp4>")
+    costs = with_memory(rich, least + part * (enough - least))
+    before = plan_of(costs, "<tp1,pp4>r")
+    found = [plan for plan in refined(costs, [before]) if plan.origin == before.origin]
+    after = next((plan for plan in found if plan.strategy.schedule == "1f1b"), before)
+    assert after.seconds <= before.seconds
+    assert max(after.memory) <= 0.99 * costs.memory_of(0)
+    budgets = [stage.recompute for stage in after.strategy.pipelines[0].stages]
+    assert set(budgets) <= {True, *BUDGETS}
+    # Later stages hold fewer micro-batches, so they have room for larger budgets.
+    sizes = [0.0 if budget is True else budget for budget in budgets]
+    assert sizes == sorted(sizes)
+    assert (after.seconds < before.seconds) == (after.strategy != before.strategy)
+    if part > 0.3:
+        assert after.seconds < before.seconds
+
+
+def test_plain_data_parallelism_stays_as_it_is() -> None:
+    costs = costs_of()
+    assert refined(costs, [plan_of(costs, "4*<tp1,pp1>")]) == []
+
+
+def test_bubbles_are_filled_where_that_is_faster() -> None:
+    costs = costs_of()
+    before = plan_of(costs, "<tp1,pp4>", micro_batches=4)
+    schedules = {plan.strategy.schedule for plan in refined(costs, [before])}
+    assert "zb-h1" in schedules
+    for plan in refined(costs, [before]):
+        assert plan.seconds < before.seconds
+        assert plan.seconds == pytest.approx(simulated(costs, plan).seconds)
+
+
+def test_no_time_is_spent_after_the_deadline() -> None:
+    costs = costs_of()
+    before = plan_of(costs, "<tp1,pp4>r")
+    assert refined(costs, [before], until=0.0) == []
+
+
+def test_plans_propose_budgets() -> None:
+    profile = priced.that_saves(priced.profile(8, "fast"))
+    alone = replace(profile, pieces={kind: of for kind, of in profile.pieces.items() if kind.tp == 1})
+    found = []
+    for memory in (9_000_000, 11_000_000, 13_000_000, 18_000_000):
+        costs = with_memory(Costs(alone, priced.cluster(4)), memory)
+        found.append(hg.plan(costs, WORKLOAD))
+        assert max(found[-1].memory) <= memory
+    stages = [stage for plan in found for pipeline in plan.strategy.pipelines for stage in pipeline.stages]
+    assert any(stage.recompute in BUDGETS for stage in stages), [plan.strategy.name for plan in found]
+    assert [plan.seconds for plan in found] == sorted([plan.seconds for plan in found], reverse=True)
