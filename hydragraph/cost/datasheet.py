@@ -59,8 +59,8 @@ class Roofline:
 ROOFLINE = Roofline()
 KERNELS = 2  # of the forward per product: itself, and the element-wise operators before it, which are fused
 # Kind of run -> number of published runs, and the mean absolute error of their predicted seconds, as a fraction
-# (`benchmarks/published_runs.py`, 2026-11-27).
-PUBLISHED = {"without pipelines": (28, 0.174), "with pipelines": (25, 0.216), "on mixed GPUs": (7, 0.226)}
+# (`benchmarks/published_runs.py`, 2026-11-28).
+PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}
 # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
 

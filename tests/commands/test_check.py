@@ -18,7 +18,7 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fits" in result.stdout
     assert "DOES NOT" not in result.stdout
-    assert "computation is not measured: datasheet of the devices at up to 60%" in result.stdout
+    assert "computation is not measured: datasheet of the devices at up to 64%" in result.stdout
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:

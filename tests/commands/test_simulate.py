@@ -264,8 +264,8 @@ def test_it_says_where_its_seconds_come_from(tmp_path: Path) -> None:
     config = write(tmp_path)
     datasheet_priced = run("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1)
     assert "computation is not measured: datasheet" in datasheet_priced.stdout
-    assert "up to 60%" in datasheet_priced.stdout
-    assert "the mean error of such predictions is 17% on 28 published runs without pipelines" in datasheet_priced.stdout
+    assert "up to 64%" in datasheet_priced.stdout
+    assert "the mean error of such predictions is 12% on 28 published runs without pipelines" in datasheet_priced.stdout
     half = run("simulate", config, "--strategy", "<tp1,pp1>", "--devices", 1, "--efficiency", 0.225)
     assert "22.5%" in half.stdout or "22%" in half.stdout
     assert "published runs" not in half.stdout
