@@ -57,6 +57,8 @@ STRATEGIES = {
         "sequence parallel 2": "<[0,1]x6s>",
         "pipeline 2": "<tp1,pp2>",
         "pipeline 2, recomputed": "<[0]x3r,[1]x3r>",
+        "pipeline 2, recomputed in part": "<tp1,pp2>r0.5",
+        "sequence parallel 2, recomputed in part": "<tp2,pp1>sr0.3",
         "lopsided": "<[0]x4,[1]x2>",
     },
     4: {

@@ -7,7 +7,7 @@ The runs are read from ../shared/data/published/runs.json: sizes, clusters, stra
 its source. The file is not part of the project; without it, the benchmark skips. The constants of
 `hydragraph.cost.datasheet` were adjusted by hand with these runs in view, so errors on other runs may be larger.
 
-Some systems compute what hydragraph computes otherwise. `Otherwise` lists these differences; each is priced by the
+Some systems differ from hydragraph in what they compute. `Otherwise` lists the differences. Each is priced by the
 formula of the system's own paper, without a fitted constant:
 
     scores        attention of 2021 and 2022 wrote the matrix of scores to memory, and computed both of its triangles
@@ -72,7 +72,7 @@ BEFORE_FUSED = ("K22", "N21", "BS", "AMP")
 
 @dataclass(frozen=True)
 class Otherwise:
-    """What a run's system does otherwise than hydragraph; see the top of this file.
+    """Differences between a run's system and hydragraph; the top of this file lists their formulas.
 
     Attributes:
         scores: attention writes its scores to memory.

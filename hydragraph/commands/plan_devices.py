@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hydragraph.commands.options import check_written, chosen_home
+from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         if config is not None:
             costs = _compile_first(costs, left(COMPILING))
         say("searching")
-        found = plan(costs, workload, method, running, left(), solver)
+        found = plan(costs, workload, method, running, left(), solver, planned_schedules(_backend(config)))
         if asked.deadline is None:
             say("simulating the rivals")
             found = with_causes(costs, workload, found, max(2.0, EXPLAINING * found.took_s))
@@ -238,6 +239,13 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
     blocks = CompiledBlocks(program, _told(variants.get, say))
     costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
     return costs, f"{costs.source}; memory from the sizes of compiled graphs"
+
+
+def _backend(config: TrainConfig | None) -> str:
+    """Return the backend of a run with a config; without one, that of GPUs."""
+    if config is not None and config.backend is not None:
+        return config.backend
+    return "eager" if config is not None and config.device == "cpu" else "inductor"
 
 
 def _compile_first(costs: Costs, seconds: float | None) -> Costs:

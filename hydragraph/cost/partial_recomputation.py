@@ -4,8 +4,9 @@
          1 - budget if there are none
     b    the memory budget
 
-The forward is that without recomputation. The backward's time lies between the two by s, except for attention, which is
-always saved and never repeated. What stays saved is b of what is saved without recomputation.
+The forward takes as long as without recomputation. The backward adds the fraction s of what full recomputation adds,
+without attention, whose results are always saved. The stage saves the fraction b of the bytes that it saves without
+recomputation.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSetting
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.spec.training_workload import Workload
 
 T = TypeVar("T")
@@ -155,7 +156,8 @@ def _plan_on_first(
         try:
             began = time.monotonic()
             batches = planning.lengths or ()
-            plan = planned_for(subject.program, costs, batches, subject.home)
+            schedules = planned_schedules(subject.model.backend or "eager")
+            plan = planned_for(subject.program, costs, batches, subject.home, schedules)
             took_s = time.monotonic() - began
             workload = Workload(lengths=sample_of(batches))
             lines = brief_explanation(costs.changed(home=subject.home), workload, plan)

@@ -501,8 +501,17 @@ def proposed(
     return tuple(strategy_of(s, program.layers) for s in best)
 
 
-def planned_for(program: Program, costs: Costs, batches: Sequence[Sequence[int]], home: Home | None = None) -> Plan:
+def planned_for(
+    program: Program,
+    costs: Costs,
+    batches: Sequence[Sequence[int]],
+    home: Home | None = None,
+    schedules: Sequence[str] = ("1f1b",),
+) -> Plan:
     """Return the plan that `hg.plan` finds for a sample on devices that differ.
+
+    Args:
+        schedules: the pipeline schedules that the run can use.
 
     Raises:
         Unsupported: no strategy fits both these devices and this model, or the costs are of another model.
@@ -523,7 +532,7 @@ def planned_for(program: Program, costs: Costs, batches: Sequence[Sequence[int]]
             where="compile",
             remedy="pass lengths= of mini-batches that do",
         )
-    return plan(costs.changed(home=home), Workload(lengths=sample))
+    return plan(costs.changed(home=home), Workload(lengths=sample), schedules=schedules)
 
 
 def _able(program: Program, costs: Costs, plan: Plan) -> tuple[Strategy, ...]:

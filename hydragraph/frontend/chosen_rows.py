@@ -68,7 +68,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a block's graph without selections of rows; the graph itself if there is nothing to replace.
+    """Return a block's graph without selections of rows, or the same graph if it has none.
 
     Args:
         where: name of the block, for a message.

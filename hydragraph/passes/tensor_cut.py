@@ -51,7 +51,7 @@ class Origin:
 
     Attributes:
         unit: elements of a unit.
-        bounds: indices of the elements at which segments meet.
+        bounds: elements at which one segment ends and the next begins.
         heads: whether units are heads of attention.
         head: elements of a head; 0 if units are not heads.
     """

@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,6 +40,7 @@ from hydragraph.planner.state_shares import home_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.training_workload import Workload
 
 Method = Literal["auto", "metis", "mixed", "search", "straggler"]
@@ -165,6 +166,7 @@ def plan(
     running: Plan | Strategy | str | None = None,
     deadline_s: float | None = None,
     solver: Solver | None = None,
+    schedules: Collection[str] = (DEFAULT_SCHEDULE,),
 ) -> Plan:
     """Plan training on devices that differ by type, memory or current speed.
 
@@ -181,6 +183,8 @@ def plan(
             equal arguments give equal plans.
         solver: "scip" groups devices into pipelines with AutoHet's published program (its equation 3, through cvxpy)
             instead of our search; for method "mixed" and few devices.
+        schedules: pipeline schedules that the run can use. Plans have "1f1b", or another one of these if it is faster;
+            "zb-h1" needs a run with `backend="eager"`.
 
     Returns:
         the plan.
@@ -188,9 +192,12 @@ def plan(
     Raises:
         Unsupported: no plan fits (the message gives the shortage and remedies), a type was not measured, or all
             devices are lost.
-        ValueError: an invalid method, solver, deadline or `running`.
+        ValueError: an invalid method, solver, deadline, schedule or `running`.
     """
     check_question(method, deadline_s, solver)
+    for name in schedules:
+        if name not in SCHEDULES:
+            raise ValueError(f"schedules has {name!r}: use {' or '.join(map(repr, SCHEDULES))}")
     if isinstance(running, str):
         running = Strategy.parse(running, costs.outline.layers)
     if isinstance(running, Strategy):
@@ -198,7 +205,8 @@ def plan(
     elif not (running is None or isinstance(running, Plan)):
         raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
     with _uncollected():
-        return _plan(costs, workload, method, running, deadline_s, WAYS[method] if solver is None else (PUBLISHED,))
+        ways = WAYS[method] if solver is None else (PUBLISHED,)
+        return _plan(costs, workload, method, running, deadline_s, ways, schedules)
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
@@ -238,6 +246,7 @@ def _plan(
     running: Plan | Strategy | None,
     deadline_s: float | None,
     ways: Sequence[Way],
+    schedules: Collection[str],
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
@@ -297,7 +306,7 @@ def _plan(
     # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
     able = [each for each in settled if math.isfinite(each.seconds)]
     if ways and PUBLISHED not in ways:  # Metis's and the published method are left as they are
-        further = refined(costs, able, until)
+        further = refined(costs, able, schedules, until)
         settled, able = (*settled, *further), [*able, *further]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety)

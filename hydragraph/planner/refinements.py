@@ -3,7 +3,8 @@
     memory budgets   the search knows two choices for a stage: to save what its backward needs, or only its inputs. The
                      stages of a plan that recomputes get the largest memory budget that fits, the later ones first,
                      because they hold the fewest micro-batches.
-    zero bubble      the plan's pipelines with the schedule zb-h1, which fills bubbles with weight gradients
+    schedules        the plan's pipelines with another schedule that the run can use, such as zb-h1, which fills bubbles
+                     with weight gradients
 
 Each result fits by a walk of its memory, and is simulated.
 """
@@ -29,12 +30,15 @@ GROUPS = 4
 LEAST = 3 / 4
 
 
-def refined(costs: Costs, plans: Sequence[Settled], until: float | None = None) -> list[Settled]:
+def refined(
+    costs: Costs, plans: Sequence[Settled], schedules: Collection[str] = (), until: float | None = None
+) -> list[Settled]:
     """Return further plans that fit and are simulated to be faster than those that they come from.
 
     Args:
-        plans: that fit.
-        until: reading of `time.monotonic` after which nothing further is tried.
+        plans: plans that fit.
+        schedules: schedules that the run can use.
+        until: deadline, as a value of `time.monotonic()`; None: no deadline.
     """
     late = until is not None and time.monotonic() > until
     if late or not costs.stack.own:
@@ -45,8 +49,12 @@ def refined(costs: Costs, plans: Sequence[Settled], until: float | None = None) 
         if LEAST * plan.seconds < best:
             strategy, memory = _largest(costs, plan, until)
             found += _faster(costs, plan, strategy, memory)
-    for plan in sorted([*plans, *found], key=lambda each: each.seconds)[:1]:
-        found += _zero_bubble(costs, plan)
+    fastest = min([*plans, *found], key=lambda each: each.seconds, default=None)
+    if fastest is not None and any(len(pipeline.stages) > 1 for pipeline in fastest.strategy.pipelines):
+        for schedule in schedules:
+            strategy = replace(fastest.strategy, schedule=schedule)
+            held = _fitting(costs, fastest, strategy)
+            found += [] if held is None else _faster(costs, fastest, strategy, held)
     return found
 
 
@@ -55,15 +63,6 @@ def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, 
         return []
     changed = simulated(costs, replace(plan, strategy=strategy, memory=memory))
     return [changed] if changed.seconds < plan.seconds else []
-
-
-def _zero_bubble(costs: Costs, plan: Settled) -> list[Settled]:
-    """Return a plan with the schedule zb-h1, if it fits and is faster."""
-    strategy = replace(plan.strategy, schedule="zb-h1")
-    if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines) or strategy.streams:
-        return []
-    memory = _fitting(costs, plan, strategy)
-    return [] if memory is None else _faster(costs, plan, strategy, memory)
 
 
 def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:

@@ -420,7 +420,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
     """Copy the nodes that some outputs need.
 
     Args:
-        keep: placeholders whose names start with this stay even if nothing uses them; "": none.
+        keep: prefix of the placeholders that are kept even if no node uses them; "" keeps only those in use.
         given: names of nodes that become placeholders.
     """
     graph = fx.Graph()

@@ -72,7 +72,7 @@ def is_budget(value: object) -> bool:
 
 
 def recompute_flag(recompute: bool | float) -> str:
-    """Return the flag of recomputation in a strategy's text: r, r0.5, or nothing."""
+    """Return the flag of recomputation in a strategy's text, such as r or r0.5; "" without recomputation."""
     return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 

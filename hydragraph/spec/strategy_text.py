@@ -33,6 +33,11 @@ _FLAGS = {
 _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
 
+def planned_schedules(backend: str) -> tuple[str, ...]:
+    """Return the schedules that plans may use with a backend: zb-h1 splits backwards, which Inductor compiles whole."""
+    return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
+
+
 class StageFlags(NamedTuple):
     """The options of one stage; the fields are those of `Stage`."""
 
@@ -231,7 +236,7 @@ def _parse_stage(reader: _Reader) -> StageText:
 
 
 def _parse_flags(reader: _Reader) -> StageFlags:
-    """Read a stage's flags: letters, of which r may be followed by a memory budget and further letters."""
+    """Read a stage's flags: letters. A memory budget may follow r."""
     start = reader.take()
     letters = start.text
     budget: float | None = None

@@ -68,9 +68,10 @@ def test_plain_data_parallelism_stays_as_it_is() -> None:
 def test_bubbles_are_filled_where_that_is_faster() -> None:
     costs = costs_of()
     before = plan_of(costs, "<tp1,pp4>", micro_batches=4)
-    schedules = {plan.strategy.schedule for plan in refined(costs, [before])}
-    assert "zb-h1" in schedules
-    for plan in refined(costs, [before]):
+    found = refined(costs, [before], ("1f1b", "zb-h1"))
+    assert "zb-h1" in {plan.strategy.schedule for plan in found}
+    assert all(plan.strategy.schedule == "1f1b" for plan in refined(costs, [before]))
+    for plan in found:
         assert plan.seconds < before.seconds
         assert plan.seconds == pytest.approx(simulated(costs, plan).seconds)
 
