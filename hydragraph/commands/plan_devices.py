@@ -175,7 +175,9 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         if config is not None:
             costs = _compile_first(costs, left(COMPILING))
         say("searching")
-        found = plan(costs, workload, method, running, left(), solver, planned_schedules(_backend(config)))
+        schedules = planned_schedules(_backend(config))
+        streaming = config is None or not config.deterministic
+        found = plan(costs, workload, method, running, left(), solver, schedules, streaming)
         if asked.deadline is None:
             say("simulating the rivals")
             found = with_causes(costs, workload, found, max(2.0, EXPLAINING * found.took_s))

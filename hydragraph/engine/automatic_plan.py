@@ -109,11 +109,13 @@ def plan_automatically(
             if not preplanned:
                 return replace(planning, profile=costs, explanation=_lines(costs, found, (), source, assumed))
             answer = _plan_on_first(subject, found, world, costs, planning)
-            if isinstance(answer, _Plan):
+            if isinstance(answer, ValueError):
+                if more:
+                    raise answer
+            # If only streaming fits without recomputation, other plans with it may be faster.
+            elif more or not any(strategy.streams for strategy in answer.strategies):
                 lines = _lines(costs, found, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed)
                 return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
-            if more:
-                raise answer
             more = True
     finally:
         groups.close()

@@ -330,6 +330,7 @@ def candidates_of(
     batches: Sequence[Sequence[int]] | None,
     home: Home | None = None,
     passed: Collection[Strategy] = (),
+    streaming: bool = True,
 ) -> tuple[Strategy, ...]:
     """Return the checked strategies to choose from.
 
@@ -339,6 +340,7 @@ def candidates_of(
         batches: sequence lengths of sample mini-batches; required by "auto".
         home: where state lives, so that "auto" can judge what fits in memory; None: equal shares.
         passed: strategies that another rank of this run has already checked for the same program.
+        streaming: whether stages of planned strategies may stream.
 
     Raises:
         Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
@@ -360,7 +362,7 @@ def candidates_of(
                 remedy="pass lengths= (sequence lengths of some mini-batches) too, or leave out the profile",
             )
         if isinstance(profile, Costs):
-            found = _able(program, profile, planned_for(program, profile, batches, home))
+            found = _able(program, profile, planned_for(program, profile, batches, home, streaming=streaming))
         else:
             found = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
@@ -507,11 +509,13 @@ def planned_for(
     batches: Sequence[Sequence[int]],
     home: Home | None = None,
     schedules: Sequence[str] = ("1f1b",),
+    streaming: bool = True,
 ) -> Plan:
     """Return the plan that `hg.plan` finds for a sample on devices that differ.
 
     Args:
         schedules: the pipeline schedules that the run can use.
+        streaming: whether its stages may stream.
 
     Raises:
         Unsupported: no strategy fits both these devices and this model, or the costs are of another model.
@@ -532,7 +536,8 @@ def planned_for(
             where="compile",
             remedy="pass lengths= of mini-batches that do",
         )
-    return plan(costs.changed(home=home), Workload(lengths=sample), schedules=schedules)
+    workload = Workload(lengths=sample)
+    return plan(costs.changed(home=home), workload, schedules=schedules, streaming=streaming)
 
 
 def _able(program: Program, costs: Costs, plan: Plan) -> tuple[Strategy, ...]:

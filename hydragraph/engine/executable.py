@@ -315,10 +315,11 @@ class Executable:
             several = [given] if isinstance(given, Strategy | str) else given
             self._check_strategies([strategy_for(each, program) for each in several])
         if not joining:
-            known, wanted = self._variants.strategies, self.wanted_home
+            known, wanted, streaming = self._variants.strategies, self.wanted_home, self.may_stream
 
             def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
-                return candidates_among(world, given, program, world.ranks, profile, plans.lengths, wanted, known)
+                how = (program, world.ranks, profile, plans.lengths, wanted, known, streaming)
+                return candidates_among(world, given, *how)
 
             alike = self._sums is not None and given == "auto"
             if given == "auto" and plans.strategies:
@@ -784,7 +785,13 @@ class Executable:
             self._planning = replace(self._planning, profile=self._alike(profile or self._planning.profile))
             plans = self._planning
             self.strategies = candidates_of(
-                known if strategy is None else strategy, self.program, world.ranks, plans.profile, plans.lengths, home
+                known if strategy is None else strategy,
+                self.program,
+                world.ranks,
+                plans.profile,
+                plans.lengths,
+                home,
+                streaming=self.may_stream,
             )
             self._check_strategies(self.strategies)
             self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
@@ -988,6 +995,11 @@ class Executable:
             self._choosing = Chooser.of(
                 self.strategies, session.groups, planning, session.owners.home, readying, before
             )
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether stages may stream: sums of deterministic runs may not."""
+        return self._sums is None
 
     def _check_strategies(self, strategies: Sequence[Strategy]) -> None:
         """Check that the backend runs all strategies, and that deterministic ones give the same sums as the first."""

@@ -231,7 +231,8 @@ def strategies_for(
             ran = replace(past, eras=eras).among(seats)
             if (found := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
                 return (found,)
-        return candidates_among(world, "auto", exe.program, world.ranks, profile, lengths, home)
+        how = (exe.program, world.ranks, profile, lengths, home, (), exe.may_stream)
+        return candidates_among(world, "auto", *how)
 
     if isinstance(given, str) and given == "auto":
         return planned()

@@ -11,10 +11,11 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled
 from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.home_text import owners_text
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
 from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6  # rivals
+STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
 TIGHT = 0.9  # of a device's memory, above which a plan warns if nothing was measured
 
 
@@ -94,7 +95,8 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
         kind = costs.cluster.type_of(stage.devices[0]) or "device"
         rate = max(costs.rate(rank) for rank in stage.devices)
         slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
-        marks = "".join(f", {mark}" for mark in stage.kind.marks)
+        streams = () if not stage.stream else (STREAMS[stage.stream],)
+        marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams))
         stages.append(f"{stage.tp} {kind}{slow}: {stage.layers} layers{marks}")
     return " -> ".join(stages)
 

@@ -15,6 +15,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.generators.group_prices import SAFETY, state_bytes
 from hydragraph.planner.generators.malleus_autohet import fits
 from hydragraph.planner.price_candidate import Shortage
+from hydragraph.planner.streamed_data_parallelism import streaming_fits
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
@@ -45,27 +46,29 @@ def check_labels(costs: Costs, workload: Workload) -> None:
         )
 
 
-def nothing_fits(costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY) -> Unsupported:
+def nothing_fits(
+    costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY, streaming: bool = False
+) -> Unsupported:
     """Return the error for a workload that no plan fits, with the shortage and remedies.
 
     Args:
         short: plans that were settled exactly, with their shortages.
         safety: fraction of all memory with which the search found no fit.
+        streaming: whether stages may stream.
     """
-    running = _running(costs)
-    if short:
+    state = costs.home.copies * state_bytes(costs)
+    room = sum(costs.memory_of(rank) for rank in _running(costs))
+    if short and state < room:
         nearest = min(short, key=lambda each: each.bytes)
         why = f"the nearest, {nearest.strategy.name}: {nearest}"
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
-        state = costs.home.copies * state_bytes(costs)
-        room = sum(costs.memory_of(rank) for rank in running)
         why = (
             "no pipeline of these devices holds the model, whose state alone takes "
             f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages"
         )
         first = ""
-    wishes = _wishes(costs, workload, safety)
+    wishes = _wishes(costs, workload, safety, streaming)
     found = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
@@ -79,19 +82,24 @@ def _running(costs: Costs) -> list[int]:
     return [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
 
 
-def _wishes(costs: Costs, workload: Workload, safety: float) -> list[str]:
+def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) -> list[str]:
     """Return the single changes that would make a plan fit."""
     longest = workload.longest
-    sequences = workload.typical.sequences
+
+    def able(costs: Costs, length: int = longest, times: float = 1.0) -> bool:
+        """Return whether a plan fits sequences of a length, with so many times the memory in each device."""
+        whole = fits(costs, workload.typical.sequences, length, times * safety)
+        return whole or (streaming and streaming_fits(costs, length, times))
+
     found = []
-    memory = _least(lambda times: fits(costs, sequences, longest, times * safety), MOST)
+    memory = _least(lambda times: able(costs, times=times), MOST)
     if 1 < memory < math.inf:
         found.append(f"{memory:.3g} times the memory in each device")
-    shorter = _least(lambda times: fits(costs, sequences, max(1, int(longest / times)), safety), longest)
+    shorter = _least(lambda times: able(costs, max(1, int(longest / times))), longest)
     if 1 < shorter < math.inf:
         found.append(f"sequences of at most {max(1, int(longest / shorter)):,} tokens")
     for times in (2, 4, MANY):
-        if fits(_several(costs, times), sequences, longest, safety):
+        if able(_several(costs, times)):
             found.append(f"{times} times as many such devices")
             break
     return found

@@ -37,6 +37,7 @@ from hydragraph.planner.price_candidate import Candidate, Settled, Shortage, sim
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import refined
 from hydragraph.planner.state_shares import home_by_block
+from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -167,6 +168,7 @@ def plan(
     deadline_s: float | None = None,
     solver: Solver | None = None,
     schedules: Collection[str] = (DEFAULT_SCHEDULE,),
+    streaming: bool = True,
 ) -> Plan:
     """Plan training on devices that differ by type, memory or current speed.
 
@@ -185,6 +187,7 @@ def plan(
             instead of our search; for method "mixed" and few devices.
         schedules: pipeline schedules that the run can use. Plans have "1f1b", or another one of these if it is faster;
             "zb-h1" needs a run with `backend="eager"`.
+        streaming: whether method "auto" may propose stages that stream, which a deterministic run cannot use.
 
     Returns:
         the plan.
@@ -206,7 +209,7 @@ def plan(
         raise ValueError(f"running is {running!r}: give a plan, a strategy or its text, or leave it out")
     with _uncollected():
         ways = WAYS[method] if solver is None else (PUBLISHED,)
-        return _plan(costs, workload, method, running, deadline_s, ways, schedules)
+        return _plan(costs, workload, method, running, deadline_s, ways, schedules, streaming)
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
@@ -247,6 +250,7 @@ def _plan(
     deadline_s: float | None,
     ways: Sequence[Way],
     schedules: Collection[str],
+    streaming: bool,
 ) -> Plan:
     began = time.monotonic()
     _check_copies(costs)
@@ -294,7 +298,7 @@ def _plan(
         short += looked.short
         if looked.settled or not looked.short:
             break
-    least = bound_of(costs, workload.batches) if looked.settled else math.inf
+    least = bound_of(costs, workload.batches)
     if ways and PUBLISHED not in ways:  # Metis's and the published method plan on all devices
         # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
         quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
@@ -305,14 +309,25 @@ def _plan(
     passed = looked.passed
     # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
     able = [each for each in settled if math.isfinite(each.seconds)]
+    if streaming and method == "auto" and costs.stack.own:
+        below_s = min((each.seconds for each in able), default=math.inf)
+        found = streamed(costs, workload, below_s, until)
+        short += [each for each in found if isinstance(each, Shortage)]
+        settled = (*settled, *(each for each in found if isinstance(each, Settled)))
+        able = [each for each in settled if math.isfinite(each.seconds)]
     if ways and PUBLISHED not in ways:  # Metis's and the published method are left as they are
         further = refined(costs, able, schedules, until)
         settled, able = (*settled, *further), [*able, *further]
     if not able:
-        raise nothing_fits(costs, workload, looked.short, safety)
+        raise nothing_fits(costs, workload, short, safety, streaming and method == "auto")
     best = min(each.seconds for each in able)
     equal = [each for each in able if each.seconds <= best * (1 + near)]
-    chosen = min(equal, key=lambda each: (moved(each.home), each.strategy != before, each.seconds))
+
+    def preference(each: Settled) -> tuple[float, ...]:
+        streams = each.strategy.streams
+        return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
+
+    chosen = min(equal, key=preference)
     # If lengths vary, the simulation used the planning order.
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
@@ -320,7 +335,7 @@ def _plan(
     useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
     limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
     took = time.monotonic() - began
-    rivals = _rivals(chosen, settled, passed, looked.short)
+    rivals = _rivals(chosen, settled, passed, short)
     text = explanation(costs, workload, chosen, least, 0 if running is None else moved(chosen.home), took)
     used = {*chosen.strategy.devices, *costs.health.lost}
     return Plan(

@@ -285,23 +285,48 @@ def owners(
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state, and the resulting peak memory of every rank.
 
-    An owner also holds messages, in proportion to its share: see `_messages`.
+    An owner also holds messages, in proportion to its share: see `_messages`. With stages that stream, the window of
+    exchanges limits the messages, so memory is walked with them.
 
     Args:
         home: fixed owners, if given.
     """
+    if strategy.streams:
+        return _owners_of_streams(costs, strategy, assignment, home)
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
     lines = _lines(costs, strategy, needed)
     room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
     tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
-    if limits[tightest] < needed[tightest]:
-        return Shortage(strategy, tightest, needed[tightest] - limits[tightest])
-    home = home or home_of(costs, strategy, room, costs.home)
+    beyond = max(0.0, needed[tightest] - limits[tightest])
+    home = None if beyond else home or home_of(costs, strategy, room, costs.home)
     if home is None:
         part = lacking(costs, room, costs.home)
-        return Shortage(strategy, tightest, part * sum(two[0][1] for two in lines) / costs.ranks**2)
+        return Shortage(strategy, tightest, beyond + part * sum(two[0][1] for two in lines) / costs.ranks**2)
     memory = _held(costs, lines, home)
+    worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
+    if memory[worst] > limits[worst]:
+        return Shortage(strategy, worst, memory[worst] - limits[worst])
+    return home, memory
+
+
+def _owners_of_streams(
+    costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None
+) -> tuple[Home, tuple[int, ...]] | Shortage:
+    """Return the owners of the state for a strategy in which a stage streams; see `owners`."""
+    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment))
+    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
+    equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
+    every = costs.home.copies * state_bytes(costs)
+    total = _with_messages(equal, strategy, shown)
+    left = [limit - each + equal.owned_bytes(r) for r, (limit, each) in enumerate(zip(limits, total, strict=True))]
+    room = [each / every for each in left]
+    tightest = min(strategy.devices, key=left.__getitem__)
+    beyond = max(0.0, -left[tightest])
+    home = None if beyond else home or home_of(costs, strategy, room, costs.home)
+    if home is None:
+        return Shortage(strategy, tightest, beyond + lacking(costs, room, costs.home) * every / costs.ranks)
+    memory = tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
@@ -335,13 +360,15 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
     tokens: dict[object, int] = {}
     for each in everything:
         for shape, batches in zip(shapes, each, strict=True):
-            most = _largest(batches, _most(len(shape), strategy.schedule))
+            most = _largest(batches, _most(len(shape), strategy))
             few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
     every = max(map(_tokens, everything), default=0)
-    needed = _needed(costs, strategy, [largest[s] for s in shapes], [tokens[s] for s in shapes], every)
-    return _held(costs, _lines(costs, strategy, needed), home)
+    shown = _Shown([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
+    if strategy.streams:
+        return tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
+    return _held(costs, _lines(costs, strategy, _needed(costs, strategy, shown)), home)
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
@@ -390,35 +417,47 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
     return found
 
 
-def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes that each rank needs for its stage, excluding its share of the state and messages."""
-    everything = micro_batches_of(strategy, assignment)
-    # Once a pipeline is full, further equal micro-batches add only their tokens.
-    most = [_most(len(pipeline.stages), strategy.schedule) for pipeline in strategy.pipelines]
-    shown = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
-    return _needed(costs, strategy, shown, [_tokens([batches]) for batches in everything], _tokens(everything))
+@dataclass(frozen=True)
+class _Shown:
+    """The micro-batches that determine a strategy's memory: once a pipeline is full, further ones add only tokens.
 
-
-def _needed(
-    costs: Costs, strategy: Strategy, shown: Sequence[list[MicroBatch]], tokens: Sequence[int], every: int
-) -> list[float]:
-    """Return the bytes of `needs`.
-
-    Args:
-        shown: the largest micro-batches of each pipeline, largest first, enough to fill it.
+    Attributes:
+        largest: the largest micro-batches of each pipeline, largest first, enough to fill it.
         tokens: tokens of all micro-batches of each pipeline.
         every: tokens of the mini-batch.
     """
+
+    largest: Sequence[list[MicroBatch]]
+    tokens: Sequence[int]
+    every: int
+
+    @classmethod
+    def of(cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]]) -> _Shown:
+        """Return those of a mini-batch."""
+        most = [_most(len(pipeline.stages), strategy) for pipeline in strategy.pipelines]
+        largest = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
+        return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))
+
+
+def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
+    """Return the bytes that each rank needs for its stage, excluding its share of the state and messages."""
+    return _needed(costs, strategy, _Shown.of(strategy, micro_batches_of(strategy, assignment)))
+
+
+def _needed(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
+    """Return the bytes of `needs`."""
     # Lost ranks hold no data; all others receive the lengths of all sequences.
-    found = [float(batch_bytes(0, every)) if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
+    everyone = float(batch_bytes(0, shown.every))
+    found = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
-            more = sum(tokens[p] for p in mine) - _tokens(shown[p] for p in mine)
-            found[rank] = _walked(costs, strategy, shown, rank) + batch_bytes(more, every - _tokens(shown))
+            more = sum(shown.tokens[p] for p in mine) - _tokens(shown.largest[p] for p in mine)
+            beside = batch_bytes(more, shown.every - _tokens(shown.largest))
+            found[rank] = _walked(costs, strategy, shown.largest, rank) + beside
         return found
     known: dict[object, float] = {}
-    for pipeline, own, largest in zip(strategy.pipelines, tokens, shown, strict=True):
+    for pipeline, own, largest in zip(strategy.pipelines, shown.tokens, shown.largest, strict=True):
         shape = tuple((s.layers, s.kind, s.stream) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
@@ -427,16 +466,40 @@ def _needed(
             key = (shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
-            more = batch_bytes(own - _tokens([few]), every - _tokens([few]))
+            more = batch_bytes(own - _tokens([few]), shown.every - _tokens([few]))
             for rank in stage.devices:
                 found[rank] = known[key] + more
     return found
 
 
-def _most(stages: int, schedule: str) -> int | None:
+def _with_messages(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
+    """Return the bytes that each rank holds, with its share of the state and messages; equal ranks are walked once."""
+    shapes = [
+        (tuple((s.layers, s.kind, s.stream) for s in pipeline.stages), tuple(few))
+        for pipeline, few in zip(strategy.pipelines, shown.largest, strict=True)
+    ]
+    known: dict[object, float] = {}
+    found = []
+    for rank in range(costs.ranks):
+        if rank in costs.health.lost:
+            found.append(0.0)
+            continue
+        places = strategy.places(rank)
+        key = (tuple((shapes[at.pipeline], at.stage) for at in places), costs.owned(rank))
+        if key not in known:
+            known[key] = float(costs.walk(strategy, shown.largest, rank).peak().total)
+        more = sum(shown.tokens[at.pipeline] - _tokens([shown.largest[at.pipeline]]) for at in places)
+        found.append(known[key] + batch_bytes(more, shown.every - _tokens(shown.largest)))
+    return found
+
+
+def _most(stages: int, strategy: Strategy) -> int | None:
     """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
-    counts = [telling(schedule, stages, position) for position in range(stages)]
-    return None if None in counts else max(count for count in counts if count is not None)
+    if strategy.streams:
+        # Every rank enters the exchanges of all pipelines, and messages outlive the micro-batch that sent them.
+        stages = max(len(pipeline.stages) for pipeline in strategy.pipelines)
+    counts = [telling(strategy.schedule, stages, position) for position in range(stages)]
+    return None if None in counts else max(count for count in counts if count is not None) + strategy.streams
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:

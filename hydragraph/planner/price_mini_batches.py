@@ -100,7 +100,7 @@ class Varied:
         found = owners(self.costs, strategy, usual, home)
         if isinstance(found, Shortage):
             return found
-        by_block = owners_by_block(self.costs, strategy, usual) if home is None else None
+        by_block = owners_by_block(self.costs, strategy, usual) if home is None and not strategy.streams else None
         home, memory = found
         if by_block is not None and by_block[0] != home:
             ends = [traffic_in_line(self.costs.changed(home=each), strategy)(usual) for each in (home, by_block[0])]
@@ -215,7 +215,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of a strategy's iteration seconds; with shared stages it is a simulation."""
-    if strategy.shares:
+    """Return an estimator of a strategy's iteration seconds; if stages are shared or stream, it is a simulation."""
+    if strategy.shares or strategy.streams:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

@@ -76,7 +76,8 @@ def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule
         stages = []
         for share in shares:
             devices = tuple(range(first, first + degree))
-            stages.append(Stage(devices, share, like.sequence_parallel and degree > 1, like.recompute))
+            sequence_parallel = like.sequence_parallel and degree > 1
+            stages.append(Stage(devices, share, sequence_parallel, like.recompute, like.stream))
             first += degree
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines), schedule)

@@ -238,7 +238,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "lost.yaml"), "all devices are lost"),
-        (("--cluster", "small.yaml", *TYPES, *SOME), "nothing fits: no pipeline of these devices holds the model"),
+        (("--cluster", "small.yaml", *TYPES, *SOME), "nothing fits: the nearest, 2*<tp2,pp1>w: rank "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--devices", "4"), "--devices is for equal devices"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--explain"), "--explain is for equal devices"),
         ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: also give --cluster"),

@@ -40,6 +40,7 @@ def test_what_was_given_stays_where_it_fits() -> None:
         ("2*<tp2,pp1>", 3, "<tp2,pp1>"),
         ("<tp4,pp1>", 3, "<tp1,pp3>"),
         ("2*<tp1,pp1>", 1, "<tp1,pp1>"),
+        ("4*<tp1,pp1>rw", 3, "3*<tp1,pp1>rw"),
     ],
 )
 def test_shapes_stay(text: str, ranks: int, wanted: str) -> None:

@@ -1,0 +1,145 @@
+"""Data parallelism whose stages stream: a rank holds few weights and gradients beside its share of the state.
+
+In the other plans a stage holds its weights and gradients during a step, 6 bytes per parameter in bf16, so a model that
+is too large for that is cut into stages. Where links are fast, streaming is an alternative: with `stream: true` a rank
+holds two blocks and pulls each block twice per micro-batch; with `stream: gradients` it holds the weights, and pushes
+gradients once per micro-batch.
+
+One strategy is priced for each kind of stage and each of the two: all devices, in groups of one degree. An iteration
+takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the whole
+mini-batch, and as the traffic of its slowest rank over the slowest link that it uses. The strategies with the least
+maximum of the two are simulated.
+
+Example: 64 sequences of 2,048 tokens, an 8B Llama and 8 A100 of 80 GB, by the datasheet: 8*<tp1,pp1>w computes for
+3.97 s and takes 4.01 s. The best plan that does not stream has four pipelines of two stages, and takes 4.30 s.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hydragraph.cost.block_pieces import GRADIENT_BYTES
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.generators.device_groups import nodes_of
+from hydragraph.planner.micro_batch_sizes import ANY, pipeline_costs
+from hydragraph.planner.price_candidate import Settled, Shortage, owners
+from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.training_workload import Workload
+
+# Number of strategies that are simulated.
+SIMULATED = 3
+LEAST_S = 1e-12  # minimum seconds of a mini-batch
+
+
+def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
+    """Return data parallelism that streams: strategies that may take less than `below_s`, or what they lack.
+
+    Args:
+        until: deadline, as a value of `time.monotonic()`; None: no deadline.
+    """
+    varied = Varied(costs, workload.batches)
+    found: list[Settled | Shortage] = []
+    fitting = []
+    for strategy in _strategies(costs):
+        late = until is not None and time.monotonic() > until
+        computing = _computing_s(costs, strategy, workload)
+        if late or max(computing, _traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
+            continue
+        settled = _least(costs, strategy, workload.longest)
+        if isinstance(settled, Shortage):
+            found.append(settled)
+            continue
+        owned = costs.changed(home=settled.home)
+        expected = max(computing, _traffic_s(owned, strategy, _micro_batches(owned, strategy, workload)))
+        if expected < below_s:
+            fitting.append((expected, strategy, settled))
+    for expected, strategy, settled in sorted(fitting, key=lambda each: each[0])[:SIMULATED]:
+        if expected < below_s and not (until is not None and time.monotonic() > until):
+            one = varied.settle(strategy, "streamed", settled.home)
+            found.append(one)
+            if isinstance(one, Settled):
+                below_s = min(below_s, one.seconds)
+    return found
+
+
+def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
+    """Return whether the strategy that holds least fits: of the highest degree, streaming all and recomputing.
+
+    Args:
+        longest: tokens of a micro-batch.
+        times: factor on the memory of every device.
+    """
+    devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
+    larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
+    every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
+    last = max(every, key=lambda s: (s.pipelines[0].stages[0].tp, s.pipelines[0].stages[0].kind), default=None)
+    return last is not None and isinstance(_least(larger, last, longest), Settled)
+
+
+def _strategies(costs: Costs) -> Iterator[Strategy]:
+    """Yield all devices in groups of one degree, for each kind of stage that all types have costs of."""
+    nodes = [sorted(node.devices) for node in nodes_of(costs)]
+    types = {costs.cluster.type_of(devices[0]) for devices in nodes}
+    kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
+    for kind in sorted(kinds):
+        groups = [
+            tuple(devices[first : first + kind.tp])
+            for devices in nodes
+            for first in range(0, len(devices) - kind.tp + 1, kind.tp)
+        ]
+        if groups and costs.sizes.allows(kind.tp):
+            for stream in (GRADIENTS, True):
+                stages = (
+                    Stage(g, costs.outline.layers, kind.sequence_parallel, kind.recompute, stream) for g in groups
+                )
+                yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
+
+
+def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
+    """Return the owners and memory with the longest sequence alone in every micro-batch."""
+    assignment = Assignment.even([1] * len(strategy.pipelines), longest)
+    found = owners(costs, strategy, assignment)
+    if isinstance(found, Shortage):
+        return found
+    return Settled(strategy, found[0], (assignment,), (math.inf,), found[1], "streamed", simulated=False)
+
+
+def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
+    """Return the mean seconds in which the pipelines compute a mini-batch, distributed by speed."""
+    found = 0.0
+    pipelines = pipeline_costs(costs, strategy, ANY)
+    for batch in workload.batches:
+        work = {id(p): max(LEAST_S, sum(float(p.envelope.work(n)) for n in batch)) for p in pipelines}
+        found += 1 / sum(1 / work[id(p)] for p in pipelines)
+    return found / len(workload.batches)
+
+
+def _micro_batches(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
+    """Return the least mean number of micro-batches of every pipeline, of equal shares of the tokens."""
+    tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
+    limits = [max(each.max_len, workload.longest) for each in pipeline_costs(owned, strategy)]
+    return [math.ceil(tokens / limit) for limit in limits]
+
+
+def _traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
+    """Return the seconds of the slowest rank's pulls and pushes."""
+    every = sum(bucket.size for bucket in costs.buckets)
+    learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
+    several = len({costs.cluster.node_of(rank) for rank in strategy.devices}) > 1
+    slowest = 0.0
+    for pipeline, times in zip(strategy.pipelines, micro_batches, strict=True):
+        (stage,) = pipeline.stages
+        pulls = 2 * times if stage.stream is True else 1
+        moved = (pulls * costs.sizes.itemsize * every + times * GRADIENT_BYTES * learning) / stage.tp
+        node = costs.cluster.node(costs.cluster.node_of(stage.devices[0]))
+        link = node.inner.bytes_per_s
+        if several:
+            link = min(link, node.outer.bytes_per_s * min(1.0, node.cards / node.devices))
+        slowest = max(slowest, (1 - 1 / costs.ranks) * moved / link)
+    return slowest
