@@ -8,10 +8,9 @@ Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import copy, reduce
@@ -30,7 +29,8 @@ def copied(source: Layout, target: Layout, ranks: int) -> Ints:
     if source.nodes is not None:
         nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks beyond the known ones are on another node
     line = np.zeros_like(source.copy)
-    sent = _sent(*_rows(source, target), line, 1, source.size, target.rank * 1, nodes, _NEAREST, ranks)
+    cells = _Cells.of(source, target, line, 1)
+    sent = _sent(source.rank, source.partial, *_needed(target), cells, source.size, target.rank * 1, nodes, _NEAREST)
     if len(sent) and source.size == target.size:
         return np.asarray(sent)
     raise _refused(copy, source, target)
@@ -46,7 +46,8 @@ def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
     lines = int(line.max(initial=0)) + 1
     nodes = np.zeros(ranks, np.int64)
     first = target.first
-    sent = _sent(*_rows(source, first), line, lines, source.size, first.rank * 1, nodes, _OWN, ranks)
+    cells = _Cells.of(source, first, line, lines)
+    sent = _sent(source.rank, source.partial, *_needed(first), cells, source.size, first.rank * 1, nodes, _OWN)
     if len(sent) and source.size == target.size:
         return np.asarray(sent)
     raise _refused(reduce, source, target)
@@ -57,8 +58,42 @@ def handed_on(owners: Layout, ranks: int) -> Ints:
     return copied(owners.first, owners.second, ranks)
 
 
-def _rows(source: Layout, target: Layout) -> tuple[npt.NDArray[Any], ...]:
-    return source.rank, source.lo, source.hi, source.partial, target.rank, target.lo, target.hi
+class _Cells(NamedTuple):
+    """The elements, cut wherever a part of the source begins or ends: each cell has the same holders throughout.
+
+    Attributes:
+        ends: element at which each cell begins, and the end of the last one [C + 1].
+        first: index in `holders` of each cell's first holder, and the end of the last one [C + 1].
+        holders: the rows of the source that hold each cell, ascending.
+        at: the cell in which each part of the target begins [lines, rows of the target].
+    """
+
+    ends: Ints
+    first: Ints
+    holders: Ints
+    at: Ints
+
+    @classmethod
+    def of(cls, source: Layout, target: Layout, line: Ints, lines: int) -> _Cells:
+        """Return the cells of several copies of the elements, of which each row of the source holds a part of one."""
+        size = source.size
+        lo, hi = source.lo + line * size, source.hi + line * size
+        ends = np.unique(np.concatenate(([0, lines * size], lo, hi)))
+        begin, end = np.searchsorted(ends, lo), np.searchsorted(ends, hi)
+        cells = np.concatenate([np.arange(*both) for both in zip(begin, end, strict=True)] or [begin])
+        rows = np.repeat(np.arange(len(lo)), end - begin)
+        counts = np.bincount(cells, minlength=len(ends) - 1)
+        wanted = target.lo + size * np.arange(lines)[:, None]
+        return cls(
+            ends,
+            np.concatenate(([0], np.cumsum(counts))),
+            rows[np.argsort(cells, kind="stable")],
+            np.searchsorted(ends, wanted, "right") - 1,
+        )
+
+
+def _needed(target: Layout) -> tuple[Ints, Ints, Ints]:
+    return target.rank, target.lo, target.hi
 
 
 def _refused(link: Any, source: Layout, target: Layout) -> ValueError:
@@ -73,51 +108,28 @@ def _refused(link: Any, source: Layout, target: Layout) -> ValueError:
 @compiled
 def _sent(
     source_rank: Ints,
-    source_lo: Ints,
-    source_hi: Ints,
     partial: Any,
     target_rank: Ints,
     target_lo: Ints,
     target_hi: Ints,
-    line: Ints,
-    lines: int,
+    cells: _Cells,
     size: int,
     turns: Ints,
     nodes: Ints,
     way: int,
-    ranks: int,
 ) -> Ints:
     """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element."""
-    rows = len(source_rank)
-    bounds = np.empty(2 * rows + 2, np.int64)
-    bounds[0], bounds[1] = 0, lines * size
-    bounds[2 : rows + 2] = source_lo + line * size
-    bounds[rows + 2 :] = source_hi + line * size
-    ends = np.unique(bounds)
-    cells = len(ends) - 1
-    # The rows that hold each cell, ascending: holders[first[c] : first[c + 1]].
-    first = np.zeros(cells + 2, np.int64)
-    begin = np.searchsorted(ends, bounds[2 : rows + 2])
-    end = np.searchsorted(ends, bounds[rows + 2 :])
-    for row in range(rows):
-        first[begin[row] + 2 : end[row] + 2] += 1
-    first = np.cumsum(first)
-    holders = np.empty(first[-1], np.int64)
-    for row in range(rows):
-        for cell in range(begin[row], end[row]):
-            holders[first[cell + 1]] = row
-            first[cell + 1] += 1  # the position of the next one; in the end, the start of the next cell's
-
+    ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
-    for number in range(lines):
+    for number in range(cells.at.shape[0]):
         for item in range(len(target_rank)):
             receiver = target_rank[item]
             lo = target_lo[item] + number * size
             hi = target_hi[item] + number * size
-            cell = np.searchsorted(ends, lo, "right") - 1
-            while cell < cells and ends[cell] < hi:
-                elements = min(hi, ends[cell + 1]) - max(lo, ends[cell])
-                held = holders[first[cell] : first[cell + 1]]
+            cell = cells.at[number, item]
+            while cell < len(cells.ends) - 1 and cells.ends[cell] < hi:
+                elements = min(hi, cells.ends[cell + 1]) - max(lo, cells.ends[cell])
+                held = cells.holders[cells.first[cell] : cells.first[cell + 1]]
                 if len(held) == 0:
                     return np.zeros((0, 0), np.int64)
                 # One of the cheapest sends, in turn, in addition to all whose gradients are partial.

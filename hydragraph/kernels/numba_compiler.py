@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.types import unliteral
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
@@ -34,6 +35,13 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
     """
     # numpy's error model: a division by zero is infinite, as in the formulas, and the loops contain no checks.
     dispatcher: Any = njit(error_model="numpy")(function)
+    called = dispatcher.get_call_template
+
+    def without_constants(given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return called(tuple(map(unliteral, given)), {name: unliteral(each) for name, each in named.items()})
+
+    # Compiled callers would otherwise compile a function once for every combination of constants that they pass.
+    dispatcher.get_call_template = without_constants
     try:
         dispatcher._cache = _Cache(function, quick)  # set by njit(cache=True), here with our class
     except (RuntimeError, OSError):

@@ -10,11 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, product
 
+import numpy as np
+
+from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
+from hydragraph.cost.stage_costs import StageCost
+from hydragraph.errors import Unsupported
+from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
@@ -25,6 +30,9 @@ ANY = 2**62
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence
+# Smaller micro-batches that are tried at the beginning and, reversed, at the end of a pipeline, relative to the others:
+# they shorten the time in which it fills and drains.
+RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
@@ -42,13 +50,41 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Return a mini-batch cut as in a run, and when the last pipeline ends.
+    """Return equal sequences cut as in a run, and when the last pipeline ends.
 
     Raises:
         Unsupported: a sequence is too long for all pipelines, with the owners of `costs`.
     """
-    found = assign_pipelines(pipeline_costs(costs, strategy), lengths)
-    return Assignment(found.micro_batches, found.lengths), found.seconds
+    return equally_long(pipeline_costs(costs, strategy), lengths)
+
+
+def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
+    """Assign equal sequences by the exact ends of pipelines, and return when the last one ends.
+
+    From an approximate assignment (`promised`), one sequence after another moves from the last pipeline to the one that
+    then ends first, while that ends before. Every pipeline has the number of micro-batches with the earliest end.
+
+    Args:
+        lengths: of all sequences, which are equal.
+
+    Raises:
+        Unsupported: they are too long for all pipelines.
+    """
+    kinds = _kinds(pipelines, lengths)
+    ends = {kind: _Ends(pipeline, kind, lengths[0]) for kind, pipeline in zip(kinds, pipelines, strict=True)}
+    counts = _counts(kinds, len(lengths))
+    every = range(len(kinds))
+    while True:
+        last = max(every, key=lambda p: ends[kinds[p]].at(counts[p])[0])
+        able = (p for p in every if p != last and kinds[p].most)
+        taker = min(able, key=lambda p: ends[kinds[p]].at(counts[p] + 1)[0], default=last)
+        now = ends[kinds[last]].at(counts[last])[0]
+        if taker == last or ends[kinds[taker]].at(counts[taker] + 1)[0] >= now * (1 - ROUNDING):
+            break
+        counts[last] -= 1
+        counts[taker] += 1
+    best = [ends[kind].at(n) for kind, n in zip(kinds, counts, strict=True)]
+    return _assignment([sizes for _, sizes in best], lengths), max(end for end, _ in best)
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
@@ -58,58 +94,165 @@ def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assign
     micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), if that is at least 1, these are
     A n + 2 sqrt((S - 1) A c n) + (S - 1) c. This gives the n that end by a given time, which a bisection minimizes.
     """
-    kinds = [_Kind.of(each, lengths[0]) for each in pipeline_costs(costs, strategy, ANY)]
+    kinds = _kinds(pipeline_costs(costs, strategy, ANY), lengths)
+    counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
+    return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
+
+
+def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_Kind]:
+    longest = max(pipeline.max_len for pipeline in pipelines)
+    if lengths[0] > longest:
+        raise Unsupported(
+            f"sequences have {lengths[0]} tokens, more than MaxLen = {longest} of every pipeline",
+            where="planner",
+            remedy="truncate them, or give more devices to a pipeline",
+        )
+    known = {pipeline: _Kind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
+    return [known[pipeline] for pipeline in pipelines]
+
+
+def _counts(kinds: Sequence[_Kind], sequences: int) -> list[int]:
+    """Return how many sequences each pipeline runs, so that all end at about the same time."""
     every = Counter(kinds)
-    high = 2 * max(kind.end(len(lengths)) for kind in every)  # enough for any rounding
+    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # enough for any rounding
     low = 0.0
     for _ in range(HALVES):
         middle = (low + high) / 2
-        if sum(count * kind.by(middle) for kind, count in every.items()) >= len(lengths):
+        if sum(count * kind.by(middle) for kind, count in every.items()) >= sequences:
             high = middle
         else:
             low = middle
-    left = len(lengths)
-    batches: list[tuple[tuple[int, ...], ...]] = []
-    for kind in kinds:
-        n = min(left, kind.by(high))
-        m = min(n, round(kind.micro_batches(n)))
-        ends = [left - n * i // max(m, 1) for i in range(m + 1)]
-        batches.append(tuple(tuple(range(to, since)) for since, to in pairwise(ends)))
-        left -= n
-    return Assignment(tuple(batches), tuple(lengths))
+    counts = [kind.by(low) for kind in kinds]
+    for _ in range(sequences - sum(counts)):
+        least = min(range(len(kinds)), key=lambda p: kinds[p].end(counts[p] + 1))
+        counts[least] += 1
+    return counts
+
+
+def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assignment:
+    """Return the assignment of sequences in order, by the sizes of each pipeline's micro-batches."""
+    numbers = iter(range(len(lengths)))
+    batches = tuple(tuple(tuple(islice(numbers, size)) for size in each) for each in sizes)
+    return Assignment(batches, tuple(lengths))
+
+
+def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
+    """Return the seconds of a micro-batch on every stage, as `replay` takes them [S, PARTS]."""
+    tokens = sum(lengths)
+    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
+    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
+
+
+class _Ends:
+    """Exact ends of a pipeline with the best sizes of micro-batches found, computed on demand."""
+
+    def __init__(self, pipeline: PipelineCost, kind: _Kind, length: int) -> None:
+        self._pipeline = pipeline
+        self._kind = kind
+        self._length = length
+        self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        self._rows = np.zeros((0, kind.stages, PARTS))  # seconds of a micro-batch by its number of sequences
+
+    def at(self, n: int) -> tuple[float, tuple[int, ...]]:
+        """Return the end of n sequences, and the sizes of micro-batches."""
+        if n not in self._known:
+            self._known[n] = self._best(n)
+        return self._known[n]
+
+    def _best(self, n: int) -> tuple[float, tuple[int, ...]]:
+        count = self._kind.micro_batches(n)
+        best: tuple[float, int, tuple[int, ...]] = (math.inf, count, ())
+        for ramps in product(RAMPS, RAMPS) if self._kind.stages > 1 else (((), ()),):
+            looked: set[int] = set()
+            while around := {m for m in range(count - 2, count + 3) if 0 < m <= n} - looked:
+                looked |= around
+                every = [(m, _sizes(n, m, *ramps)) for m in sorted(around)]
+                best = min(best, *((self._end(sizes), m, sizes) for m, sizes in every))
+                count = best[1]
+        return best[0], best[2]
+
+    def _end(self, sizes: tuple[int, ...]) -> float:
+        largest = max(sizes)
+        if largest > self._kind.most:
+            return math.inf
+        stages = self._pipeline.stage_costs
+        if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
+            return self._pipeline.seconds([(self._length,) * size for size in sizes])
+        if largest >= len(self._rows):
+            rows = [stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
+            self._rows = np.concatenate([self._rows, np.array(rows)])
+        count = len(sizes)
+        table = table_of(self._pipeline.schedule, len(stages), count)
+        order = np.array(sizes, np.int64)
+        return float(replay(table, len(stages), self._rows, order, count, scratch_of(len(stages), count)))
+
+
+def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return n sequences in at most m micro-batches.
+
+    Args:
+        first: sizes of the first micro-batches relative to the others.
+        last: of the last ones, beginning with the last.
+    """
+    weights = np.ones(m)
+    weights[: len(first)] = first[:m]
+    weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])
+    ends = np.rint(n * np.cumsum(weights) / weights.sum()).astype(np.int64)
+    return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A pipeline: its stages, and seconds of a sequence and of a micro-batch on the slowest of them."""
+    """A pipeline: its stages, seconds of a sequence and of a micro-batch on the slowest of them, and its memory.
+
+    Attributes:
+        most: maximum number of sequences in a micro-batch.
+    """
 
     stages: int
     each: float
     fixed: float
+    most: int
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _Kind:
         """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
-        return cls(pipeline.stages, max(LEAST_S, float(pipeline.envelope.work(length))), max(0.0, pipeline.c))
+        each = max(LEAST_S, float(pipeline.envelope.work(length)))
+        return cls(pipeline.stages, each, max(0.0, pipeline.c), pipeline.max_len // length)
 
-    def micro_batches(self, n: int) -> float:
+    def least(self, n: int) -> int:
+        """Return the least number of micro-batches of n sequences."""
+        return -(-n // self.most)
+
+    def micro_batches(self, n: int) -> int:
         """Return the best number of micro-batches for n sequences."""
+        return min(n, max(self.least(n), round(self._best(n)))) if n else 0
+
+    def _best(self, n: float) -> float:
         waiting = (self.stages - 1) * self.each * n
         if not waiting:  # with one stage there is no bubble
             return 1.0
-        return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, float(n))
+        return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, n)
 
     def end(self, n: int) -> float:
         """Return the end of n sequences."""
-        m = self.micro_batches(n)
+        if not self.most:
+            return math.inf
+        m = max(self._best(n), n / self.most)
         return (m + self.stages - 1) * (self.each * n / m + self.fixed)
 
     def by(self, seconds: float) -> int:
         """Return the number of sequences that end by `seconds`."""
-        filling = (self.stages - 1) * self.fixed
-        if seconds <= filling:
+        if not self.most:
             return 0
-        n = (math.sqrt(seconds) - math.sqrt(filling)) ** 2 / self.each
-        if (self.stages - 1) * self.each * n < self.fixed:  # in one micro-batch
-            n = (seconds / self.stages - self.fixed) / self.each
+        # In full micro-batches.
+        full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))
+        filling = (self.stages - 1) * self.fixed
+        n = 0.0
+        if seconds > filling:
+            n = (math.sqrt(seconds) - math.sqrt(filling)) ** 2 / self.each
+            if (self.stages - 1) * self.each * n < self.fixed:  # in one micro-batch
+                n = max(0.0, (seconds / self.stages - self.fixed) / self.each)
+        if n > self.most * self._best(n):
+            n = full
         return max(0, int(n + ROUNDING))

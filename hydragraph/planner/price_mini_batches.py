@@ -21,6 +21,7 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.micro_batch_sizes import equally_long
 from hydragraph.planner.price_candidate import Settled, Shortage, form_of, held, owners, owners_by_block
 from hydragraph.planner.state_shares import homes_of
 from hydragraph.planner.traffic_estimate import Iterations
@@ -205,10 +206,13 @@ def _assigned(
     owned: Costs, strategy: Strategy, pipelines: Sequence[PipelineCost], simulating: bool, batch: Sequence[int]
 ) -> tuple[Assignment, float]:
     try:
-        found = assign_pipelines(pipelines, batch)
+        if len(set(batch)) == 1:
+            assignment, _ = equally_long(pipelines, batch)
+        else:
+            found = assign_pipelines(pipelines, batch)
+            assignment = Assignment(found.micro_batches, found.lengths)
     except Unsupported:
         return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
-    assignment = Assignment(found.micro_batches, found.lengths)
     if simulating:
         return assignment, owned.simulate(strategy, assignment).seconds
     return assignment, traffic_in_line(owned, strategy)(assignment)

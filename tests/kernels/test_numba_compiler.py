@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.kernels.numba_compiler import compiled
 from tests.thorough import first, thorough
 
 MODULE = """
@@ -124,3 +125,16 @@ def test_a_change_of_an_imported_function_or_constant_compiles_its_users_again(l
         os.utime(tmp_path / "other.py", (times, ord(operator)))  # numba compares times and sizes
         assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == printed
         assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == f"{printed[:-1]}1"
+
+
+def test_constants_that_compiled_callers_pass_compile_nothing_again() -> None:
+    @compiled
+    def scaled(a: int, factor: int, negative: bool) -> int:
+        return -a * factor if negative else a * factor
+
+    @compiled
+    def both(a: int) -> int:
+        return scaled(a, 2, False) + scaled(a, 3, True) + scaled(5, a, False)
+
+    assert both(7) == 14 - 21 + 35
+    assert len(scaled.signatures) == 1

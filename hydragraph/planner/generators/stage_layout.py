@@ -106,9 +106,12 @@ def timed(
     stages = len(order)
     seconds = np.empty(stages)
     passing = np.empty(stages)
-    of_layer = np.empty(taken.sum())
+    layers = 0
+    for s in range(stages):
+        layers += taken[s]
+    of_layer = np.empty(layers)
     done = 0
-    total = 0.0
+    total = slowest = slowest_passing = 0.0
     for s in range(stages):
         form = order[s]
         option = options[form, chosen[s]]
@@ -116,13 +119,15 @@ def timed(
         alone = option[_AUX] + first * option[_FIRST] + last * option[_LAST] + option[_LAYER] * taken[s]
         seconds[s] = forms[form, _RATE] * alone
         total += seconds[s]
+        slowest = max(slowest, seconds[s])
         size = taken[s] * option[_STATE] + first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
         passing[s] = size * forms[form, _PASSING]
+        slowest_passing = max(slowest_passing, passing[s])
         of_layer[done : done + taken[s]] = passing[s] / taken[s]
         done += taken[s]
     waited = exposed(seconds, passing)
     waited += options[order[0], chosen[0], _FIRST_BYTES] * forms[order[0], _PASSING]
-    return total + waited, seconds.max(), waited, passing.max(), seconds, of_layer
+    return total + waited, slowest, waited, slowest_passing, seconds, of_layer
 
 
 @compiled

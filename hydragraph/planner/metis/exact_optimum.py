@@ -134,13 +134,13 @@ def options_of(
                 if not np.isfinite(last):
                     continue
                 if upto.shape[0] < rows + replicas:
-                    upto = np.concatenate((upto, np.zeros((upto.shape[0] + replicas, layers + 1))))
+                    upto = longer(upto, 2 * upto.shape[0] + replicas)
                 if held.shape[0] < held_rows + 1:
-                    held = np.concatenate((held, np.zeros((held.shape[0], layers + 1))))
+                    held = longer(held, 2 * held.shape[0])
                 begun = rows
                 kind = kinds[start]
                 if alike:
-                    upto[rows] = tables.upto[kind, d, m]
+                    write_row(upto, rows, tables.upto[kind, d, m])
                     rows += 1
                     if shared[kind, d, mbs] < 0:
                         write_held(tables, kinds, start, 1, d, m, held[held_rows])
@@ -191,6 +191,23 @@ def options_of(
     )
 
 
+# numba takes seconds to compile the assignment of an array to a row, and np.concatenate, for their error messages.
+@compiled
+def write_row(rows: Floats, number: int, values: Floats) -> None:
+    """Write a row [columns]."""
+    for column in range(values.size):
+        rows[number, column] = values[column]
+
+
+@compiled
+def longer(rows: Floats, count: int) -> Floats:
+    """Return rows [n, columns], followed by rows of zeros: `count` in all."""
+    found = np.zeros((count, rows.shape[1]), rows.dtype)
+    for number in range(rows.shape[0]):
+        write_row(found, number, rows[number])
+    return found
+
+
 @compiled
 def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
     """Write the MB of the first layers of a stage, each layer on the type that needs most for it."""
@@ -213,14 +230,16 @@ def replica_rows(
         kind = kinds[start + i * width]
         if i > 0 and shares[i] == shares[i - 1] and kind == kinds[start + (i - 1) * width]:
             continue
-        upto[rows] = 0.0
+        for layer in range(upto.shape[1]):
+            upto[rows, layer] = 0.0
         digit = 1
         while digit <= shares[i]:
             if shares[i] & digit:
                 m = size_index(tables, digit)
                 if m < 0 or not tables.known[kind, d, m]:
                     return -1
-                upto[rows] += tables.upto[kind, d, m]
+                for layer in range(upto.shape[1]):
+                    upto[rows, layer] += tables.upto[kind, d, m, layer]
             digit *= 2
         if shares[i] < 0:
             return -1
@@ -365,14 +384,17 @@ def best_labels(
     latest_at = np.full(ranks + 1, np.inf)
     for rank in range(ranks - 1, -1, -1):
         latest_at[rank] = min(latest_at[rank + 1], o.ahead[rank])
-    value[0, 1:4] = least[0, 0]
+    for i in range(3):
+        value[0, 1 + i] = least[0, 0, i]
     value[0, 5] = np.inf
     origin[0, 0] = -1
     origin[0, 3] = -1
     heads[0, 0] = 0
     made = 1
     last = -1
-    smallest = o.size.min()
+    smallest = ranks
+    for each in o.size:
+        smallest = min(smallest, each)
     new = np.zeros(6)
     for start in range(ranks):
         for option in range(o.begin[start], o.begin[start + 1]):
@@ -437,9 +459,9 @@ def added(
 ) -> tuple[Ints, Floats, int]:
     """Append a label, in larger arrays if they are full; return the arrays and the new count."""
     if made == value.shape[0]:
-        value = np.concatenate((value, np.zeros_like(value)))
-        origin = np.concatenate((origin, np.zeros_like(origin)))
-    value[made] = new
+        value = longer(value, 2 * made)
+        origin = longer(origin, 2 * made)
+    write_row(value, made, new)
     origin[made, 0] = before
     origin[made, 1] = option
     origin[made, 2] = end

@@ -239,7 +239,8 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         total += speed[i]
     found = np.zeros(dp, dtype=np.int64)
     if not total > 0:
-        found[:] = -1
+        for i in range(dp):
+            found[i] = -1
         return found
     over = np.zeros(dp)
     rest = samples
@@ -249,7 +250,11 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         over[i] = exact - found[i]
         rest -= found[i]
     # Equal remainders go to the first replicas.
-    largest = np.argsort(-over, kind="mergesort")
-    for i in range(rest):
-        found[largest[i]] += 1
+    for _ in range(rest):
+        largest = 0
+        for i in range(1, dp):
+            if over[i] > over[largest]:
+                largest = i
+        found[largest] += 1
+        over[largest] = -1.0
     return found
