@@ -96,12 +96,12 @@ def test_a_model_that_is_traced_alone_may_lack_keys() -> None:
 def test_the_kernel_gives_the_bits_of_plain_pytorch() -> None:
     from hydragraph.kernels import dropout
 
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for shape, token_dim, dim in (((1, 15, 300), 1, 2), ((1, 6, 15, 5), 2, 1), ((15, 3, 6), 0, 2)):
-            for p, keys in ((0.3, KEYS), (0.9, keys_of(-5, [9, 6], [-1, 2**20])), (1.0, KEYS)):
-                x = torch.randn(shape).to(dtype)
-                whole = dropout._form(x, token_dim, None, 0, 0, 1)
-                part = dropout._form(x, token_dim, torch.tensor(14), dim, shape[dim] + 11, 2)
-                for form in (whole, part):
-                    want = dropout.reference(x, keys, form, 65539, p, token_dim)
-                    assert torch.equal(dropout._launch(x, keys, form, 65539, p), want)
+    shapes = (((1, 15, 300), 1, 2), ((1, 6, 15, 5), 2, 1), ((15, 3, 6), 0, 2))
+    for dtype, (shape, token_dim, dim) in zip((torch.float32, torch.bfloat16, torch.float16), shapes, strict=True):
+        for p, keys in ((0.3, KEYS), (0.9, keys_of(-5, [9, 6], [-1, 2**20])), (1.0, KEYS)):
+            x = torch.randn(shape).to(dtype)
+            whole = dropout._form(x, token_dim, None, 0, 0, 1)
+            part = dropout._form(x, token_dim, torch.tensor(14), dim, shape[dim] + 11, 2)
+            for form in (whole, part):
+                want = dropout.reference(x, keys, form, 65539, p, token_dim)
+                assert torch.equal(dropout._launch(x, keys, form, 65539, p), want)

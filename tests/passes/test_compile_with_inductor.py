@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
@@ -191,8 +192,22 @@ def test_weights_come_as_views_of_a_flat_buffer_and_no_input_or_saved_value_is_w
 
 
 @needs_compiler
-@torch.no_grad()
 def test_an_input_that_is_not_contiguous_is_made_so() -> None:
+    graph = make_fx(lambda x: (torch.relu(2 * x) + x.exp(),), tracing_mode="symbolic")(torch.randn(12, 8))
+    given = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    compiled, _ = compile_with_inductor._compile(graph, given, {}, ["hidden"])
+    (piece,) = compiled.children()
+    assert isinstance(piece, GraphPiece)
+    piece.graph.forward = None  # type: ignore[assignment]  # would run where no code holds
+    x = torch.randn(12, 16)[:, ::2]
+    assert not x.is_contiguous()
+    assert torch.allclose(compiled(x)[0], graph(x)[0])
+
+
+@thorough
+@needs_compiler
+@torch.no_grad()
+def test_a_layers_input_that_is_not_contiguous_is_made_so() -> None:
     variant, values, _ = given_a_layer()
     wanted = variant.forward(*(values[n] for n in variant.inputs))[0]
     wide = torch.cat([values["hidden"], values["hidden"]], dim=2)
