@@ -119,6 +119,8 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "owners by block": [(finalists, "owners_by_block", lambda *_: None)],
     "several simulations": [(finalists, "_simulations", lambda _: 1)],
     "several candidates per search": [(plan, "SETTLED", 1)],
+    "streaming": [(plan, "streamed", _nothing)],
+    "budgets of recomputation": [(plan, "refined", _nothing)],
     "less memory if nothing fits": [(plan, "SAFETIES", plan.SAFETIES[:1])],
 }
 

@@ -164,6 +164,15 @@ def plan_command(
             rich_help_panel=_UNEVEN,
         ),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DOLLARS",
+            help="Dollars per hour: plan for the nodes that train fastest and together cost no more. The cluster lists "
+            "all nodes that can be rented. Needs --price.",
+            rich_help_panel=_UNEVEN,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -201,6 +210,7 @@ def plan_command(
         "--home": home,
         "--deadline": deadline,
         "--price": prices,
+        "--budget": budget,
         "--output": output,
         "--report": report,
     }
@@ -233,6 +243,7 @@ def plan_command(
         corrections=corrections,
         report=report,
         prices=tuple(prices or ()),
+        budget=budget,
     )
     plan_devices(asked, as_json)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.cost.rank_memory import Compiled
     from hydragraph.planner.plan import Plan
+    from hydragraph.planner.rental_budget import Offer
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
     from hydragraph.spec.stage_kind import StageKind
@@ -34,6 +35,7 @@ Say = Callable[[str], None]
 # Part of the deadline after which no further graphs are compiled.
 COMPILING = 0.6
 EXPLAINING = 1.0  # relative to the time of planning: time to simulate rivals
+OFFERED = 4  # printed combinations of rented nodes
 # Default number of tokens in a sample mini-batch.
 TOKENS = 100_000
 
@@ -99,6 +101,7 @@ class Asked:
         work: the workload.
         profiles: files with measured profiles of all types of devices; empty: a datasheet prices them.
         prices: of an hour of a device, by type, as texts; empty: no price is printed.
+        budget: dollars per hour; None: plan for all devices.
     """
 
     cluster: Path
@@ -117,6 +120,7 @@ class Asked:
     report: Path | None = None
     solver: str | None = None
     prices: Sequence[str] = ()
+    budget: float | None = None
 
     def check(self) -> None:
         """Check that the options fit together.
@@ -131,6 +135,10 @@ class Asked:
             )
         if self.profiles and self.efficiency is not None:
             raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
+        if self.budget is not None and not self.prices:
+            raise ValueError("--budget chooses devices by their price: also give --price")
+        if self.budget is not None and (self.running is not None or self.home is not None):
+            raise ValueError("--budget plans for devices that nothing runs on yet: leave out --running and --home")
         check_written("--output", self.output)
 
 
@@ -147,6 +155,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
 
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
+    from hydragraph.planner.rental_budget import offers
     from hydragraph.planner.rental_price import Prices
     from hydragraph.report.device_picture import write_device_picture
 
@@ -177,7 +186,16 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic
-        found = plan(costs, workload, method, running, left(), solver, schedules, streaming)
+
+        def planned(some: Costs) -> Plan:
+            return plan(some, workload, method, running, left(), solver, schedules, streaming)
+
+        rented: list[Offer] = []
+        if asked.budget is None or prices is None:
+            found = planned(costs)
+        else:
+            rented = offers(costs, workload, prices, asked.budget, planned)
+            costs, found, prices = rented[0].costs, rented[0].plan, rented[0].prices
         if asked.deadline is None:
             say("simulating the rivals")
             found = with_causes(costs, workload, found, max(2.0, EXPLAINING * found.took_s))
@@ -192,9 +210,14 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         if prices is not None:
             token = prices.million_tokens(found.strategy, found.seconds, workload)
             record["price"] = {"per_hour": prices.hour(found.strategy), "per_million_tokens": token}
+        if rented:
+            record["rented"] = [
+                {"devices": each.devices, "per_hour": each.per_hour, "seconds": each.plan.seconds} for each in rented
+            ]
         print(json.dumps(record, indent=1))
         return
     priced = [] if prices is None else prices.sentences(found, workload)
+    priced += [f"{'or' if i else 'rent'}: {each.sentence(workload)}" for i, each in enumerate(rented[:OFFERED])]
     print("\n".join([source, found.explain(), *priced, *written]))
 
 

@@ -40,7 +40,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
     """Yield proper subsets of the nodes."""
     kinds: dict[object, list[int]] = {}
     for node in nodes:
-        kinds.setdefault(_kind(costs, node), []).append(node)
+        kinds.setdefault(kind_of(costs, node), []).append(node)
     ends = [1 << i for i in range(len(nodes).bit_length())]
     ends += [nodes.index(each[-1]) + 1 for each in kinds.values()]
     for count in sorted(set(ends)):
@@ -51,7 +51,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
             yield frozenset(nodes).difference(alike)
 
 
-def _kind(costs: Costs, node: int) -> object:
+def kind_of(costs: Costs, node: int) -> object:
     """Return the key of a node's kind: its hardware, and the current state of its devices."""
     built = costs.cluster.node(node)
     devices = [

@@ -193,6 +193,24 @@ def test_a_plan_is_told_drawn_and_written(uneven: Path) -> None:
     assert record["price"]["per_hour"] == 2.5 * len(set(expected.strategy.devices))
 
 
+def test_a_budget_chooses_the_nodes_to_rent(uneven: Path) -> None:
+    asked = ("--cluster", "cluster.yaml", *TYPES, *SOME, "--price", "fast=2", "--price", "slow=0.5")
+    one = json.loads(plan_devices(uneven, *asked, "--budget", "4.5", "--json").stdout)
+    assert [each["devices"] for each in one["rented"]] == ["2 fast"]
+    assert one["types"] == ["fast", "fast"]
+    assert one["price"]["per_hour"] <= 4.5
+    result = plan_devices(uneven, *asked, "--budget", "5")
+    assert result.exit_code == 0, result.output
+    assert "rent: 2 fast + 2 slow for $5 an hour: " in result.stdout
+    for options, why in (
+        ((), "--budget chooses devices by their price"),
+        (("--price", "9"), "the cheapest node costs $18"),
+    ):
+        result = plan_devices(uneven, *asked[:-4], *options, "--budget", "5")
+        assert result.exit_code == 2
+        assert why in result.stderr
+
+
 def test_a_model_is_priced_by_datasheet_and_its_compiled_graphs(uneven: Path) -> None:
     told = plan_devices(uneven, "--cluster", "apart.yaml", "--model", "config.yaml", "--output", "model.yaml")
     assert told.exit_code == 0, told.output

@@ -1,0 +1,133 @@
+"""The nodes to rent within a budget: those on which a step takes the least time.
+
+Whole nodes are rented. A combination of nodes, by kind, is planned if no further node can be paid for: with an
+additional node a step takes no longer, because the plan may leave it idle.
+
+Example: at $2.5 and $0.5 an hour and device, $25 an hour pay for 8 H100, or for 4 H100 and 24 L4 of a cluster of 8 H100
+and 32 L4 in nodes of 4 and 8 (the other 8 L4 would cost $4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.planner.cluster_parts import kind_of
+from hydragraph.planner.iteration_bound import bound
+from hydragraph.planner.plan import Plan
+from hydragraph.planner.rental_price import Prices
+from hydragraph.spec.home import Home
+from hydragraph.spec.training_workload import Workload
+
+ROUNDING = 1e-9  # of sums of prices
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes that a budget pays for, and the plan on them.
+
+    Attributes:
+        costs: of their devices, renumbered.
+        prices: of these devices.
+        plan: the plan; its ranks are those of `costs`.
+    """
+
+    costs: Costs
+    prices: Prices
+    plan: Plan
+
+    @property
+    def per_hour(self) -> float:
+        """Dollars for an hour of all devices, also of those that the plan leaves idle."""
+        cluster = self.costs.cluster
+        return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
+
+    @property
+    def devices(self) -> str:
+        """Its devices by type, such as "4 h100-sxm + 24 l4"."""
+        types = Counter(map(self.costs.cluster.type_of, range(self.costs.ranks)))
+        return " + ".join(f"{count} {name}" for name, count in types.items())
+
+    def sentence(self, workload: Workload) -> str:
+        """Return its price and speed in words."""
+        tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
+        million = self.per_hour * self.plan.seconds / 3600 / tokens * 1e6
+        speed = f"{self.plan.seconds:.4g} s per step, ${million:.4g} per million tokens"
+        return f"{self.devices} for ${self.per_hour:.4g} an hour: {speed}"
+
+
+def offers(
+    costs: Costs, workload: Workload, prices: Prices, budget: float, plan: Callable[[Costs], Plan]
+) -> list[Offer]:
+    """Return plans within a budget, the fastest first; slower ones may be missing.
+
+    Args:
+        costs: of all devices that can be rented.
+        budget: dollars per hour.
+        plan: plans on some of them.
+
+    Raises:
+        ValueError: no node can be paid for.
+        Unsupported: no plan fits on any of the combinations.
+    """
+    found: list[Offer] = []
+    refused: Unsupported | None = None
+    every = [costs.of_ranks(ranks, Home(copies=costs.home.copies)) for ranks in affordable(costs, prices, budget)]
+    least = [bound(some, workload.batches) for some in every]
+    for i in sorted(range(len(every)), key=least.__getitem__):
+        if found and least[i] >= min(offer.plan.seconds for offer in found):
+            break
+        try:
+            found.append(Offer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
+        except Unsupported as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None, "some node can be paid for"
+        raise refused
+    return sorted(found, key=lambda each: each.plan.seconds)
+
+
+def affordable(costs: Costs, prices: Prices, budget: float) -> list[tuple[int, ...]]:
+    """Return the ranks of every combination of nodes to which no further node can be added.
+
+    Raises:
+        ValueError: no node can be paid for.
+    """
+    kinds: dict[object, list[list[int]]] = {}
+    nodes: dict[int, list[int]] = {}
+    for rank, device in enumerate(costs.cluster.devices):
+        if rank not in costs.health.lost:
+            nodes.setdefault(device.node, []).append(rank)
+    for number, ranks in nodes.items():
+        kinds.setdefault(kind_of(costs, number), []).append(ranks)
+    every = list(kinds.values())
+    each = [math.fsum(prices.per_hour[costs.cluster.type_of(rank)] for rank in alike[0]) for alike in every]
+    if min(each) > budget:
+        raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(each):.4g} an hour")
+    return [
+        tuple(
+            sorted(rank for alike, count in zip(every, counts, strict=True) for some in alike[:count] for rank in some)
+        )
+        for counts in _maximal(each, [len(alike) for alike in every], budget)
+    ]
+
+
+def _maximal(each: Sequence[float], most: Sequence[int], budget: float) -> Iterator[tuple[int, ...]]:
+    """Yield how many nodes of each kind to take, such that none can be added.
+
+    Args:
+        each: price of a node of each kind.
+        most: number of nodes of each kind.
+    """
+    limit = budget * (1 + ROUNDING)
+    able = [many if price * many <= limit else int(limit / price) for price, many in zip(each, most, strict=True)]
+    for counts in product(*(range(count + 1) for count in able)):
+        total = math.fsum(price * count for price, count in zip(each, counts, strict=True))
+        further = (total + price for price, count, many in zip(each, counts, most, strict=True) if count < many)
+        if total <= limit < min(further, default=math.inf):
+            yield counts

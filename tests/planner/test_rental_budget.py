@@ -1,0 +1,84 @@
+"""What a budget pays for, against all combinations of nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.rental_budget import affordable, offers
+from hydragraph.planner.rental_price import Prices
+from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from hydragraph.spec.home import Home
+from tests.cost import priced
+
+WORK = hg.Workload(sequences=16, length=500)
+
+
+def costs_of(fast: int, slow: int, memory: int = 10**9, health: hg.Health | None = None) -> Costs:
+    """Return costs of nodes of two fast and of one slow device."""
+    types = {"fast": DeviceType(1e15, memory, 1e12), "slow": DeviceType(4e14, memory, 1e12)}
+    sizes = {"fast": (2, fast), "slow": (1, slow)}
+    nodes = (Node(name, size, priced.FAST, priced.SLOW, count=n, cards=size) for name, (size, n) in sizes.items() if n)
+    return priced.costs(4, Cluster.of(types, tuple(nodes)), health)
+
+
+def prices_of(costs: Costs, per_hour: Mapping[str, float]) -> Prices:
+    return Prices(costs.cluster, {name: per_hour[name] for name in costs.cluster.types})
+
+
+def counted(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, int]:
+    types = Counter(costs.cluster.type_of(rank) for rank in ranks)
+    assert types["fast"] % 2 == 0, "nodes are rented whole"
+    return types["fast"] // 2, types["slow"]
+
+
+@given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
+def test_no_node_can_be_added_to_what_is_affordable(fast: int, slow: int, a: int, b: int, budget: int) -> None:
+    if not fast + slow:
+        return
+    costs = costs_of(fast, slow)
+    node = {"fast": 2 * a, "slow": b}
+    able = [
+        (i, j)
+        for i, j in product(range(fast + 1), range(slow + 1))
+        if i * node["fast"] + j * node["slow"] <= budget and i + j > 0
+    ]
+    wanted = {(i, j) for i, j in able if not any((i + di, j + dj) in able for di, dj in ((1, 0), (0, 1)))}
+    prices = prices_of(costs, {"fast": a, "slow": b})
+    if not able:
+        with pytest.raises(ValueError, match=rf"--budget {budget}: the cheapest node costs \$"):
+            affordable(costs, prices, budget)
+        return
+    assert {counted(costs, ranks) for ranks in affordable(costs, prices, budget)} == wanted
+
+
+@pytest.mark.parametrize("budget", [3.0, 7.0, 11.0, 100.0])
+def test_no_affordable_nodes_train_faster(budget: float) -> None:
+    costs = costs_of(2, 3)
+    prices = prices_of(costs, {"fast": 2.5, "slow": 1.0})
+    found = offers(costs, WORK, prices, budget, lambda some: hg.plan(some, WORK))
+    every = [hg.plan(costs.of_ranks(ranks, Home()), WORK).seconds for ranks in affordable(costs, prices, budget)]
+    best = found[0]
+    assert best.plan.seconds == pytest.approx(min(every))
+    assert best.per_hour <= budget
+    assert [offer.plan.seconds for offer in found] == sorted(offer.plan.seconds for offer in found)
+    best.plan.strategy.check(4, best.costs.ranks)
+    tokens = 16 * 500
+    million = best.per_hour * best.plan.seconds / 3600 / tokens * 1e6
+    assert best.sentence(WORK).endswith(f"${million:.4g} per million tokens")
+
+
+def test_lost_devices_are_not_rented_and_nodes_that_are_too_small_are_passed_over() -> None:
+    costs = costs_of(1, 2, health=hg.Health({2: float("inf")}))
+    prices = prices_of(costs, {"fast": 5.0, "slow": 1.0})
+    assert affordable(costs, prices, 1.0) == [(3,)]
+    small = costs_of(1, 1, memory=100_000)
+    with pytest.raises(hg.Unsupported, match="nothing fits"):
+        offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, lambda some: hg.plan(some, WORK))
