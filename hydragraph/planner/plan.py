@@ -257,22 +257,82 @@ def _plan(
     check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
     near = NEAR if running is not None else 0.0
-    # Order by healthy rates if a plan is running: a rank that became slow keeps its place, so its state need not move.
-    order = order_of(costs if running is None else healthy(costs))
-    listed = order == list(range(costs.ranks))
-    ordered = costs if listed else costs.reordered(order)
     before = running.strategy if isinstance(running, Plan) else running
     home_before = running.home if isinstance(running, Plan) else costs.home.without_rule
     if isinstance(running, Strategy) and costs.home.rule is not None:
         home_before = home_by_block(costs, running, costs.home)
-    places = places_of(order)
 
     @cache
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    def moved_as_ordered(home: Home) -> int:
-        return moved(home if listed else home.reordered(places))
+    # Order by healthy rates if a plan is running: a rank that became slow keeps its place, so its state need not move.
+    order = order_of(costs if running is None else healthy(costs))
+    listed = order == list(range(costs.ranks))
+    looked, safety = _searched(costs, workload, method, ways, near, until, order, None if running is None else moved)
+    streaming = streaming and method == "auto" and costs.stack.own
+    # Metis's and the published method are left as they are.
+    allowed = schedules if ways and PUBLISHED not in ways else None
+    looked = _extended(costs, workload, looked, until, streaming, allowed)
+    # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
+    able = [each for each in looked.settled if math.isfinite(each.seconds)]
+    if not able:
+        raise nothing_fits(costs, workload, looked.short, safety, streaming)
+    least = bound_of(costs, workload.batches)
+    best = min(each.seconds for each in able)
+
+    def preference(each: Settled) -> tuple[float, ...]:
+        streams = each.strategy.streams
+        return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
+
+    chosen = min((each for each in able if each.seconds <= best * (1 + near)), key=preference)
+    # If lengths vary, the simulation used the planning order.
+    exact = chosen.simulated and (listed or not workload.lengths)
+    if not exact and until is None and (chosen.simulated or not workload.lengths):
+        chosen = simulated(costs, chosen)
+    useful = _useful(costs, workload, chosen, looked.settled) if workload.lengths else [chosen]
+    took = time.monotonic() - began
+    used = {*chosen.strategy.devices, *costs.health.lost}
+    return Plan(
+        chosen.strategy,
+        chosen.home,
+        tuple(each.strategy for each in useful),
+        chosen.seconds,
+        mean([min(seconds) for seconds in zip(*(each.by_batch for each in useful), strict=True)]),
+        chosen.memory,
+        tuple(costs.memory_of(rank) for rank in range(costs.ranks)),
+        least,
+        _rivals(chosen, looked),
+        chosen.assignments[0],
+        moved(chosen.home),
+        chosen.origin,
+        chosen.simulated,
+        took,
+        explanation(costs, workload, chosen, least, 0 if running is None else moved(chosen.home), took),
+        tuple(rank for rank in range(costs.ranks) if rank not in used),
+    )
+
+
+def _searched(
+    costs: Costs,
+    workload: Workload,
+    method: Method,
+    ways: Sequence[Way],
+    near: float,
+    until: float | None,
+    order: Sequence[int],
+    moved: Moved | None,
+) -> tuple[Finalists, float]:
+    """Search on the ranks in planning order; return the results on the ranks as given, and the memory that was used.
+
+    Args:
+        order: the ranks in planning order.
+        moved: see `finalists`.
+    """
+    began = time.monotonic()
+    listed = order == list(range(costs.ranks))
+    ordered = costs if listed else costs.reordered(order)
+    places = places_of(order)
 
     def exactly(each: Settled) -> Settled:
         """Simulate on the ranks as given: ownership follows their order, and traffic follows ownership."""
@@ -286,7 +346,7 @@ def _plan(
         ways=ways,
         near=near,
         until=until,
-        moved=None if running is None else moved_as_ordered,
+        moved=moved and (lambda home: moved(home if listed else home.reordered(places))),
         exactly=exactly,
     )
     market = Market(ordered)
@@ -298,64 +358,39 @@ def _plan(
         short += looked.short
         if looked.settled or not looked.short:
             break
-    least = bound_of(costs, workload.batches)
     if ways and PUBLISHED not in ways:  # Metis's and the published method plan on all devices
         # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
         quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
+        least = bound_of(costs, workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
     looked = replace(looked, short=tuple(short))
-    looked = looked if listed else told(looked, order)
-    settled = looked.settled
-    passed = looked.passed
-    # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
-    able = [each for each in settled if math.isfinite(each.seconds)]
-    if streaming and method == "auto" and costs.stack.own:
-        below_s = min((each.seconds for each in able), default=math.inf)
+    return (looked if listed else told(looked, order)), safety
+
+
+def _extended(
+    costs: Costs,
+    workload: Workload,
+    looked: Finalists,
+    until: float | None,
+    streaming: bool,
+    schedules: Collection[str] | None,
+) -> Finalists:
+    """Add plans of which the searches know nothing.
+
+    Args:
+        streaming: whether to add data parallelism that streams.
+        schedules: schedules to try on the best plans, with memory budgets; None: neither is tried.
+    """
+    if streaming:
+        below_s = min((each.seconds for each in looked.settled), default=math.inf)
         found = streamed(costs, workload, below_s, until)
-        short += [each for each in found if isinstance(each, Shortage)]
-        settled = (*settled, *(each for each in found if isinstance(each, Settled)))
-        able = [each for each in settled if math.isfinite(each.seconds)]
-    if ways and PUBLISHED not in ways:  # Metis's and the published method are left as they are
-        further = refined(costs, able, schedules, until)
-        settled, able = (*settled, *further), [*able, *further]
-    if not able:
-        raise nothing_fits(costs, workload, short, safety, streaming and method == "auto")
-    best = min(each.seconds for each in able)
-    equal = [each for each in able if each.seconds <= best * (1 + near)]
-
-    def preference(each: Settled) -> tuple[float, ...]:
-        streams = each.strategy.streams
-        return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
-
-    chosen = min(equal, key=preference)
-    # If lengths vary, the simulation used the planning order.
-    exact = chosen.simulated and (listed or not workload.lengths)
-    if not exact and until is None and (chosen.simulated or not workload.lengths):
-        chosen = simulated(costs, chosen)
-    useful = _useful(costs, workload, chosen, settled) if workload.lengths else [chosen]
-    limits = tuple(costs.memory_of(rank) for rank in range(costs.ranks))
-    took = time.monotonic() - began
-    rivals = _rivals(chosen, settled, passed, short)
-    text = explanation(costs, workload, chosen, least, 0 if running is None else moved(chosen.home), took)
-    used = {*chosen.strategy.devices, *costs.health.lost}
-    return Plan(
-        chosen.strategy,
-        chosen.home,
-        tuple(each.strategy for each in useful),
-        chosen.seconds,
-        mean([min(seconds) for seconds in zip(*(each.by_batch for each in useful), strict=True)]),
-        chosen.memory,
-        limits,
-        least,
-        rivals,
-        chosen.assignments[0],
-        moved(chosen.home),
-        chosen.origin,
-        chosen.simulated,
-        took,
-        text,
-        tuple(rank for rank in range(costs.ranks) if rank not in used),
-    )
+        settled = tuple(each for each in found if isinstance(each, Settled))
+        short = tuple(each for each in found if isinstance(each, Shortage))
+        looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)
+    if schedules is not None:
+        able = [each for each in looked.settled if math.isfinite(each.seconds)]
+        looked = replace(looked, settled=(*looked.settled, *refined(costs, able, schedules, until)))
+    return looked
 
 
 def _looked_at(
@@ -576,22 +611,20 @@ def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: S
     return found
 
 
-def _rivals(
-    chosen: Settled, settled: Sequence[Settled], passed: Sequence[Proposal], short: Sequence[Shortage]
-) -> tuple[Rival, ...]:
+def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
     rivals = []
-    for each in sorted(settled, key=lambda one: one.seconds):
+    for each in sorted(looked.settled, key=lambda one: one.seconds):
         if each.strategy != chosen.strategy:
             more = each.seconds / chosen.seconds - 1
             why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
             rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
-    for proposal in passed:
+    for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
         why = (
             f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
         )
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
-    rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in short]
+    rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in looked.short]
     return tuple(rivals)
 
 
