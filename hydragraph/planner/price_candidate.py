@@ -314,7 +314,7 @@ def _owners_of_streams(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state for a strategy in which a stage streams; see `owners`."""
-    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment))
+    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment), messages=True)
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
     every = costs.home.copies * state_bytes(costs)
@@ -343,7 +343,8 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
     per = costs.state_bytes + GRADIENT_BYTES
     room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
     home = home_by_block(costs, strategy, costs.home, room)
-    memory = tuple(each.total for each in costs.changed(home=home).memory(strategy, assignment))
+    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment), messages=True)
+    memory = tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
     fits = all(total <= limit or not total for total, limit in zip(memory, limits, strict=True))
     return (home, memory) if fits else None
 
@@ -360,7 +361,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
     tokens: dict[object, int] = {}
     for each in everything:
         for shape, batches in zip(shapes, each, strict=True):
-            most = _largest(batches, _most(len(shape), strategy))
+            most = _largest(batches, _most(len(shape), strategy, strategy.streams))
             few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
@@ -432,9 +433,13 @@ class _Shown:
     every: int
 
     @classmethod
-    def of(cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]]) -> _Shown:
-        """Return those of a mini-batch."""
-        most = [_most(len(pipeline.stages), strategy) for pipeline in strategy.pipelines]
+    def of(cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]], messages: bool = False) -> _Shown:
+        """Return those of a mini-batch.
+
+        Args:
+            messages: whether messages count as well.
+        """
+        most = [_most(len(pipeline.stages), strategy, messages) for pipeline in strategy.pipelines]
         largest = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
         return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))
 
@@ -473,33 +478,45 @@ def _needed(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
 
 
 def _with_messages(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
-    """Return the bytes that each rank holds, with its share of the state and messages; equal ranks are walked once."""
+    """Return the bytes that each rank holds, with its share of the state and messages.
+
+    Ranks in equal places that own equally many elements of every bucket are walked once, unless there are second
+    owners: a weight comes from the nearer one.
+    """
     shapes = [
         (tuple((s.layers, s.kind, s.stream) for s in pipeline.stages), tuple(few))
         for pipeline, few in zip(strategy.pipelines, shown.largest, strict=True)
     ]
+    places_of: dict[int, list[tuple[int, int]]] = {}
+    for p, pipeline in enumerate(strategy.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for rank in stage.devices:
+                places_of.setdefault(rank, []).append((p, s))
+    homes = [costs.home_of(bucket) for bucket in costs.buckets]
+    different = list({id(home): home for home in homes}.values())
     known: dict[object, float] = {}
     found = []
     for rank in range(costs.ranks):
         if rank in costs.health.lost:
             found.append(0.0)
             continue
-        places = strategy.places(rank)
-        key = (tuple((shapes[at.pipeline], at.stage) for at in places), costs.owned(rank))
+        places = places_of.get(rank, [])
+        owned = tuple(home.local_size(rank) for home in different)
+        key = (tuple((shapes[p], s) for p, s in places), owned, rank if costs.home.copies > 1 else None)
         if key not in known:
             known[key] = float(costs.walk(strategy, shown.largest, rank).peak().total)
-        more = sum(shown.tokens[at.pipeline] - _tokens([shown.largest[at.pipeline]]) for at in places)
+        more = sum(shown.tokens[p] - _tokens([shown.largest[p]]) for p, _ in places)
         found.append(known[key] + batch_bytes(more, shown.every - _tokens(shown.largest)))
     return found
 
 
-def _most(stages: int, strategy: Strategy) -> int | None:
+def _most(stages: int, strategy: Strategy, messages: bool) -> int | None:
     """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
-    if strategy.streams:
+    if messages:
         # Every rank enters the exchanges of all pipelines, and messages outlive the micro-batch that sent them.
         stages = max(len(pipeline.stages) for pipeline in strategy.pipelines)
     counts = [telling(strategy.schedule, stages, position) for position in range(stages)]
-    return None if None in counts else max(count for count in counts if count is not None) + strategy.streams
+    return None if None in counts else max(count for count in counts if count is not None) + messages
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:

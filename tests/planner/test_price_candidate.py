@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.cost.costs import micro_batches_of
+from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import batch_bytes
-from hydragraph.planner.price_candidate import Ends, needs
+from hydragraph.planner.price_candidate import Ends, needs, owners_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 
+ROUNDED = 1e-4  # further micro-batches also add the ids of their tokens
 STRATEGIES = (
     *("<[0]x6>", "<[0]x2,[1]x4>", "<[0]x1,[1]x2,[2]x3>", "<[0]x1,[1]x2,[2]x2,[3]x1>", "<[0,1]x3,[2]x3>"),
     "<[0]x1,[1]x1,[2]x2,[3]x1,[4]x1>",
@@ -45,3 +47,29 @@ def test_pipelines_end_as_their_costs_say(text: str, count: int) -> None:
     assignment = Assignment((tuple((i,) for i in range(count)),), (700,) * count)
     end = costs.pipelines_end(strategy, assignment)
     assert Ends(costs, strategy, [700]).end(0, count) == pytest.approx(end, rel=1e-12)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["4*<tp1,pp1>", "<tp1,pp4>r", "2*<tp1,pp2>", "<[0]x2,[1]x6> + <[2]x4,[3]x4>", "<[0,1]x5,[2]x3>"]),
+    st.lists(st.integers(1, 12), min_size=4, max_size=4),
+    st.sampled_from([200, 3000]),
+    st.booleans(),
+)
+def test_memory_with_owners_by_block_is_that_of_the_whole_iteration(
+    text: str, counts: list[int], tokens: int, uneven: bool
+) -> None:
+    cluster = priced.mixed() if uneven else priced.cluster(4)
+    slower = {"fast": 1.0, "slow": 2.5}
+    profiles = [priced.profile(8, name, slower[name], 500_000) for name in cluster.types]
+    costs = Costs(Profile.merge([priced.that_saves(each) for each in profiles]), cluster)
+    strategy = Strategy.parse(text, 8)
+    assignment = Assignment.even(counts[: len(strategy.pipelines)], [tokens] * len(strategy.pipelines))
+    found = owners_by_block(costs, strategy, assignment)
+    assert found is not None
+    home, memory = found
+    walked = [each.total for each in costs.changed(home=home).memory(strategy, assignment)]
+    # A run must be able to fill its pipelines.
+    assert all(a >= b * (1 - ROUNDED) for a, b in zip(memory, walked, strict=True))
+    if min(counts) > 8:
+        assert memory == pytest.approx(walked, rel=10 * ROUNDED)

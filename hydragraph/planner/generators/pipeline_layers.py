@@ -77,7 +77,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
             if cap[s, o] > 0:
                 top = max(top, extra[s, o] + layer[s, o] * layers)
                 quickest[s] = min(quickest[s], layer[s, o])
-    order = ascending(quickest)
+    order = np.argsort(quickest)
     taken = np.zeros(stages, np.int64)
     chosen = np.zeros(stages, np.int64)
     for looser in LOOSER:
@@ -109,21 +109,6 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
         if bound >= top:
             break
     return best_sum, best_max, best_layers, best_options
-
-
-@compiled
-def ascending(values: Floats) -> Ints:
-    """Return the indices of a few values in ascending order, equal ones in order."""
-    # Compiling np.argsort takes a second; this does not.
-    order = np.arange(len(values))
-    for i in range(1, len(values)):
-        moving = order[i]
-        at = i
-        while at > 0 and values[order[at - 1]] > values[moving]:
-            order[at] = order[at - 1]
-            at -= 1
-        order[at] = moving
-    return order
 
 
 @compiled
