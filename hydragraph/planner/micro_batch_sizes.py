@@ -71,19 +71,21 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
         Unsupported: they are too long for all pipelines.
     """
     kinds = _kinds(pipelines, lengths)
-    ends = {kind: _Ends(pipeline, kind, lengths[0]) for kind, pipeline in zip(kinds, pipelines, strict=True)}
+    # Equal pipelines are computed once.
+    known = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
+    ends = [known[pipeline] for pipeline in pipelines]
     counts = _counts(kinds, len(lengths))
     every = range(len(kinds))
     while True:
-        last = max(every, key=lambda p: ends[kinds[p]].at(counts[p])[0])
+        last = max(every, key=lambda p: ends[p].at(counts[p])[0])
         able = (p for p in every if p != last and kinds[p].most)
-        taker = min(able, key=lambda p: ends[kinds[p]].at(counts[p] + 1)[0], default=last)
-        now = ends[kinds[last]].at(counts[last])[0]
-        if taker == last or ends[kinds[taker]].at(counts[taker] + 1)[0] >= now * (1 - ROUNDING):
+        taker = min(able, key=lambda p: ends[p].at(counts[p] + 1)[0], default=last)
+        now = ends[last].at(counts[last])[0]
+        if taker == last or ends[taker].at(counts[taker] + 1)[0] >= now * (1 - ROUNDING):
             break
         counts[last] -= 1
         counts[taker] += 1
-    best = [ends[kind].at(n) for kind, n in zip(kinds, counts, strict=True)]
+    best = [each.at(n) for each, n in zip(ends, counts, strict=True)]
     return _assignment([sizes for _, sizes in best], lengths), max(end for end, _ in best)
 
 
@@ -136,7 +138,7 @@ def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assig
     return Assignment(batches, tuple(lengths))
 
 
-def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
+def _stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
     """Return the seconds of a micro-batch on every stage, as `replay` takes them [S, PARTS]."""
     tokens = sum(lengths)
     hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
@@ -179,7 +181,7 @@ class _Ends:
         if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
             return self._pipeline.seconds([(self._length,) * size for size in sizes])
         if largest >= len(self._rows):
-            rows = [stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
+            rows = [_stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
             self._rows = np.concatenate([self._rows, np.array(rows)])
         count = len(sizes)
         table = table_of(self._pipeline.schedule, len(stages), count)

@@ -266,6 +266,7 @@ def test_where_nothing_given_fits_devices_that_differ_are_planned_for() -> None:
         given="4*<tp1,pp1>",
         program=program,
         planning=Planning(lengths=lengths),
+        may_stream=True,
         check=lambda strategy, ranks: check_strategy(program, strategy, ranks),
     )
     world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value])

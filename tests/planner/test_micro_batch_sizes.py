@@ -87,7 +87,7 @@ def test_what_is_cut_is_as_quick_as_in_a_run_and_than_micro_batches_of_one_size(
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.sampled_from((*STRATEGIES, "<tp1,pp4>", "<tp2,pp2>")),
+    st.sampled_from((*STRATEGIES, "<tp1,pp4>", "<tp2,pp2>", "<[0]x2,[1]x4> + <[2]x4,[3]x2>")),
     st.integers(1, 60),
     st.sampled_from((50, 300, 3000)),
     st.sampled_from((1.0, 1.6, 12.0)),
