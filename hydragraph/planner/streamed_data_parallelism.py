@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
@@ -61,11 +62,22 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             fitting.append((expected, strategy, settled))
     for expected, strategy, settled in sorted(fitting, key=lambda each: each[0])[:SIMULATED]:
         if expected < below_s and not (until is not None and time.monotonic() > until):
-            one = varied.settle(strategy, "streamed", settled.home)
+            one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
             found.append(one)
             if isinstance(one, Settled):
                 below_s = min(below_s, one.seconds)
     return found
+
+
+def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:
+    """Settle again without the pipelines that run no micro-batch of any mini-batch, which only cost traffic."""
+    if isinstance(found, Shortage) or not math.isfinite(found.seconds):
+        return found
+    runs = [any(batches) for batches in zip(*(each.micro_batches for each in found.assignments), strict=True)]
+    if all(runs):
+        return found
+    busy = replace(found.strategy, pipelines=tuple(compress(found.strategy.pipelines, runs)))
+    return varied.settle(busy, found.origin)
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:

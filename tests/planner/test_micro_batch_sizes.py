@@ -60,8 +60,9 @@ def test_a_promise_runs_every_sequence_once_and_is_seldom_behind_the_best(
         for end in {end for each in ends for end in each}
         if sum(max(n for n, e in enumerate(each) if e <= end) for each in ends) >= sequences
     )
-    # The promise uses the slowest stage, and counts the others as equally slow.
-    assert best * (1 - 1e-9) <= costs.pipelines_end(strategy, found) <= best * 1.35
+    # The promise uses the slowest stage, and counts the others as equally slow. Its unequal micro-batches may have
+    # another order.
+    assert best * 0.95 <= costs.pipelines_end(strategy, found) <= best * 1.35
 
 
 def test_a_pipeline_of_one_stage_is_promised_one_micro_batch() -> None:

@@ -130,3 +130,9 @@ def test_plans_stream_where_that_is_faster_and_not_where_it_gains_nothing() -> N
     assert not without.strategy.streams
     assert found.seconds < 0.9 * without.seconds
     assert hg.plan(roomy, WORKLOAD).strategy.name == "4*<tp1,pp1>"
+
+
+def test_pipelines_without_work_are_left_out() -> None:
+    costs = costs_of(ranks=6, per_node=1)
+    found = streamed(costs, hg.Workload(sequences=2, length=LENGTH), math.inf, None)
+    assert [len(each.strategy.pipelines) for each in found if isinstance(each, Settled)] == [2] * len(found)
