@@ -138,7 +138,7 @@ class Asked:
         if self.budget is not None and not self.prices:
             raise ValueError("--budget chooses devices by their price: also give --price")
         if self.budget is not None and (self.running is not None or self.home is not None):
-            raise ValueError("--budget plans for devices that nothing runs on yet: leave out --running and --home")
+            raise ValueError("--budget chooses devices for a new run: leave out --running and --home")
         check_written("--output", self.output)
 
 

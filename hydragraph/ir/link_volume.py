@@ -59,11 +59,13 @@ def handed_on(owners: Layout, ranks: int) -> Ints:
 
 
 class _Cells(NamedTuple):
-    """The elements, cut wherever a part of the source begins or ends: each cell has the same holders throughout.
+    """The elements divided into C cells, at every beginning and end of a row of the source.
+
+    All elements of a cell are held by the same rows.
 
     Attributes:
-        ends: element at which each cell begins, and the end of the last one [C + 1].
-        first: index in `holders` of each cell's first holder, and the end of the last one [C + 1].
+        ends: boundaries of the cells, as elements [C + 1].
+        first: cell c has the holders `first[c]` to `first[c + 1] - 1` [C + 1].
         holders: the rows of the source that hold each cell, ascending.
         at: the cell in which each part of the target begins [lines, rows of the target].
     """
@@ -75,7 +77,12 @@ class _Cells(NamedTuple):
 
     @classmethod
     def of(cls, source: Layout, target: Layout, line: Ints, lines: int) -> _Cells:
-        """Return the cells of several copies of the elements, of which each row of the source holds a part of one."""
+        """Divide several copies of the elements.
+
+        Args:
+            line: number of the copy of which each row of the source holds a part [rows of the source].
+            lines: number of copies.
+        """
         size = source.size
         lo, hi = source.lo + line * size, source.hi + line * size
         ends = np.unique(np.concatenate(([0, lines * size], lo, hi)))

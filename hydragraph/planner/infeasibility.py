@@ -87,7 +87,7 @@ def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) ->
     longest = workload.longest
 
     def able(costs: Costs, length: int = longest, times: float = 1.0) -> bool:
-        """Return whether a plan fits sequences of a length, with so many times the memory in each device."""
+        """Return whether a plan fits these sequences if the memory of every device is multiplied by `times`."""
         whole = fits(costs, workload.typical.sequences, length, times * safety)
         return whole or (streaming and streaming_fits(costs, length, times))
 

@@ -269,7 +269,8 @@ def _plan(
     # Order by healthy rates if a plan is running: a rank that became slow keeps its place, so its state need not move.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
-    looked, safety = _searched(costs, workload, method, ways, near, until, order, None if running is None else moved)
+    asked = _Question(workload, method, tuple(ways), near, until)
+    looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto" and costs.stack.own
     # Metis's and the published method are left as they are.
     allowed = schedules if ways and PUBLISHED not in ways else None
@@ -313,21 +314,33 @@ def _plan(
     )
 
 
-def _searched(
-    costs: Costs,
-    workload: Workload,
-    method: Method,
-    ways: Sequence[Way],
-    near: float,
-    until: float | None,
-    order: Sequence[int],
-    moved: Moved | None,
-) -> tuple[Finalists, float]:
-    """Search on the ranks in planning order; return the results on the ranks as given, and the memory that was used.
+@dataclass(frozen=True)
+class _Question:
+    """What the searches are asked.
+
+    Attributes:
+        workload, method: as of `plan`.
+        ways: the searches for groups of devices that run.
+        near: plans within this fraction of the best are settled too.
+        until: deadline, as a value of `time.monotonic()`; None: no deadline.
+    """
+
+    workload: Workload
+    method: Method
+    ways: tuple[Way, ...]
+    near: float
+    until: float | None
+
+
+def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
+    """Search on the ranks in planning order.
 
     Args:
         order: the ranks in planning order.
         moved: see `finalists`.
+
+    Returns:
+        the results on the ranks as given, and the fraction of memory that the search used.
     """
     began = time.monotonic()
     listed = order == list(range(costs.ranks))
@@ -340,29 +353,22 @@ def _searched(
         return replace(each, by_batch=found.by_batch, simulated=True)
 
     ask = partial(
-        _looked_at,
-        workload=workload,
-        method=method,
-        ways=ways,
-        near=near,
-        until=until,
-        moved=moved and (lambda home: moved(home if listed else home.reordered(places))),
-        exactly=exactly,
+        _looked_at, moved=moved and (lambda home: moved(home if listed else home.reordered(places))), exactly=exactly
     )
     market = Market(ordered)
     looked = Finalists((), (), ())
     # The search's memory model is approximate: if the exact walk finds every plan too large, search with less memory.
     short: list[Shortage] = []
     for safety in SAFETIES:
-        looked = ask(ordered, safety=safety, market=market)
+        looked = ask(ordered, asked, safety=safety, market=market)
         short += looked.short
         if looked.settled or not looked.short:
             break
-    if ways and PUBLISHED not in ways:  # Metis's and the published method plan on all devices
+    if asked.ways and PUBLISHED not in asked.ways:  # Metis's and the published method plan on all devices
         # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
-        quickly = partial(ask, safety=safety, ways=ways[:1], method="mixed")
-        least = bound_of(costs, workload.batches) if looked.settled else math.inf
-        looked = _on_fewer(ordered, looked, least, quickly, until, time.monotonic() - began)
+        quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
+        least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
+        looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
     looked = replace(looked, short=tuple(short))
     return (looked if listed else told(looked, order)), safety
 
@@ -375,7 +381,7 @@ def _extended(
     streaming: bool,
     schedules: Collection[str] | None,
 ) -> Finalists:
-    """Add plans of which the searches know nothing.
+    """Add streamed plans and refinements, which the searches do not generate.
 
     Args:
         streaming: whether to add data parallelism that streams.
@@ -394,18 +400,10 @@ def _extended(
 
 
 def _looked_at(
-    costs: Costs,
-    workload: Workload,
-    method: Method,
-    ways: Sequence[Way],
-    near: float,
-    until: float | None,
-    safety: float,
-    market: Market,
-    moved: Moved | None,
-    exactly: Exactly,
+    costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
     """Run each search and settle its candidates as if it ran alone, so "auto" is never worse than a single search."""
+    workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
     now = time.monotonic()
@@ -433,7 +431,7 @@ def _looked_at(
     passed: dict[Strategy, Proposal] = {}
     for candidates, stages in every:
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        for each in finalists(costs, found, near, until, known, moved, exactly).passed:
+        for each in finalists(costs, found, asked.near, until, known, moved, exactly).passed:
             passed.setdefault(each.strategy, each)
     # A strategy may have been settled with several assignments.
     settled: dict[Strategy, Settled] = {}

@@ -3,8 +3,8 @@
 Whole nodes are rented. A combination of nodes, by kind, is planned if no further node can be paid for: with an
 additional node a step takes no longer, because the plan may leave it idle.
 
-Example: at $2.5 and $0.5 an hour and device, $25 an hour pay for 8 H100, or for 4 H100 and 24 L4 of a cluster of 8 H100
-and 32 L4 in nodes of 4 and 8 (the other 8 L4 would cost $4).
+Example: two nodes of 4 H100 at $2.5 per device and hour, and four nodes of 8 L4 at $0.5. A budget of $25 an hour pays
+for 8 H100 and 8 L4 ($24), for 4 H100 and 24 L4 ($22), or for 32 L4 ($16).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Offer:
 
     @property
     def per_hour(self) -> float:
-        """Dollars for an hour of all devices, also of those that the plan leaves idle."""
+        """Dollars for an hour of all devices, including idle ones."""
         cluster = self.costs.cluster
         return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
 
@@ -72,7 +72,7 @@ def offers(
         plan: plans on some of them.
 
     Raises:
-        ValueError: no node can be paid for.
+        ValueError: the budget is not a number, or pays for no node.
         Unsupported: no plan fits on any of the combinations.
     """
     found: list[Offer] = []
@@ -96,8 +96,10 @@ def affordable(costs: Costs, prices: Prices, budget: float) -> list[tuple[int, .
     """Return the ranks of every combination of nodes to which no further node can be added.
 
     Raises:
-        ValueError: no node can be paid for.
+        ValueError: the budget is not a number, or pays for no node.
     """
+    if not 0 <= budget < math.inf:
+        raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
     kinds: dict[object, list[list[int]]] = {}
     nodes: dict[int, list[int]] = {}
     for rank, device in enumerate(costs.cluster.devices):

@@ -160,6 +160,7 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
         room, given: as of `home_of`.
     """
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
+    able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
     return max(0.0, float(1 - np.minimum(_of_node(able, _nodes(costs, given)), most).sum()))
 

@@ -39,18 +39,23 @@ LEAST_S = 1e-12  # minimum seconds of a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
-    """Return data parallelism that streams: strategies that may take less than `below_s`, or what they lack.
+    """Return strategies of data parallelism that streams.
 
     Args:
-        until: deadline, as a value of `time.monotonic()`; None: no deadline.
+        below_s: strategies that are expected to take longer are left out; infinite if no plan is known.
+        until: deadline, as a value of `time.monotonic()`; None: no deadline. The search for a first plan ignores it.
+
+    Returns:
+        the simulated strategies, and the shortages of those that do not fit.
     """
     varied = Varied(costs, workload.batches)
     found: list[Settled | Shortage] = []
-    fitting = []
+    fitting: list[tuple[float, Strategy, Settled]] = []
     for strategy in _strategies(costs):
-        late = until is not None and time.monotonic() > until
+        if _late(until) and math.isfinite(below_s):
+            break
         computing = _computing_s(costs, strategy, workload)
-        if late or max(computing, _traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
+        if max(computing, _traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
             continue
         settled = _least(costs, strategy, workload.longest)
         if isinstance(settled, Shortage):
@@ -58,15 +63,22 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             continue
         owned = costs.changed(home=settled.home)
         expected = max(computing, _traffic_s(owned, strategy, _micro_batches(owned, strategy, workload)))
-        if expected < below_s:
-            fitting.append((expected, strategy, settled))
-    for expected, strategy, settled in sorted(fitting, key=lambda each: each[0])[:SIMULATED]:
-        if expected < below_s and not (until is not None and time.monotonic() > until):
-            one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
-            found.append(one)
-            if isinstance(one, Settled):
-                below_s = min(below_s, one.seconds)
+        fitting.append((expected, strategy, settled))
+    able = 0
+    # The longest sequence alone fits, but a whole mini-batch may not.
+    for expected, strategy, settled in sorted(fitting, key=lambda each: each[0]):
+        if able == SIMULATED or expected >= below_s or (_late(until) and math.isfinite(below_s)):
+            break
+        one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
+        found.append(one)
+        if isinstance(one, Settled) and math.isfinite(one.seconds):
+            able += 1
+            below_s = min(below_s, one.seconds)
     return found
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
 
 
 def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:

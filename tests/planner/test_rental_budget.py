@@ -1,4 +1,4 @@
-"""What a budget pays for, against all combinations of nodes."""
+"""Nodes to rent within a budget, compared with all combinations of nodes."""
 
 from __future__ import annotations
 
@@ -82,3 +82,10 @@ def test_lost_devices_are_not_rented_and_nodes_that_are_too_small_are_passed_ove
     small = costs_of(1, 1, memory=100_000)
     with pytest.raises(hg.Unsupported, match="nothing fits"):
         offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, lambda some: hg.plan(some, WORK))
+
+
+@pytest.mark.parametrize("budget", [-1.0, float("nan"), float("inf")])
+def test_a_budget_that_is_no_price_is_refused(budget: float) -> None:
+    costs = costs_of(1, 1)
+    with pytest.raises(ValueError, match=r"--budget .*: give dollars per hour, such as 20"):
+        affordable(costs, prices_of(costs, {"fast": 1.0, "slow": 1.0}), budget)

@@ -100,7 +100,9 @@ def test_what_others_need_decides() -> None:
     costs = costs_of(400e6)
     fastest = min(each.seconds for each in streamed(costs, WORKLOAD, math.inf, None) if isinstance(each, Settled))
     assert not any(isinstance(each, Settled) for each in streamed(costs, WORKLOAD, 0.5 * fastest, None))
-    assert streamed(costs, WORKLOAD, math.inf, until=0.0) == []
+    assert streamed(costs, WORKLOAD, 2 * fastest, until=0.0) == []
+    late = streamed(costs, WORKLOAD, math.inf, until=0.0)
+    assert any(isinstance(each, Settled) for each in late), "a first plan is found after the deadline too"
 
 
 @pytest.mark.parametrize("lengths", [None, [[1000, 900, 300, 200, 200, 100], [600] * 8]])
