@@ -37,7 +37,7 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.errors import Unsupported
-from hydragraph.planner import finalists, plan, price_candidate
+from hydragraph.planner import finalists, plan, price_candidate, refinements
 from hydragraph.planner.assignment import assign_mini_batch
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.assignment.spread_search import Effort
@@ -121,6 +121,7 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "several candidates per search": [(plan, "SETTLED", 1)],
     "streaming": [(plan, "streamed", _nothing)],
     "budgets of recomputation": [(plan, "refined", _nothing)],
+    "interleaved stages": [(refinements, "interleaved", lambda *_: None)],
     "less memory if nothing fits": [(plan, "SAFETIES", plan.SAFETIES[:1])],
 }
 

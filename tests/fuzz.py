@@ -95,7 +95,10 @@ def draw_case(seed: int, model: ModelCase) -> Case:
 
 
 def _strategy(draw: random.Random, layers: int) -> str:
-    """Draw pipelines over shuffled ranks: any degree, depth, split of the layers, flags, idle ranks, schedule."""
+    """Draw pipelines over shuffled ranks: any degree, depth, split of the layers, flags, idle ranks, schedule.
+
+    A pipeline may return to its ranks.
+    """
     left = draw.sample(range(RANKS), draw.randint(1, RANKS))
     pipelines: list[list[list[int]]] = [[]]
     while left:
@@ -105,13 +108,16 @@ def _strategy(draw: random.Random, layers: int) -> str:
         pipelines[-1].append(left[:tp])
         left = left[tp:]
     texts = []
-    for stages in pipelines:
+    for groups in pipelines:
+        of_group = {str(group): draw.choice(["", "s", "r", "sr", "r0.5", "sr0.25"]) for group in groups}
+        stages = list(of_group)
+        while len(of_group) > 1 and len(stages) < layers and draw.random() < 0.5:  # interleaved stages
+            stages.append(draw.choice([group for group in of_group if group != stages[-1]]))
         cuts = sorted(draw.sample(range(1, layers), len(stages) - 1))
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
-        flags = [draw.choice(["", "s", "r", "sr", "r0.5", "sr0.25"]) for _ in stages]
-        parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, counts, flags, strict=True))
+        parts = (f"{s}x{n}{of_group[s]}".replace(" ", "") for s, n in zip(stages, counts, strict=True))
         texts.append("<" + ",".join(parts) + ">")
-    return " + ".join(texts) + draw.choice(["", " gpipe"])
+    return " + ".join(texts) + draw.choice(["", " gpipe", " zb-h1"])
 
 
 def _shared(draw: random.Random, layers: int) -> str:

@@ -91,6 +91,38 @@ def test_strategies_with_every_feature_equal_one_device() -> None:
     check("llama", EVERY_FEATURE)
 
 
+INTERLEAVED = [
+    "<tp1,pp2,v2>",  # each rank is before and behind the other
+    "<[1]x1r,[0]x1,[1]x1r,[0]x1> zb-h1",
+    "<[0]x1w,[1]x2,[0]x1w>",
+]
+
+
+def test_interleaved_stages_equal_one_device() -> None:
+    check("tied llama", INTERLEAVED, ranks=2)
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("tied llama", {"home": hg.Home([3, 0, 1, 2]), "window": 0}),
+        ("gpt2", {"home": hg.Home(copies=2)}),
+    ],
+)
+def test_interleaving_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
+    strategies = [
+        "2*<tp1,pp2,v2>r0.5",
+        "<tp2,pp2,v2>s gpipe",
+        "<[0,1]x1sr,[2]x1,[3]x1,[0,1]x1sr>",
+        "<[3]x1,[1]x1w,[3]x1,[1]x1w> + <[0,2]x4>",
+        "<[0]x1,[1,2]x1s,[0]x1,[3]x1> zb-h1",
+        "<[0]x1g,[1]x1,[0]x1g,[1]x1> + <[2]x4>",
+    ]
+    check(model, strategies, **options)
+
+
 STREAMED = [
     "2*<tp1,pp1>w",  # pipelines share every exchange
     "<[0]x4w> + <[1]x4>",  # one of two pipelines

@@ -154,7 +154,8 @@ class SchemeWork(CostedWork):
         (role,) = stage.roles  # published schemes share no stages
         depth = len(self._strategy.pipelines[role.pipeline].stages)
         cost = self._whole.pipeline((len(stage.ranks), depth), self._costs.ranks)
-        part = (FORWARD if op is Op.FORWARD else 1 - FORWARD) / (stage.layers[1] - stage.layers[0])
+        ((first, end),) = stage.layers
+        part = (FORWARD if op is Op.FORWARD else 1 - FORWARD) / (end - first)
         return [part * cost.micro_batch_seconds(m) for m in self._lengths[role.pipeline]]
 
 

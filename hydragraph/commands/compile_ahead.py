@@ -204,7 +204,7 @@ class Compiler:
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = stage.kind
-            templates = dict.fromkeys(block.template for block in self._program.blocks[slice(*stage.blocks)])
+            templates = dict.fromkeys(self._program.blocks[position].template for position in stage.positions)
             needs |= dict.fromkeys(_Need(self._first[template], kind) for template in templates)
         return tuple(needs)
 

@@ -141,6 +141,7 @@ def _place(header: RankProgram) -> str:
     if not header.roles:
         return "idle"
     stages = " + ".join(f"stage {role.stage}" for role in header.roles)
-    first, last = header.layers
-    layers = f"layer {first}" if last - first == 1 else f"layers {first}-{last - 1}"
+    layers = " + ".join(
+        f"layer {first}" if last - first == 1 else f"layers {first}-{last - 1}" for first, last in header.layers
+    )
     return f"{stages}, {layers}, tp {len(header.tp)}"

@@ -72,9 +72,9 @@ def _places(program: Program, strategy: Strategy, rank: int | None) -> Iterator[
     ranks: Sequence[int] = [stage.ranks[0] for stage in placement.stages] if rank is None else [rank]
     for owner in ranks:
         stage = placement.stage_of.get(owner)
-        for block in program.blocks[slice(*stage.blocks)] if stage is not None else ():
+        for position in stage.positions if stage is not None else ():
             assert stage is not None
-            yield block, stage.part_of(owner)
+            yield program.blocks[position], stage.part_of(owner)
 
 
 def _dump(spec: VariantSpec) -> Iterator[str]:

@@ -37,11 +37,17 @@ class Task:
     micro_batch: int
     begin: int
     end: int
+    visit: int = 0
 
     @property
     def text(self) -> str:
-        """F0, B0, or I0 and W0 for the input and the weight gradients."""
-        return f"{self.work.value}{self.micro_batch}"
+        """F0, B0, or I0 and W0 for the input and the weight gradients; F0:1 on a second interleaved stage."""
+        return f"{self.work.value}{self.number}"
+
+    @property
+    def number(self) -> str:
+        """The micro-batch and, if it is not the first, the interleaved stage."""
+        return f"{self.micro_batch}:{self.visit}" if self.visit else str(self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Row:
 def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
     """Return the tasks of all stages over time; pipelines with equal rows are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
-    orders = [_order(each.programs[stage.ranks[0]].instructions) for stage in stages]
+    orders = [_order(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages]
     timed = _timed(stages, orders)
     rows: dict[object, list[PlacedStage]] = {}
     for stage, tasks in zip(stages, timed, strict=True):
@@ -72,57 +78,62 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
         rows.setdefault((role.depth, role.stage, len(stage.ranks), stage.layers, tasks), []).append(stage)
     made = []
     for members in rows.values():
-        pipelines = tuple(sorted(role.pipeline for stage in members for role in stage.roles))
+        pipelines = tuple(sorted({role.pipeline for stage in members for role in stage.roles}))
         ranks = tuple(rank for stage in members for rank in stage.ranks)
         made.append(Row(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
     return sorted(made, key=lambda row: (row.pipelines[0], row.stage))
 
 
-def _order(instructions: Sequence[Instruction]) -> list[tuple[Work, int, int]]:
-    """Return a rank's tasks in order: kind of work, micro-batch, blocks."""
-    tasks: list[tuple[Work, int, int]] = []
+_Ordered = tuple[Work, int, int, int]  # kind of work, micro-batch, interleaved stage, number of blocks
+
+
+def _order(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> list[_Ordered]:
+    """Return a rank's tasks in order."""
+    tasks: list[_Ordered] = []
     for instruction in instructions:
         if instruction.op not in (Op.FORWARD, Op.BACKWARD) or instruction.target == "aux":
             continue
         assert instruction.micro_batch is not None
-        if tasks and tasks[-1][:2] == (instruction.work, instruction.micro_batch):
-            tasks[-1] = (*tasks[-1][:2], tasks[-1][2] + 1)
+        task = (instruction.work, instruction.micro_batch, stage.visit_of(outline.index[instruction.target]))
+        if tasks and tasks[-1][:3] == task:
+            tasks[-1] = (*task, tasks[-1][3] + 1)
         else:
-            tasks.append((instruction.work, instruction.micro_batch, 1))
+            tasks.append((*task, 1))
     return tasks
 
 
-def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[tuple[Work, int, int]]]) -> list[tuple[Task, ...]]:
+def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> list[tuple[Task, ...]]:
     """Run every stage's tasks in its order, each when what it needs from its neighbours is there."""
-    at = {(role.pipeline, role.stage): i for i, stage in enumerate(stages) for role in stage.roles}
-    there = [{(work in RETURNING, m) for work, m, _ in order} for order in orders]
-    done: dict[tuple[int, bool, int], int] = {}
+    at = {(role.pipeline, role.stage): (i, role.visit) for i, stage in enumerate(stages) for role in stage.roles}
+    there = [{(work in RETURNING, m, visit) for work, m, visit, _ in order} for order in orders]
+    done: dict[tuple[tuple[int, int], bool, int], int] = {}
     free = [0] * len(stages)
     tasks: list[list[Task]] = [[] for _ in stages]
     waiting = deque(range(len(stages)))
     while waiting:
         i = waiting.popleft()
         while len(tasks[i]) < len(orders[i]):
-            work, m, blocks = orders[i][len(tasks[i])]
-            role = stages[i].role_of(m)
+            work, m, visit, blocks = orders[i][len(tasks[i])]
+            role = stages[i].role_of(m, visit)
             returns = work in RETURNING
             step = -1 if work is Work.FORWARD else 1
             before = at.get((role.pipeline, role.stage + step)) if work is not Work.WEIGHT_GRADIENT else None
             # Below the lowest trainable block no backward runs.
-            needs = (before, returns, m) if before is not None and (returns, m) in there[before] else None
+            runs = before is not None and (returns, m, before[1]) in there[before[0]]
+            needs = (before, returns, m) if before is not None and runs else None
             if needs is not None and needs not in done:
                 break
             begin = max(free[i], done[needs] if needs is not None else 0)
             # A stage that recomputes runs the forward again before it differentiates.
             again = returns and bool(stages[i].kind.recompute)
             end = begin + ((2 if work is Work.BACKWARD else 1) + again) * blocks
-            tasks[i].append(Task(work, m, begin, end))
+            tasks[i].append(Task(work, m, begin, end, visit))
             free[i] = end
             if work is not Work.WEIGHT_GRADIENT:
-                done[i, returns, m] = end
+                done[(i, visit), returns, m] = end
             behind = at.get((role.pipeline, role.stage - step))
             if behind is not None:
-                waiting.append(behind)
+                waiting.append(behind[0])
     return [tuple(each) for each in tasks]
 
 
@@ -227,7 +238,7 @@ def _draw(axes: Any, name: str, rows: Sequence[Row], end: int) -> None:
             axes.barh(i, width, 0.8, task.begin, color=_COLOURS[task.work], edgecolor="white", linewidth=0.6)
             if width > 0.012 * end and len(rows) <= _TALLEST:
                 middle = task.begin + width / 2
-                axes.text(middle, i, str(task.micro_batch), ha="center", va="center", color="white", fontsize=7)
+                axes.text(middle, i, task.number, ha="center", va="center", color="white", fontsize=7)
     labels: Mapping[int, str] = dict(enumerate(map(_name, rows)))
     axes.set_yticks(list(labels), list(labels.values()), fontsize="x-small")
     axes.invert_yaxis()

@@ -64,7 +64,7 @@ def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dic
     data = folder.data
     pairs: dict[tuple[int, int], int] = {}
     for stage in place(data.outline, each.strategy, each.record.micro_batches).stages:
-        names = data.outline.blocks[slice(*stage.blocks)]
+        names = [data.outline.blocks[position] for position in stage.positions]
         for index, rank in enumerate(stage.ranks if len(stage.ranks) > 1 else ()):
             part = stage.part_of(rank)
             once = sum(at(data.block(name, part).sent, tokens) for name in names)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.program_outline import Mode, Outline
-from hydragraph.ir.rank_program import RankProgram, Role
+from hydragraph.ir.rank_program import RankProgram, Role, Span
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement, place
@@ -23,16 +23,21 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """A sent or received message, as both ends know it: a hidden state (ahead) or its gradient (back)."""
+    """A sent or received message, as both ends know it: a hidden state (ahead) or its gradient (back).
+
+    Attributes:
+        position: of the block that made the hidden state.
+    """
 
     ahead: bool
     micro_batch: int
+    position: int
 
 
 def message_of(instruction: Instruction) -> StageMessage:
     """Return the message of a send or a receive."""
     (value,) = instruction.reads or instruction.writes
-    return StageMessage(value.kind is ValueKind.ACTIVATION, value.micro_batch)
+    return StageMessage(value.kind is ValueKind.ACTIVATION, value.micro_batch, value.position)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +108,16 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline that it serves; empty if it only takes part in exchanges.
-        layers: the half-open range that it computes.
+        roles: of its stage in every pipeline that it serves, or of its interleaved stages; empty if it only takes part
+            in exchanges.
+        layers: the half-open range that it computes, of each interleaved stage.
         program: of one rank of an equal actor.
         of: returns the instructions of each of its ranks.
     """
 
     ranks: tuple[int, ...]
     roles: tuple[PlacedRole, ...]
-    layers: tuple[int, int]
+    layers: tuple[Span, ...]
     program: Compiled
     of: Callable[[int], Sequence[Instruction]] = field(repr=False)
 
@@ -127,13 +133,23 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """Its role for each of its micro-batches."""
+        """A role for each of its micro-batches, of the pipeline that runs it."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:
         """Return the ranks of the stage that receives a message."""
-        role = self.role_of[message.micro_batch]
-        return role.following if message.ahead else role.previous
+        return self._receivers[message]
+
+    @cached_property
+    def _receivers(self) -> Mapping[StageMessage, tuple[int, ...]]:
+        # The block of layer i is at position i + 1.
+        found = {}
+        for role in self.roles:
+            first, end = self.layers[role.visit]
+            for m in role.micro_batches:
+                found[StageMessage(True, m, end)] = role.following
+                found[StageMessage(False, m, first)] = role.previous
+        return found
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
         """Return the (sender, receiver) pairs of a send and its equals: rank i of t serves receivers i, i + t, ..."""
@@ -173,14 +189,20 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        # The beat of each role determines the order of its instructions.
-        roles = [(r.micro_batches, len(r.previous), len(r.following)) for r in stage.roles]
+        # The beat of each role determines the order of its instructions, as does, for interleaved stages, which
+        # neighbours are the same.
+        peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
+        roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
         compiled[key] = Compiled.of(of(members[0]))
     if stage is None:
-        return Actor(members, (), (0, 0), compiled[key], of)
+        return Actor(members, (), (), compiled[key], of)
     return Actor(members, stage.roles, stage.layers, compiled[key], of)
+
+
+def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return role.previous, role.following
 
 
 def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
@@ -202,17 +224,17 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
         first = of_stage[0]
         by_rank = {program.rank: program.instructions for program in of_stage}
         leader = by_rank.get(members[key][0], first.instructions)
-        roles = tuple(_placed(role, by_role) for role in first.roles)
+        roles = tuple(_placed(role, first.layers.index(first.span_of(role)), by_role) for role in first.roles)
         actors.append(Actor(members[key], roles, first.layers, Compiled.of(leader), by_rank.__getitem__))
     return tuple(actors)
 
 
-def _placed(role: Role, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
+def _placed(role: Role, visit: int, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
     """Return a role with its neighbours' ranks, given those of every pipeline and stage."""
     pipeline = role.pipeline
     depth = sum(there == pipeline for there, _ in ranks)
-    around = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))
-    return PlacedRole(pipeline, role.stage, role.micro_batches, depth, *around)
+    previous, following = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))
+    return PlacedRole(pipeline, role.stage, role.micro_batches, depth, previous, following, visit)
 
 
 def _check_alike(programs: Sequence[RankProgram]) -> None:

@@ -11,7 +11,7 @@
     F(s, x)         when the forward of the x-th micro-batch ends on stage s; m = order[x]
     B(s, x)         when its backward ends there
 
-A stage runs one action at a time, in the order of the table:
+A row of the table is a stage, or several stages on the same devices. It runs one action at a time, in order:
 
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
@@ -54,9 +54,9 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
 class Scratch(NamedTuple):
-    """Buffers of `replay`: the ends of forwards and backwards [S, V], and each stage's progress [S].
+    """Buffers of `replay`: the ends of forwards and backwards [S, V], and the progress of each stage and row [S].
 
-    After a replay, `clock` is when each stage's last action ends.
+    After a replay, `clock` is when the last action of each row ends (of each stage, unless they are interleaved).
     """
 
     ends_f: Floats
@@ -92,7 +92,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         count: number of micro-batches.
         scratch: for at least `stages` stages and `count` micro-batches.
     """
-    work, micro_batch, skip = table
+    work, micro_batch, skip, stage = table
     actions = work.shape[1]
     ends_f, ends_b, clock, done_f, done_b, at = scratch
     for s in range(stages):
@@ -108,18 +108,19 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         waiting = False
         advanced = False
         for turn in range(stages):
-            s = turn if down else stages - 1 - turn
-            now = clock[s]
-            a = at[s]
+            row = turn if down else stages - 1 - turn
+            now = clock[row]
+            a = at[row]
             while a < actions:
-                x = micro_batch[s, a]
+                x = micro_batch[row, a]
                 if x >= count:
-                    a = skip[s, a]
+                    a = skip[row, a]
                     continue
                 if x < 0:  # the row has ended
                     break
                 m = order[x]
-                if work[s, a] == _RUN_FORWARD:
+                s = stage[row, a]
+                if work[row, a] == _RUN_FORWARD:
                     if s and done_f[s - 1] <= x:
                         waiting = True
                         break
@@ -130,21 +131,21 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                     now += rows[m, s, FORWARD]
                     ends_f[s, x] = now
                     done_f[s] = x + 1
-                elif work[s, a] == _RUN_BACKWARD or work[s, a] == _RUN_INPUT_GRADIENT:
+                elif work[row, a] == _RUN_BACKWARD or work[row, a] == _RUN_INPUT_GRADIENT:
                     if s < stages - 1:
                         if done_b[s + 1] <= x:
                             waiting = True
                             break
                         now = max(now, ends_b[s + 1, x] + rows[m, s, BACK])
-                    now += rows[m, s, BACKWARD] * (1.0 if work[s, a] == _RUN_BACKWARD else _INPUT_SHARE)
+                    now += rows[m, s, BACKWARD] * (1.0 if work[row, a] == _RUN_BACKWARD else _INPUT_SHARE)
                     ends_b[s, x] = now
                     done_b[s] = x + 1
                 else:
                     now += rows[m, s, BACKWARD] * _WEIGHT_SHARE
                 a += 1
                 advanced = True
-            clock[s] = now
-            at[s] = a
+            clock[row] = now
+            at[row] = a
         if waiting and not advanced:
             return np.inf
         down = not down

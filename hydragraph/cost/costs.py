@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from hydragraph.cost.accounts import Kind
@@ -254,19 +255,25 @@ class Costs:
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
         # The slowest stage may depend on the length. Search uses one set of constants, taken at a useful length.
-        slowest = max((s.constants for s in stages), key=lambda k: k.work(util) + k.c)
+        rows = pipeline.rows
+        each = [
+            [s.constants for s, there in zip(stages, rows, strict=True) if there == row] for row in dict.fromkeys(rows)
+        ]
+        of_rows = [row[0] if len(row) == 1 else Constants.sum((1.0, k) for k in row) for row in each]
+        slowest = max(of_rows, key=lambda k: k.work(util) + k.c)
         self._check_fit(stages, slowest)
         return PipelineCost(
             slowest.a,
             slowest.b,
             slowest.c,
-            len(stages),
+            len(of_rows),
             limit,
             min(util, max(limit, 1)),
             len(pipeline.devices),
             tuple(stages),
             schedule,
             slowest.near,
+            rows if pipeline.interleaved else (),
         )
 
     def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
@@ -287,7 +294,9 @@ class Costs:
             span = self.outline.span(first, first + stage.layers)
             first += stage.layers
             following = pipeline.stages[i + 1] if i + 1 < len(pipeline.stages) else None
-            costs.append(self.stage(stage, span, following))
+            cost = self.stage(stage, span, following)
+            # Devices of interleaved stages compute auxiliary values once for each micro-batch.
+            costs.append(replace(cost, aux=()) if pipeline.rows[i] in pipeline.rows[:i] else cost)
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
@@ -492,11 +501,11 @@ class Costs:
         Pipelines that share stages wait for each other, so their computation is simulated.
 
         Raises:
-            Unsupported: pipelines share stages, and the stack is another runtime's.
+            Unsupported: pipelines share stages or have interleaved ones, and the stack is another runtime's.
         """
-        if strategy.shares and not self.stack.own:
+        if (strategy.shares or strategy.interleaved) and not self.stack.own:
             raise Unsupported(
-                f"pipelines that share stages on another runtime ({self.stack}), which has no such order",
+                f"shared or interleaved stages on another runtime ({self.stack}), which has no such order",
                 where=f"strategy {strategy}",
                 remedy="price it with costs of hydragraph's own stack",
             )
@@ -505,7 +514,7 @@ class Costs:
             return self._timeline(strategy, assignment.counts, work).seconds
         tokens = assignment.tokens
         ends = [
-            stages_end(self.stages(p), batches, strategy.schedule)
+            stages_end(self.stages(p), batches, strategy.schedule, p.rows)
             for p, batches in zip(strategy.pipelines, tokens, strict=True)
             if batches
         ]
@@ -805,13 +814,14 @@ class CostedWork:
         pairs: dict[tuple[int, int], float] = {}
         for placed in self._placement.stages:
             t = len(placed.ranks)
-            tokens = sum(self._packed[r.pipeline][i] for r in placed.roles for i in range(len(r.micro_batches)))
-            role = placed.roles[0]
-            stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
-            sums = sum(costs._summed(stage, placed.kind, placed.blocks)) if t > 1 else 0
+            summed = 0  # tokens
+            for role in placed.roles if t > 1 else ():
+                stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
+                sums = sum(costs._summed(stage, placed.kind, placed.blocks[role.visit]))
+                summed += sums * sum(self._packed[role.pipeline])
             for rank, other in zip(placed.ranks, (*placed.ranks[1:], placed.ranks[0]), strict=True):
-                if sums:
-                    pairs[rank, other] = sums * 2 * (t - 1) / t * tokens * costs.sizes.hidden_bytes
+                if summed:
+                    pairs[rank, other] = summed * 2 * (t - 1) / t * costs.sizes.hidden_bytes
         return pairs
 
     def update_s(self, rank: int) -> float:
@@ -853,7 +863,8 @@ class CostedWork:
         """Return the work in explicit form, for small programs: instruction by instruction, pair by pair."""
         seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {}
         for stage in self._placement.stages:
-            for block in self._costs.outline.blocks[slice(*stage.blocks)]:
+            for position in stage.positions:
+                block = self._costs.outline.blocks[position]
                 for op in (Op.FORWARD, Op.BACKWARD):
                     took = self.computing(op, block, stage.ranks, stage.micro_batches)
                     for m, each in zip(stage.micro_batches, took, strict=True):

@@ -145,7 +145,8 @@ def _words(actor: Actor, run: Sequence[Instruction]) -> str:
         parts = [
             f"{len(s)} {name}{'s' * (len(s) != 1)}" for s, name in ((forwards, "forward"), (backwards, "backward")) if s
         ]
-        layers = f" of layers {actor.layers[0]}-{actor.layers[1] - 1}" if actor.layers[1] > actor.layers[0] else ""
+        spans = " and ".join(f"{first}-{end - 1}" for first, end in actor.layers if end > first)
+        layers = f" of layers {spans}" if spans else ""
         return f"{where} computes {' and '.join(parts)}{layers}"
     if op in (Op.PULL, Op.PUSH):
         names = f"{run[0].target}" if len(run) == 1 else f"{len(run)} buckets, {run[0].target} to {run[-1].target}"

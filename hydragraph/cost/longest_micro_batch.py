@@ -92,7 +92,7 @@ class Reach:
         profile = self._costs.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
         plain = all(s.kind == StageKind(pipeline.stages[0].tp) and not s.stream for s in pipeline.stages)
-        if measured is not None and plain:
+        if measured is not None and plain and not pipeline.interleaved:
             return int(measured)
         most: int | None = None
         for at, rank in self._deciding(pipeline):
@@ -111,7 +111,7 @@ class Reach:
         contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
         looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
-            between = 0 < at < len(pipeline.stages) - 1
+            between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
             alike = (stage.kind, stage.stream)
             for rank in self._unlike(stage):
                 left = self._left(rank)
@@ -150,10 +150,11 @@ class Reach:
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
         """Return the memory of a rank of a pipeline's stage as a function of its micro-batches' tokens."""
         # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
-        shape = tuple((stage.layers, stage.kind, stage.stream) for stage in pipeline.stages)
-        count = telling(DEFAULT_SCHEDULE, len(pipeline.stages), at)
+        count = telling(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule bounds what is in flight"
-        return self._peak((shape, at), Strategy((pipeline,)), [count], rank)
+        return self._peak(
+            (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at), Strategy((pipeline,)), [count], rank
+        )
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the memory of a rank of a shared stage, as a function of all its micro-batches' tokens.

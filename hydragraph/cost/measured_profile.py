@@ -45,11 +45,12 @@ class PipelineCost:
     Attributes:
         a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
         near: its seconds per pair of attention with windows or chunks, which add to a l^2 + b l.
-        stages: its depth PP.
+        stages: its depth PP, the number of its groups of devices.
         max_len: maximum number of tokens of a micro-batch.
         util_len: number of tokens from where on a micro-batch uses the device well.
         devices: number of devices.
         parts: its stages one by one; empty if they are only known to be alike.
+        rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
         schedule: its kind (`ir.schedules`).
     """
 
@@ -63,6 +64,7 @@ class PipelineCost:
     parts: tuple[StageCost, ...] = ()
     schedule: str = DEFAULT_SCHEDULE
     near: Near = ()
+    rows: tuple[int, ...] = ()
 
     @property
     def envelope(self) -> Constants:
@@ -74,7 +76,7 @@ class PipelineCost:
 
         If its stages are only known to be alike, a forward is a third of a micro-batch's time.
         """
-        return stages_end(self.stage_costs, micro_batches, self.schedule)
+        return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
@@ -404,4 +406,4 @@ def _scheme_of(pipeline: Pipeline) -> Scheme | None:
     """Return the scheme of a regular pipeline of plain stages; None for any other."""
     scheme = pipeline.stages[0].tp, len(pipeline.stages)
     stages = [(s.kind, s.layers) for s in pipeline.stages]
-    return scheme if stages == _regular(scheme, pipeline.layers) else None
+    return scheme if stages == _regular(scheme, pipeline.layers) and not pipeline.interleaved else None

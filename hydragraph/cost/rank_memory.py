@@ -43,7 +43,7 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import Work
-from hydragraph.ir.schedules.schedule_kinds import most_in_flight
+from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT, most_in_flight
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, aux, bucket_of, gradients, weights
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
@@ -259,14 +259,23 @@ def batch_bytes(own: int, every: int) -> int:
     return INTEGER_BYTES * (3 * own + every)
 
 
-def telling(schedule: str, stages: int, position: int) -> int | None:
+def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
     """Return how many micro-batches reach a stage's peak; further ones only add their tokens. None: all of them.
+
+    Args:
+        schedule: its kind.
+        rows: of the stages of its pipeline (`Pipeline.rows`).
+        position: of the stage in it.
 
     The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit. With a single
     micro-batch, gradients would be sent immediately and never be complete.
     """
-    most = most_in_flight(schedule, stages)[position]
+    devices = len(set(rows))
+    if devices < len(rows):
+        # A set of as many micro-batches as there are devices passes through a round while the next one enters.
+        return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
+    most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
 
 
@@ -554,15 +563,15 @@ class Walk:
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Return whether sequence-parallel ranks get a block's input, or give its output, whole: between stages."""
-        # Pipelines that share a stage agree on its layers, and thus on whether there are stages before and after.
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
-        first = stage.blocks[0]
-        last = stage.blocks[1] - 1
+        visit = stage.visit_of(index)
+        first, end = stage.blocks[visit]
         split = self._part.sequence_parallel
-        role = stage.roles[0]
-        return split and index == first and bool(role.previous), split and index == last and bool(role.following)
+        # Pipelines that share a stage agree on its layers, and thus on whether there are stages before and after.
+        role = next(role for role in stage.roles if role.visit == visit)
+        return split and index == first and bool(role.previous), split and index == end - 1 and bool(role.following)
 
     def _footprint(self, block: str, m: int) -> Footprint:
         assert self._stage is not None

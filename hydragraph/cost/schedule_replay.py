@@ -16,22 +16,35 @@ Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
 
 def pipeline_end(
-    early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = DEFAULT_SCHEDULE
+    early: Rows,
+    forward: Rows,
+    backward: Rows,
+    ahead: Rows,
+    back: Rows,
+    schedule: str = DEFAULT_SCHEDULE,
+    devices: tuple[int, ...] = (),
 ) -> float:
     """Return when the last backward ends; arguments as for `stage_ends`."""
-    return max(stage_ends(early, forward, backward, ahead, back, schedule), default=0.0)
+    return max(stage_ends(early, forward, backward, ahead, back, schedule, devices), default=0.0)
 
 
 def stage_ends(
-    early: Rows, forward: Rows, backward: Rows, ahead: Rows, back: Rows, schedule: str = DEFAULT_SCHEDULE
+    early: Rows,
+    forward: Rows,
+    backward: Rows,
+    ahead: Rows,
+    back: Rows,
+    schedule: str = DEFAULT_SCHEDULE,
+    devices: tuple[int, ...] = (),
 ) -> list[float]:
-    """Return when the last backward of each stage ends; see `compiled_replay`.
+    """Return when the last backward on each stage's devices ends; see `compiled_replay`.
 
     Args:
         early, forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
         ahead: seconds of a hidden state from each stage to the next [S - 1][V], or one more row, which is not used.
         back: seconds of its gradient, from stage s + 1 to s, like `ahead`.
         schedule: its kind.
+        devices: number of each stage's group of devices (`Pipeline.rows`); empty: each has its own.
     """
     # numba is imported on the first call: most commands price nothing.
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
@@ -45,9 +58,8 @@ def stage_ends(
         for s, row in enumerate(seconds):
             rows[:, s, part] = row
     scratch = scratch_of(stages, count)
-    replay(table_of(schedule, stages, count), stages, rows, np.arange(count), count, scratch)
-    ends: list[float] = scratch.clock.tolist()
-    return ends
+    replay(table_of(schedule, devices or stages, count), stages, rows, np.arange(count), count, scratch)
+    return [float(scratch.clock[row]) for row in devices or range(stages)]
 
 
 def exchanged_end(

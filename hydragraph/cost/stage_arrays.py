@@ -81,19 +81,20 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
         np.array([each.order for each in reaches], dtype=np.float64).reshape(-1, 2),
         np.array([len(array) for array, _ in arrays], dtype=np.int64),
         _tables(
-            tuple((kind.schedule, len(array)) for kind, (array, _) in zip(kinds, arrays, strict=True)), max(count, 1)
+            tuple((kind.schedule, kind.rows or len(array)) for kind, (array, _) in zip(kinds, arrays, strict=True)),
+            max(count, 1),
         ),
         np.array([faithful for _, faithful in arrays]),
     )
 
 
 @lru_cache(maxsize=64)
-def _tables(kinds: tuple[tuple[str, int], ...], count: int) -> ScheduleTable:
-    """Return the tables of kinds, each given by its schedule and its number of stages, as one [K, S, actions]."""
-    every = [table_of(schedule, stages, count) for schedule, stages in kinds]
+def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) -> ScheduleTable:
+    """Return the tables of kinds, each given by its schedule and its rows or their number, as one [K, S, actions]."""
+    every = [table_of(schedule, rows, count) for schedule, rows in kinds]
     deepest = max(len(table.work) for table in every)
     longest = max(table.work.shape[1] for table in every)
-    stacked = ScheduleTable(*(np.full((len(kinds), deepest, longest), -1, np.int32) for _ in range(3)))
+    stacked = ScheduleTable(*(np.full((len(kinds), deepest, longest), -1, np.int32) for _ in ScheduleTable._fields))
     for k, table in enumerate(every):
         stages, actions = table.work.shape
         for array, part in zip(stacked, table, strict=True):
@@ -104,7 +105,8 @@ def _tables(kinds: tuple[tuple[str, int], ...], count: int) -> ScheduleTable:
 @compiled
 def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
     """Return the table of one kind."""
-    return ScheduleTable(terms.tables.work[kind], terms.tables.micro_batch[kind], terms.tables.skip[kind])
+    tables = terms.tables
+    return ScheduleTable(tables.work[kind], tables.micro_batch[kind], tables.skip[kind], tables.stage[kind])
 
 
 @lru_cache(maxsize=256)

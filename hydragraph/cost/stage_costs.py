@@ -150,9 +150,16 @@ class StageCost:
 
 
 def stages_end(
-    stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]], schedule: str = DEFAULT_SCHEDULE
+    stages: Sequence[StageCost],
+    micro_batches: Sequence[Sequence[int]],
+    schedule: str = DEFAULT_SCHEDULE,
+    rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the end of a pipeline whose micro-batches have sequences of these lengths and run in this order."""
+    """Return the end of a pipeline whose micro-batches have sequences of these lengths and run in this order.
+
+    Args:
+        rows: the row of each stage (`Pipeline.rows`); empty: each has its own.
+    """
     if not micro_batches:
         return 0.0
     # Equal micro-batches cost the same: for each different one, the five seconds that `pipeline_end` needs, by stage.
@@ -172,7 +179,7 @@ def stages_end(
     )
     if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
         return _exchanged_end(stages, [sum(m) for m in micro_batches], early, forward, backward, (ahead, back))
-    return pipeline_end(early, forward, backward, ahead, back, schedule)
+    return pipeline_end(early, forward, backward, ahead, back, schedule, rows)
 
 
 def _exchanged_end(

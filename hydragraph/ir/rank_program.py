@@ -9,6 +9,10 @@ The header gives the rank's place; each line below is an instruction (`ir.instru
 pipelines it names all of them and their micro-batches, which are numbered across the pipelines that share stages.
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
+
+For interleaved stages it names each of them, with its layers.
+
+    ...  pipeline 0, stage 0 + pipeline 0, stage 2: layers 0-1 + 4-5, tp 1 (ranks 0), micro-batches 3 + 3
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from hydragraph.ir.instruction_text import MARGIN, instruction_text, parse_instr
 
 _ROLE = r"pipeline \d+, stage \d+"
 _COUNT = r"\d+(?:-\d+)?"
+_LAYERS = r"\d+-\d+"
 _HEADER = re.compile(
     r"rank (?P<rank>\d+) of (?P<ranks>\d+)  strategy (?P<strategy>.*)  (?P<place>idle|"
-    rf"(?P<roles>{_ROLE}(?: \+ {_ROLE})*): layers (?P<first>\d+)-(?P<last>\d+), "
+    rf"(?P<roles>{_ROLE}(?: \+ {_ROLE})*): layers (?P<layers>{_LAYERS}(?: \+ {_LAYERS})*), "
     r"tp (?P<tp>\d+) \(ranks (?P<tp_ranks>\d+(?: \d+)*)\), "
     rf"micro-batches (?P<micro_batches>{_COUNT}(?: \+ {_COUNT})*))"
 )
+
+Span = tuple[int, int]  # half-open range of layers, or of positions of blocks
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,10 @@ class RankProgram:
     Attributes:
         rank, ranks: the rank, and the number of ranks.
         strategy: the strategy's text with its fingerprint, for readers and for comparing ranks.
-        roles: roles of the rank's stage, one for each of its pipelines; empty if the strategy leaves the rank idle or
-            its pipelines have no work.
+        roles: roles of the rank's stage, one for each of its pipelines, or for each of its interleaved stages; empty if
+            the strategy leaves the rank idle or its pipelines have no work.
         tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
-        layers: the half-open range of layers it computes.
+        layers: the half-open range of layers it computes, of each interleaved stage.
         instructions: in issue order.
     """
 
@@ -64,13 +71,17 @@ class RankProgram:
     strategy: str
     roles: tuple[Role, ...]
     tp: tuple[int, ...]
-    layers: tuple[int, int]
+    layers: tuple[Span, ...]
     instructions: tuple[Instruction, ...]
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
         """The numbers of the micro-batches that it runs."""
-        return tuple(m for role in self.roles for m in role.micro_batches)
+        return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
+
+    def span_of(self, role: Role) -> Span:
+        """Return the layers of one of its roles."""
+        return self.layers[[each.pipeline for each in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:
         return to_text(self)
@@ -116,10 +127,10 @@ def _header(program: RankProgram) -> str:
     if not program.roles:
         return head + "idle"
     roles = " + ".join(f"pipeline {role.pipeline}, stage {role.stage}" for role in program.roles)
-    first, last = program.layers
+    layers = " + ".join(f"{first}-{last - 1}" for first, last in program.layers)
     ranks = " ".join(map(str, program.tp))
     counts = " + ".join(_count(role.micro_batches) for role in program.roles)
-    return f"{head}{roles}: layers {first}-{last - 1}, tp {len(program.tp)} (ranks {ranks}), micro-batches {counts}"
+    return f"{head}{roles}: layers {layers}, tp {len(program.tp)} (ranks {ranks}), micro-batches {counts}"
 
 
 def _count(micro_batches: range) -> str:
@@ -159,14 +170,14 @@ def _parse_header(line: str, number: int) -> RankProgram:
     if header is None:
         raise ValueError(
             f"line {number}: expected the header 'rank R of N  strategy TEXT  idle' or '... pipeline P, stage S: "
-            f"layers A-B, tp T (ranks R ...), micro-batches M' (of a shared stage 'pipeline P, stage S + pipeline ...' "
-            f"and 'micro-batches M + M-M'), found {line!r}"
+            f"layers A-B, tp T (ranks R ...), micro-batches M' (of shared or interleaved stages 'pipeline P, stage S + "
+            f"pipeline ...' and 'micro-batches M + M-M'), found {line!r}"
         )
     rank = int(header["rank"])
     ranks = int(header["ranks"])
     strategy = header["strategy"]
     if header["place"] == "idle":
-        return RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
+        return RankProgram(rank, ranks, strategy, (), (), (), ())
     tp = tuple(map(int, header["tp_ranks"].split()))
     if len(tp) != int(header["tp"]):
         raise ValueError(f"line {number}: expected {header['tp']} ranks behind 'tp {header['tp']}', found {len(tp)}")
@@ -178,5 +189,10 @@ def _parse_header(line: str, number: int) -> RankProgram:
             f"{len(counts)}"
         )
     roles = tuple(Role(pipeline, stage, count) for (pipeline, stage), count in zip(places, counts, strict=True))
-    layers = (int(header["first"]), int(header["last"]) + 1)
-    return RankProgram(rank, ranks, strategy, roles, tp, layers, ())
+    spans = [tuple(map(int, span.split("-"))) for span in header["layers"].split(" + ")]
+    visits = max(sum(other.pipeline == role.pipeline for other in roles) for role in roles)
+    if len(spans) != visits:
+        raise ValueError(
+            f"line {number}: expected the layers of {visits} {'stages' if visits > 1 else 'stage'}, found {len(spans)}"
+        )
+    return RankProgram(rank, ranks, strategy, roles, tp, tuple((first, last + 1) for first, last in spans), ())

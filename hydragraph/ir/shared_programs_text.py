@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
 from hydragraph.ir.shared_programs import Peers, SharedPrograms
@@ -127,12 +128,19 @@ def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
     numbers = " ".join(map(str, range(int(degree[1])))) if degree else ""
     text = re.sub(r"^rank R of ", "rank 0 of ", text, count=1, flags=re.MULTILINE)
-    text = text.replace("pipeline P, stage", "pipeline 0, stage").replace("(ranks T)", f"(ranks {numbers})", 1)
+    text = _numbered_pipelines(text).replace("(ranks T)", f"(ranks {numbers})", 1)
     text = _LETTERS.sub(lambda match: match[1] + str(_number(match[2])), text)
     try:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _numbered_pipelines(text: str) -> str:
+    """Number the pipelines P of a header: interleaved stages, with layers of their own, are in one pipeline."""
+    shared = count()
+    one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
+    return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)
 
 
 def _header(pattern: RankProgram, rank: int, line: int, pipelines: tuple[int, ...], tp: tuple[int, ...]) -> RankProgram:

@@ -7,7 +7,7 @@ match receives; and all programs, run together, end.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -59,12 +59,14 @@ class _Site:
     """Work of a rank, from its and its neighbours' headers; `blocks` is empty on a rank without work.
 
     Attributes:
-        neighbours: for each micro-batch, the ranks of the previous and the next stage in the pipeline that runs it.
+        blocks: the positions of each of its interleaved stages.
+        neighbours: for each micro-batch and stage, the ranks of the previous and the next stage in the pipeline that
+            runs it.
     """
 
-    blocks: range
+    blocks: tuple[range, ...]
     buckets: frozenset[str]
-    neighbours: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    neighbours: Mapping[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
@@ -118,6 +120,9 @@ def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ..
     """Check that the headers describe whole pipelines, which share stages or no ranks; return each rank's site."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
+        visits = Counter(role.pipeline for role in program.roles)
+        if len(program.layers) != max(visits.values(), default=0):
+            raise VerificationError(f"it has {len(program.layers)} ranges of layers for its stages", rank)
         if (program.rank, program.ranks) != (rank, len(programs)):
             raise VerificationError(
                 f"its header says rank {program.rank} of {program.ranks}; give all programs in order", rank
@@ -145,40 +150,45 @@ def _check_pipeline(
 ) -> None:
     """Check that the stages exist on all their ranks and cover the layers from 0 to the last."""
     layer = 0  # start of the next stage
-    runs = _role(next(iter(stages.values())), pipeline).micro_batches
+    stage, program = next(iter(stages.items()))
+    runs = _role(program, pipeline, stage).micro_batches
     for i, (stage, program) in enumerate(sorted(stages.items())):
-        if stage != i or program.layers[0] != layer:
+        role = _role(program, pipeline, stage)
+        first, end = program.span_of(role)
+        if stage != i or first != layer:
             raise VerificationError(
-                f"stage {stage} starts at layer {program.layers[0]}, but stage {i} must start at {layer}", program.rank
+                f"stage {stage} starts at layer {first}, but stage {i} must start at {layer}", program.rank
             )
-        if not runs or _role(program, pipeline).micro_batches != runs:
+        if not runs or role.micro_batches != runs:
             raise VerificationError("its pipeline's stages differ in micro-batches, or have none", program.rank)
-        if len(set(program.micro_batches)) < len(program.micro_batches):
+        others = {m for other in program.roles if other.pipeline != pipeline for m in other.micro_batches}
+        if not others.isdisjoint(runs):
             raise VerificationError(
                 "pipelines that share its stage have micro-batches of the same number", program.rank
             )
         for rank in program.tp:
             if rank >= len(programs) or _place(programs[rank]) != _place(program):
                 raise VerificationError(f"its tensor-parallel peer {rank} has another place", program.rank)
-        layer = program.layers[1]
+        layer = end
     if layer != outline.layers:
         raise VerificationError(f"its pipeline ends at layer {layer} of {outline.layers}", program.rank)
 
 
-def _role(program: RankProgram, pipeline: int) -> Role:
-    return next(role for role in program.roles if role.pipeline == pipeline)
+def _role(program: RankProgram, pipeline: int, stage: int) -> Role:
+    return next(role for role in program.roles if (role.pipeline, role.stage) == (pipeline, stage))
 
 
 def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram]], outline: Outline) -> _Site:
     if not program.roles:
-        return _Site(range(0), frozenset(), {})
-    blocks = range(*outline.span(*program.layers))
-    buckets = frozenset(bucket for k in blocks for bucket in outline.weights[outline.blocks[k]])
-    neighbours = {}
+        return _Site((), frozenset(), {})
+    blocks = tuple(range(*outline.span(*span)) for span in program.layers)
+    buckets = frozenset(bucket for span in blocks for k in span for bucket in outline.weights[outline.blocks[k]])
+    neighbours: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for role in program.roles:
         before, behind = (pipelines[role.pipeline].get(role.stage + step) for step in (-1, 1))
         around = (before.tp if before else (), behind.tp if behind else ())
-        neighbours.update(dict.fromkeys(role.micro_batches, around))
+        visit = program.layers.index(program.span_of(role))
+        neighbours.update({(m, visit): around for m in role.micro_batches})
     return _Site(blocks, buckets, neighbours)
 
 
@@ -193,7 +203,9 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         if each.op is Op.BACKWARD and each.work is not Work.BACKWARD
     }
     missing = {
-        key: values for m in program.micro_batches for key, values in _work(site.blocks, m, outline, mode, halved)
+        key: values
+        for m in program.micro_batches
+        for key, values in _work([k for span in site.blocks for k in span], m, outline, mode, halved)
     }
     for index, instruction in enumerate(program.instructions):
         rule = RULES[instruction.op]
@@ -233,7 +245,7 @@ _Values = tuple[frozenset[Value], frozenset[Value]]
 
 
 def _work(
-    blocks: range, m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
+    blocks: Sequence[int], m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
 ) -> Iterator[tuple[_Key, _Values]]:
     """Yield a stage's computations on micro-batch m, each with the values that it reads and writes.
 
@@ -457,17 +469,19 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} moves one value")
     (value,) = values
-    before = site.blocks.start - 1  # position whose output enters the stage
-    last = site.blocks.stop - 1  # position whose output leaves the stage
-    previous, following = site.neighbours.get(value.micro_batch, ((), ()))
-    # Activations enter after position `before` and leave after `last`; their gradients flow in the opposite direction.
-    routes = {
-        (Op.RECEIVE, ValueKind.ACTIVATION, before): previous,
-        (Op.SEND, ValueKind.ACTIVATION, last): following,
-        (Op.RECEIVE, ValueKind.ACTIVATION_GRADIENT, last): following,
-        (Op.SEND, ValueKind.ACTIVATION_GRADIENT, before): previous,
-    }
-    peers = routes.get((instruction.op, value.kind, value.position), ()) if site.blocks else ()
+    # Activations enter before a stage's first position and leave after its last one; their gradients flow in the
+    # opposite direction.
+    peers: tuple[int, ...] = ()
+    for visit, blocks in enumerate(site.blocks):
+        before, last = blocks.start - 1, blocks.stop - 1
+        previous, following = site.neighbours.get((value.micro_batch, visit), ((), ()))
+        routes = {
+            (Op.RECEIVE, ValueKind.ACTIVATION, before): previous,
+            (Op.SEND, ValueKind.ACTIVATION, last): following,
+            (Op.RECEIVE, ValueKind.ACTIVATION_GRADIENT, last): following,
+            (Op.SEND, ValueKind.ACTIVATION_GRADIENT, before): previous,
+        }
+        peers += routes.get((instruction.op, value.kind, value.position), ())
     if instruction.peer is None or instruction.peer not in peers:
         allowed = f"ranks {peers}" if peers else "nowhere"
         raise _fail(

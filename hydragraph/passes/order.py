@@ -6,13 +6,14 @@ micro-batch through the stage's blocks, with the messages that it needs and make
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.schedules.schedule import Work
+from hydragraph.ir.schedules.schedule import Action, Work
 from hydragraph.ir.value import (
     Value,
     activation,
@@ -39,21 +40,65 @@ def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram
         return program
     instructions: list[Instruction] = []
     for action in placement.actions(stage, mode):
-        role = stage.role_of(action.micro_batch)
-        if action.work is Work.FORWARD:
-            instructions += _forward(placement.outline, stage, role, program.rank, action.micro_batch, mode)
-        else:
-            instructions += _backward(placement.outline, stage, role, program.rank, action.micro_batch, action.work)
+        role = stage.role_of(action.micro_batch, action.visit)
+        instructions += _of_action(placement.outline, stage, role, program.rank, action, mode)
+    if {role.previous for role in stage.roles if role.previous} & {role.following for role in stage.roles}:
+        instructions = _in_order_of_sends(placement, mode, program.rank, instructions)
     return replace(program, instructions=tuple(instructions))
+
+
+def _of_action(
+    outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, action: Action, mode: Mode
+) -> Iterator[Instruction]:
+    if action.work is Work.FORWARD:
+        return _forward(outline, stage, role, rank, action.micro_batch, mode)
+    return _backward(outline, stage, role, rank, action.micro_batch, action.work)
+
+
+def _in_order_of_sends(
+    placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
+) -> list[Instruction]:
+    """Move receives forward so that they follow the order in which each peer sends.
+
+    Between two ranks, messages arrive in order. With interleaved stages a peer that is both before and after this rank
+    sends hidden states and gradients, and one that is sent first may be needed last. Its receive moves to the first use
+    of a later message: when that one is used, both have been sent.
+    """
+    receives = [i for i, each in enumerate(instructions) if each.op is Op.RECEIVE]
+    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there
+    for peer in dict.fromkeys(instructions[i].peer for i in receives):
+        assert peer is not None, "a receive has a peer"
+        at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
+        first = len(instructions)
+        places = []
+        for value in reversed(list(_sent(placement, mode, peer, rank))):
+            first = min(first, at[value])
+            places.append((first, at[value]))
+        for place, i in reversed(places):
+            before[place].append(i)
+    return [
+        instructions[j] for i, each in enumerate(instructions) for j in (before[i] if each.op is Op.RECEIVE else [i])
+    ]
+
+
+def _sent(placement: Placement, mode: Mode, sender: int, receiver: int) -> Iterator[Value]:
+    """Yield the values that one rank sends to another, in order."""
+    stage = placement.stage_of[sender]
+    for action in placement.actions(stage, mode):
+        role = stage.role_of(action.micro_batch, action.visit)
+        for each in _of_action(placement.outline, stage, role, sender, action, mode):
+            if each.op is Op.SEND and each.peer == receiver:
+                yield each.reads[0]
 
 
 def _forward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
 ) -> Iterator[Instruction]:
     """Run the stage's blocks in order on micro-batch m, after posting the receive of its input."""
-    first, last = stage.blocks
+    first, last = stage.blocks[role.visit]
     yield from _receive(activation(first - 1, m), role.previous, stage, rank)
-    yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
+    if role.visit == 0:
+        yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
     for k in range(first, last):
         block = outline.blocks[k]
         hidden = (activation(k - 1, m),) if k > 0 else ()
@@ -72,7 +117,7 @@ def _backward(
     A block without one of the halves runs its whole backward in the other: without trainable parameters with the input
     gradients, and the lowest block, which passes no gradient on, with the weight gradients.
     """
-    first, last = stage.blocks
+    first, last = stage.blocks[role.visit]
     # Below the lowest trainable block no gradient is needed: stages there neither send nor receive any.
     if last <= outline.lowest:
         return

@@ -88,8 +88,9 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     stage = placement.stage_of[rank]
     beats = placement.beats(stage)
     assert going is not None, "a backward has a micro-batch"
-    arrives = beats[stage.role_of(coming).pipeline].arrives_at(coming)
-    if arrives >= beats[stage.role_of(going).pipeline].returns_at(going):
+    here, there = instruction.writes[0].position + 1, placement.outline.index[before[at - 1].target]
+    arrives = beats[stage.role_of(coming, stage.visit_of(here))].arrives_at(coming)
+    if arrives >= beats[stage.role_of(going, stage.visit_of(there))].returns_at(going):
         return len(before)
     while at > 0 and before[at - 1].op is Op.BACKWARD and before[at - 1].micro_batch == going:
         at -= 1
@@ -129,7 +130,8 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
     gloo reports that a message has left only to a rank that waits for it, so the program schedules the wait:
     - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has computed this gradient from it.
     - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: the previous stage, which runs one forward further
-      ahead, has run the backward of m before the forward that the last computation here received.
+      ahead, has run the backward of m before the forward that the last computation here received. With interleaved
+      stages, before d{k}.{m + n}, where n is the size of a set (`ir.schedules.clock`): a round ends before then.
 
         p2p      send h1.0 -> rank 2           makes h1.0>2
         ...
@@ -148,8 +150,10 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
                     before += sent.pop(activation(value.position, value.micro_batch), [])
         elif instruction.op is Op.SEND and instruction.reads[0].kind is ValueKind.ACTIVATION_GRADIENT:
             (value,) = instruction.reads
-            left = value.micro_batch - 2
-            if left in placement.stage_of[rank].role_of(value.micro_batch).micro_batches:
+            stage = placement.stage_of[rank]
+            role = stage.role_of(value.micro_batch, stage.visit_of(value.position + 1))
+            left = value.micro_batch - max(2, placement.beats(stage)[role].set)
+            if left in role.micro_batches:
                 before += sent.pop(activation_gradient(value.position, left), [])
         if before:
             ended.append(Instruction(Op.FREE, reads=tuple(before)))

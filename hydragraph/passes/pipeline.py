@@ -89,7 +89,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
             for sender, receivers in ways
         ]
         ends = (bool(role.previous), bool(role.following))
-        roles.append((role.micro_batches, ends, tuple(named), beats[role.pipeline]))
+        roles.append((role.micro_batches, ends, tuple(named), beats[role]))
     return (stage.blocks, tuple(roles), decides(placement, mode, stage)), tuple(number)
 
 
@@ -145,6 +145,6 @@ def _passes(
 def _header(placement: Placement, strategy: str, rank: int, ranks: int) -> RankProgram:
     stage = placement.stage_of.get(rank)
     if stage is None:
-        return RankProgram(rank, ranks, strategy, (), (), (0, 0), ())
+        return RankProgram(rank, ranks, strategy, (), (), (), ())
     roles = tuple(Role(role.pipeline, role.stage, role.micro_batches) for role in stage.roles)
     return RankProgram(rank, ranks, strategy, roles, stage.ranks, stage.layers, ())

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Mode, Outline
-from hydragraph.ir.rank_program import Role
+from hydragraph.ir.rank_program import Role, Span
 from hydragraph.ir.schedules.clock import Beat, beats_of
 from hydragraph.ir.schedules.schedule import Action, Shape
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD, schedule_of
@@ -24,30 +24,33 @@ class PlacedRole(Role):
     Attributes:
         depth: number of stages of the pipeline.
         previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
+        visit: index among the stages that its ranks run in the pipeline.
     """
 
     depth: int
     previous: tuple[int, ...] = ()
     following: tuple[int, ...] = ()
+    visit: int = 0
 
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """Stage with work in this iteration.
+    """Stage with work in this iteration, or all interleaved stages of the same ranks.
 
     Attributes:
-        roles: one for each of its pipelines that runs at least one micro-batch, in the strategy's order.
+        roles: one for each of its pipelines that runs at least one micro-batch, in the strategy's order; one for each
+            interleaved stage.
         ranks: in tensor-parallel order.
-        layers: the half-open range of layers it computes.
-        blocks: the half-open range of positions of the blocks it computes.
+        layers: the half-open range of layers it computes, of each interleaved stage.
+        blocks: the half-open range of positions of the blocks it computes, of each interleaved stage.
         kind: kind of the stage, shared by its ranks.
         stream: what it streams (`spec.strategy.Stage`).
     """
 
     roles: tuple[PlacedRole, ...]
     ranks: tuple[int, ...]
-    layers: tuple[int, int]
-    blocks: tuple[int, int]
+    layers: tuple[Span, ...]
+    blocks: tuple[Span, ...]
     kind: StageKind = StageKind()  # noqa: RUF009
     stream: bool | str = False
 
@@ -59,11 +62,25 @@ class PlacedStage:
     @property
     def micro_batches(self) -> tuple[int, ...]:
         """The numbers of the micro-batches that it runs."""
-        return tuple(m for role in self.roles for m in role.micro_batches)
+        return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
-    def role_of(self, micro_batch: int) -> PlacedRole:
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions of the blocks that it computes, ascending."""
+        return tuple(k for span in self.blocks for k in range(*span))
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether it consists of several stages of a pipeline."""
+        return len(self.blocks) > 1
+
+    def role_of(self, micro_batch: int, visit: int = 0) -> PlacedRole:
         """Return its role in the pipeline that runs a micro-batch."""
-        return next(role for role in self.roles if micro_batch in role.micro_batches)
+        return next(role for role in self.roles if micro_batch in role.micro_batches and role.visit == visit)
+
+    def visit_of(self, position: int) -> int:
+        """Return which of its interleaved stages has the block at a position; 0 if it is one stage."""
+        return next(visit for visit, span in enumerate(self.blocks) if position in range(*span))
 
     def part_of(self, rank: int) -> StagePart:
         """Return the part of the stage that a rank runs."""
@@ -87,14 +104,16 @@ class _Group:
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
     """Return the group of pipelines that share stages, given the stages of each pipeline."""
-    # Layers ascend along every pipeline, and so do the numbers.
-    every = dict.fromkeys((stage.layers, stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
+    # Layers ascend along every pipeline, and so do the numbers, except where it returns to the same ranks.
+    every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
-    shape = Shape(
-        tuple(len(role.micro_batches) for p in pipelines for role in stages[p][0].roles if role.pipeline == p),
-        tuple(tuple(sorted(numbers[stage.ranks] for stage in stages[p])) for p in pipelines),
-    )
-    return _Group(pipelines, shape, numbers)
+    counts = []
+    rows = []
+    for p in pipelines:
+        ranks = {role.stage: (stage.ranks, role) for stage in stages[p] for role in stage.roles if role.pipeline == p}
+        counts.append(len(ranks[0][1].micro_batches))
+        rows.append(tuple(numbers[ranks[stage][0]] for stage in sorted(ranks)))
+    return _Group(pipelines, Shape(tuple(counts), tuple(rows)), numbers)
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,7 @@ class Placement:
         outline: outline of the model.
         schedule: the strategy's schedule.
         stages: the stages of pipelines with micro-batches, by pipeline and stage; a shared stage once, at its first
-            place.
+            place, as are interleaved stages of the same ranks.
         holders: for each held bucket, in pull order, the ranks of each stage that uses it. A tied bucket may be held by
             the first and the last stage of one pipeline; a stage that uses it twice holds it once.
         joined: the pipelines, grouped by shared stages (`Strategy.joined`).
@@ -119,7 +138,7 @@ class Placement:
 
     @cached_property
     def stage_of(self) -> Mapping[int, PlacedStage]:
-        """The stage of each rank that has work."""
+        """The stage, or interleaved stages, of each rank that has work."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
@@ -127,19 +146,19 @@ class Placement:
         group = self._groups[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
-    def beats(self, stage: PlacedStage) -> Mapping[int, Beat]:
-        """Return the timing of a stage, by pipeline."""
+    def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, Beat]:
+        """Return the timing of a stage in each of its roles."""
         group = self._groups[stage.roles[0].pipeline]
         every = beats_of(group.shape)
-        return {role.pipeline: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
+        return {role: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
 
     @cached_property
     def _groups(self) -> Mapping[int, _Group]:
         """The group of each pipeline with work."""
         stages: dict[int, list[PlacedStage]] = {}
         for stage in self.stages:
-            for role in stage.roles:
-                stages.setdefault(role.pipeline, []).append(stage)
+            for pipeline in dict.fromkeys(role.pipeline for role in stage.roles):
+                stages.setdefault(pipeline, []).append(stage)
         groups = [_group(stages, tuple(p for p in joined if p in stages)) for joined in self.joined]
         return {pipeline: group for group in groups for pipeline in group.pipelines}
 
@@ -161,7 +180,7 @@ class Placement:
 
 def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
     """Return the buckets that a stage's blocks use."""
-    return frozenset(bucket for block in outline.blocks[slice(*stage.blocks)] for bucket in outline.weights[block])
+    return frozenset(bucket for k in stage.positions for bucket in outline.weights[outline.blocks[k]])
 
 
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
@@ -213,8 +232,7 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
     for pipeline, numbers in _numbered(strategy, micro_batches).items():
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
             other = stages.get(stage.ranks)
-            # `Strategy` has checked that stages with the same ranks are one: they differ only in their roles.
-            stages[stage.ranks] = replace(other, roles=other.roles + stage.roles) if other else stage
+            stages[stage.ranks] = _joined(other, stage) if other else stage
     # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, even if several blocks
     # use it. A shared stage also has one entry: its gradient is the sum over all its pipelines.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
@@ -223,6 +241,16 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
             holders[bucket].append(stage.ranks)
     used = tuple((bucket, tuple(ranks)) for bucket, ranks in holders.items() if ranks)
     return Placement(outline, strategy.schedule, tuple(stages.values()), used, strategy.joined)
+
+
+def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
+    """Add to a stage the role of an equal stage in another pipeline, or a further stage of its pipeline."""
+    # `Strategy` has checked that stages with the same ranks are one or the other.
+    (role,) = other.roles
+    if role.pipeline != one.roles[-1].pipeline:
+        return replace(one, roles=(*one.roles, role))
+    role = replace(role, visit=len(one.blocks))
+    return replace(one, roles=(*one.roles, role), layers=one.layers + other.layers, blocks=one.blocks + other.blocks)
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
@@ -250,4 +278,4 @@ def _pipeline_stages(
             previous=stages[i - 1].devices if i > 0 else (),
             following=stages[i + 1].devices if i + 1 < len(stages) else (),
         )
-        yield PlacedStage((role,), stage.devices, layers, outline.span(*layers), stage.kind, stage.stream)
+        yield PlacedStage((role,), stage.devices, (layers,), (outline.span(*layers),), stage.kind, stage.stream)

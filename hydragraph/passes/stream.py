@@ -36,7 +36,7 @@ from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
 from hydragraph.passes.window import NAMED, windowed
 
 Ranks = tuple[int, ...]
-Task = tuple[Op, int]  # the forward or backward of one micro-batch through a stage
+Task = tuple[Op, int, int]  # the forward or backward of one micro-batch through a stage, and the stage's visit
 
 
 class Computation(NamedTuple):
@@ -278,24 +278,27 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
     free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
-    ended: dict[tuple[Ranks, Task], Fraction] = {}
+    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # (pipeline, stage, operation, micro-batch) -> end
     ready = deque(left)
     while ready:
         ranks = ready.popleft()
         stage = by_ranks[ranks]
         while left[ranks]:
             task = left[ranks][0]
-            neighbour = _source(stage, task)
-            if neighbour and (neighbour, task) not in ended:
+            role = stage.role_of(*task[1:])
+            source = role.previous if task[0] is Op.FORWARD else role.following
+            needed = (role.pipeline, role.stage + (-1 if task[0] is Op.FORWARD else 1), *task[:2])
+            if source and needed not in ended:
                 break
             left[ranks].popleft()
-            begin = max(free[ranks], ended[neighbour, task]) if neighbour else free[ranks]
-            seconds = Fraction(1 if task[0] is Op.FORWARD else 2, 3 * len(stage.micro_batches))
+            begin = max(free[ranks], ended[needed]) if source else free[ranks]
+            seconds = Fraction(1 if task[0] is Op.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
             blocks = _blocks(placement.outline, stage, task)
             for i, block in enumerate(blocks):
                 times[ranks][Computation(task[0], block, task[1])] = begin + i * seconds / len(blocks)
-            free[ranks] = ended[ranks, task] = begin + seconds
-            ready.extend(_targets(stage, task))
+            free[ranks] = ended[role.pipeline, role.stage, *task[:2]] = begin + seconds
+            target = role.following if task[0] is Op.FORWARD else role.previous
+            ready.extend([target] if target else [])
     assert not any(left.values()), "the tasks of a schedule end"
     return times
 
@@ -303,25 +306,11 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 def _tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> list[Task]:
     """Return the tasks of a stage in the order of the schedule."""
     ops = {Work.FORWARD: Op.FORWARD, Work.BACKWARD: Op.BACKWARD}
-    return [(ops[action.work], action.micro_batch) for action in placement.actions(stage, mode)]
+    return [(ops[action.work], action.micro_batch, action.visit) for action in placement.actions(stage, mode)]
 
 
 def _blocks(outline: Outline, stage: PlacedStage, task: Task) -> list[str]:
     """Return the blocks that a task computes, in order: backwards end at the lowest that is trained."""
-    first, last = stage.blocks
+    first, last = stage.blocks[task[2]]
     order = range(first, last) if task[0] is Op.FORWARD else reversed(range(max(first, outline.lowest), last))
     return [outline.blocks[k] for k in order]
-
-
-def _source(stage: PlacedStage, task: Task) -> Ranks:
-    """Return the ranks of the stage from which a task gets its input; empty if there is none."""
-    role = stage.role_of(task[1])
-    return role.previous if task[0] is Op.FORWARD else role.following
-
-
-def _targets(stage: PlacedStage, task: Task) -> Iterator[Ranks]:
-    """Yield the ranks of the stage that gets a task's output."""
-    role = stage.role_of(task[1])
-    ranks = role.following if task[0] is Op.FORWARD else role.previous
-    if ranks:
-        yield ranks

@@ -203,9 +203,9 @@ class Variants:
     def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
         """Yield each block with each part of a stage that holds it on some rank, once."""
         placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
-        for blocks, part in dict.fromkeys((s.blocks, s.part_of(rank)) for rank, s in placement.stage_of.items()):
-            for block in self.program.blocks[slice(*blocks)]:
-                yield block, part
+        for at, part in dict.fromkeys((s.positions, s.part_of(rank)) for rank, s in placement.stage_of.items()):
+            for position in at:
+                yield self.program.blocks[position], part
 
     def form(self, block: Block) -> Hashable:
         """Return a key that is equal for blocks with equal variants in every stage."""

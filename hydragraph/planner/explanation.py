@@ -89,15 +89,18 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
-    """Return the stages of a pipeline: their devices, layers and marks."""
+    """Return the stages of a pipeline: their devices, layers and marks; "7 + 7 layers" if they are interleaved."""
     stages = []
-    for stage in pipeline.stages:
+    for row in dict.fromkeys(pipeline.rows):
+        mine = [stage for stage, there in zip(pipeline.stages, pipeline.rows, strict=True) if there == row]
+        stage = mine[0]
         kind = costs.cluster.type_of(stage.devices[0]) or "device"
         rate = max(costs.rate(rank) for rank in stage.devices)
         slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
+        layers = " + ".join(str(each.layers) for each in mine)
         streams = () if not stage.stream else (STREAMS[stage.stream],)
         marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams))
-        stages.append(f"{stage.tp} {kind}{slow}: {stage.layers} layers{marks}")
+        stages.append(f"{stage.tp} {kind}{slow}: {layers} layers{marks}")
     return " -> ".join(stages)
 
 

@@ -153,7 +153,9 @@ class _Ends:
         self._kind = kind
         self._length = length
         self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows = np.zeros((0, kind.stages, PARTS))  # seconds of a micro-batch by its number of sequences
+        self._rows = np.zeros(
+            (0, len(pipeline.stage_costs), PARTS)
+        )  # seconds of a micro-batch by its number of sequences
 
     def at(self, n: int) -> tuple[float, tuple[int, ...]]:
         """Return the end of n sequences, and the sizes of micro-batches."""
@@ -184,7 +186,7 @@ class _Ends:
             rows = [_stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
             self._rows = np.concatenate([self._rows, np.array(rows)])
         count = len(sizes)
-        table = table_of(self._pipeline.schedule, len(stages), count)
+        table = table_of(self._pipeline.schedule, self._pipeline.rows or len(stages), count)
         order = np.array(sizes, np.int64)
         return float(replay(table, len(stages), self._rows, order, count, scratch_of(len(stages), count)))
 

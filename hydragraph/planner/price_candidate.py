@@ -163,6 +163,7 @@ class Ends:
         self._schedule = strategy.schedule
         self._parts: list[tuple[StageCost, ...]] = []
         self._rows: list[NDArray[np.float64]] = []  # times of a micro-batch by stage, as `replay` takes them
+        self._devices: list[tuple[int, ...]] = []  # `Pipeline.rows`
         self._alike: list[int] = []
         known: dict[object, int] = {}
         for pipeline in strategy.pipelines:
@@ -172,6 +173,7 @@ class Ends:
                 parts = costs.stages(pipeline)
                 self._parts.append(parts)
                 self._rows.append(np.array([[_row(stage, self._lengths) for stage in parts]]))
+                self._devices.append(pipeline.rows)
             self._alike.append(known[form])
         self._ends: dict[tuple[int, int], float] = {}
 
@@ -188,7 +190,7 @@ class Ends:
             return stages_end(parts, [self._lengths] * count, self._schedule)
         order = np.zeros(count, np.int64)
         scratch = scratch_of(len(parts), count)
-        table = table_of(self._schedule, len(parts), count)
+        table = table_of(self._schedule, self._devices[kind], count)
         return float(replay(table, len(parts), self._rows[kind], order, count, scratch))
 
     def counts(self, micro_batches: int) -> list[int]:
@@ -234,7 +236,7 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
         near = tuple(cluster.node_of(a) == cluster.node_of(b) for a, b in zip(stage.devices, following, strict=False))
         cards = tuple(cluster.card_of(r) for r in stage.devices)
         stages.append((stage.layers, stage.kind, kinds, near, len(set(cards))))
-    return tuple(stages)
+    return pipeline.rows, tuple(stages)
 
 
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
@@ -356,12 +358,12 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
     get what another has in this one.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
-    shapes = [tuple((s.layers, s.kind, s.stream) for s in pipeline.stages) for pipeline in strategy.pipelines]
+    shapes = [pipeline.shape for pipeline in strategy.pipelines]
     largest: dict[object, list[MicroBatch]] = {}
     tokens: dict[object, int] = {}
     for each in everything:
-        for shape, batches in zip(shapes, each, strict=True):
-            most = _largest(batches, _most(len(shape), strategy, strategy.streams))
+        for pipeline, shape, batches in zip(strategy.pipelines, shapes, each, strict=True):
+            most = _largest(batches, _most(pipeline, strategy, strategy.streams))
             few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
@@ -406,15 +408,16 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
     idle = float(pipelines * (pulled.sum() + pushed.sum()))
     found = [(idle, idle, 0.0)] * costs.ranks
     for pipeline in strategy.pipelines:
-        done = 0
-        for stage in pipeline.stages:
-            span = slice(*costs.outline.span(done, done + stage.layers))
-            done += stage.layers
-            sent = pipelines * (pulled.sum() - pulled[span].sum())
-            beside = float(sent + pipelines * pushed[span.stop :].sum())
+        own: dict[tuple[int, ...], list[range]] = {}  # blocks of each group of devices
+        for layer, stage in zip(pipeline.first_layers, pipeline.stages, strict=True):
+            own.setdefault(stage.devices, []).append(range(*costs.outline.span(layer, layer + stage.layers)))
+        for devices, spans in own.items():
+            mine = [position for span in spans for position in span]
+            sent = pipelines * (pulled.sum() - pulled[mine].sum())
+            beside = float(sent + pipelines * pushed[spans[0].stop :].sum())
             at_end = float(sent + pipelines * pushed.sum())
-            for rank in stage.devices:
-                found[rank] = beside, at_end, float(pushed[span].sum()) / stage.tp
+            for rank in devices:
+                found[rank] = beside, at_end, float(pushed[mine].sum()) / len(devices)
     return found
 
 
@@ -439,7 +442,7 @@ class _Shown:
         Args:
             messages: whether messages count as well.
         """
-        most = [_most(len(pipeline.stages), strategy, messages) for pipeline in strategy.pipelines]
+        most = [_most(pipeline, strategy, messages) for pipeline in strategy.pipelines]
         largest = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
         return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))
 
@@ -463,12 +466,11 @@ def _needed(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
         return found
     known: dict[object, float] = {}
     for pipeline, own, largest in zip(strategy.pipelines, shown.tokens, shown.largest, strict=True):
-        shape = tuple((s.layers, s.kind, s.stream) for s in pipeline.stages)
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
-            few = largest[: telling(strategy.schedule, len(pipeline.stages), position)]
+            few = largest[: telling(strategy.schedule, pipeline.rows, position)]
             # All devices of a stage hold the same amount.
-            key = (shape, position, tuple(few))
+            key = (pipeline.shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
             more = batch_bytes(own - _tokens([few]), shown.every - _tokens([few]))
@@ -483,10 +485,7 @@ def _with_messages(costs: Costs, strategy: Strategy, shown: _Shown) -> list[floa
     Ranks in equal places that own equally many elements of every bucket are walked once, unless there are second
     owners: a weight comes from the nearer one.
     """
-    shapes = [
-        (tuple((s.layers, s.kind, s.stream) for s in pipeline.stages), tuple(few))
-        for pipeline, few in zip(strategy.pipelines, shown.largest, strict=True)
-    ]
+    shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, shown.largest, strict=True)]
     places_of: dict[int, list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(strategy.pipelines):
         for s, stage in enumerate(pipeline.stages):
@@ -505,17 +504,16 @@ def _with_messages(costs: Costs, strategy: Strategy, shown: _Shown) -> list[floa
         key = (tuple((shapes[p], s) for p, s in places), owned, rank if costs.home.copies > 1 else None)
         if key not in known:
             known[key] = float(costs.walk(strategy, shown.largest, rank).peak().total)
-        more = sum(shown.tokens[p] - _tokens([shown.largest[p]]) for p, _ in places)
+        more = sum(shown.tokens[p] - _tokens([shown.largest[p]]) for p in dict.fromkeys(p for p, _ in places))
         found.append(known[key] + batch_bytes(more, shown.every - _tokens(shown.largest)))
     return found
 
 
-def _most(stages: int, strategy: Strategy, messages: bool) -> int | None:
+def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
     """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
-    if messages:
-        # Every rank enters the exchanges of all pipelines, and messages outlive the micro-batch that sent them.
-        stages = max(len(pipeline.stages) for pipeline in strategy.pipelines)
-    counts = [telling(strategy.schedule, stages, position) for position in range(stages)]
+    # Every rank enters the exchanges of all pipelines, and messages outlive the micro-batch that sent them.
+    every = strategy.pipelines if messages else (pipeline,)
+    counts = [telling(strategy.schedule, p.rows, position) for p in every for position in range(len(p.stages))]
     return None if None in counts else max(count for count in counts if count is not None) + messages
 
 

@@ -5,6 +5,8 @@
                      because they hold the fewest micro-batches.
     schedules        the plan's pipelines with another schedule that the run can use, such as zb-h1, which fills bubbles
                      with weight gradients
+    interleaving     each device runs several stages instead of one, so that pipelines fill sooner. It holds more
+                     micro-batches, and the owners of the state are chosen again, because it computes other layers.
 
 Each result fits by a walk of its memory, and is simulated.
 """
@@ -13,18 +15,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, needs, simulated
+from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
 from hydragraph.spec.stage_kind import BUDGETS
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 # Number of the fastest plans that are tried with budgets.
 BUDGETED = 2
 # Maximum number of groups of stages that get a budget one after the other.
 GROUPS = 4
+# Numbers of stages per device that are tried, one after the other while that helps.
+VISITS = (2, 4)
 # A backward takes twice as long as its forward, and full recomputation adds another forward: without any, an iteration
 # takes at least this fraction of the time.
 LEAST = 3 / 4
@@ -53,9 +57,72 @@ def refined(
     if fastest is not None and any(len(pipeline.stages) > 1 for pipeline in fastest.strategy.pipelines):
         for schedule in schedules:
             strategy = replace(fastest.strategy, schedule=schedule)
-            held = _fitting(costs, fastest, strategy)
-            found += [] if held is None else _faster(costs, fastest, strategy, held)
+            fits = _fitting(costs, fastest, strategy)
+            found += [] if fits is None else _faster(costs, fastest, strategy, fits)
+        found += _interleaved(costs, min([fastest, *found], key=lambda each: each.seconds), until)
     return found
+
+
+def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settled]:
+    """Return the plan with two interleaved stages per device, and with more, as long as each is faster than before."""
+    found: list[Settled] = []
+    for visits in VISITS:
+        strategy = interleaved(plan.strategy, visits)
+        if strategy is None or (until is not None and time.monotonic() > until):
+            break
+        tried = [simulated(costs, each) for each in _with_owners(costs, plan, strategy)]
+        fastest = min(tried, key=lambda each: each.seconds, default=plan)
+        if fastest.seconds >= min((each.seconds for each in found), default=plan.seconds):
+            break
+        found.append(fastest)
+    return found
+
+
+def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
+    """Return a strategy whose devices run several stages each, of about equally many of their layers.
+
+    A device with fewer layers than `visits` runs as many stages as it has layers.
+
+    Returns:
+        None if no pipeline can be interleaved.
+    """
+    if strategy.shares or strategy.interleaved:
+        return None
+    pipelines = tuple(Pipeline(tuple(_turns(pipeline.stages, visits))) for pipeline in strategy.pipelines)
+    changed = replace(strategy, pipelines=pipelines)
+    return changed if changed.interleaved else None
+
+
+def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
+    """Return the stages of a pipeline, each cut into `visits` parts, which take turns."""
+    turns: list[Stage] = []
+    for turn in range(visits):
+        for i, stage in enumerate(stages):
+            # The first stage keeps the first block of the model, and the last one the last block.
+            first, end = (
+                -(-stage.layers * n // visits) if i == 0 else stage.layers * n // visits for n in (turn, turn + 1)
+            )
+            if turns and turns[-1].devices == stage.devices:
+                turns[-1] = replace(turns[-1], layers=turns[-1].layers + end - first)
+            elif end > first:
+                turns.append(replace(stage, layers=end - first))
+    return turns
+
+
+def _with_owners(costs: Costs, plan: Settled, strategy: Strategy) -> Iterator[Settled]:
+    """Yield a plan's mini-batches under another strategy: with its owners, and with owners chosen for each block."""
+    memory = _fitting(costs, plan, strategy)
+    if memory is not None and not plan.home.buckets:
+        yield replace(plan, strategy=strategy, memory=memory)
+    if not strategy.streams:
+        longest = max(plan.assignments, key=lambda assignment: sum(assignment.lengths))
+        chosen = owners_by_block(costs, strategy, longest)
+        if chosen is not None:
+            home, memory = chosen
+            if len(plan.assignments) > 1:
+                memory = held(costs, strategy, home, plan.assignments)
+            if _fits(costs, memory):
+                yield replace(plan, strategy=strategy, home=home, memory=memory)
 
 
 def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, ...]) -> list[Settled]:
@@ -108,5 +175,8 @@ def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...]
         before, after = (needs(costs, each, assignment) for each in (plan.strategy, strategy))
         changes.append([now - then for then, now in zip(before, after, strict=True)])
     memory = tuple(size + round(max(change)) for size, *change in zip(plan.memory, *changes, strict=True))
-    limits = (NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks))
-    return memory if all(total <= limit for total, limit in zip(memory, limits, strict=True) if total) else None
+    return memory if _fits(costs, memory) else None
+
+
+def _fits(costs: Costs, memory: Sequence[int]) -> bool:
+    return all(total <= NEAR_LIMIT * costs.memory_of(rank) for rank, total in enumerate(memory) if total)

@@ -47,7 +47,7 @@ def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
     """
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
-    smallest = min(sum(stage.tp for stage in pipeline.stages) for pipeline in model.pipelines)
+    smallest = min(len(pipeline.devices) for pipeline in model.pipelines)
     like = stages[0]
     few = -(-2 * ranks // 3)
     nearly_all = [(used, degrees) for used in range(ranks, few - 1, -1)]

@@ -134,6 +134,7 @@ class _Blocks:
     def __init__(self, costs: Costs, pipeline: Pipeline) -> None:
         self._outline = costs.outline
         self._stages = costs.stages(pipeline)
+        self._devices = pipeline.rows
         self._spans = _spans(costs, pipeline)
         self._templates = costs.profile.blocks
         # By stage and template: the cost of one block, which is the same for all blocks of the template.
@@ -162,7 +163,7 @@ class _Blocks:
                 now += ahead[s][0]
             # The last block's backward comes first, followed by those of the blocks below it.
             below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
-        ends = stage_ends(early, forward, backward, ahead, back, schedule)
+        ends = stage_ends(early, forward, backward, ahead, back, schedule, self._devices)
         return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]
 
 

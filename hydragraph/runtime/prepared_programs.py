@@ -12,7 +12,7 @@ from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import Layout, propagation
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
-from hydragraph.ir.program import Block, Program
+from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
@@ -142,8 +142,8 @@ class Preparer:
         here = placement.stage_of.get(self._rank)
         part = here.part_of(self._rank) if here else StagePart()
         halved = mode != "evaluate" and strategy.schedule not in WHOLE_BACKWARD
-        stage = variants.program.blocks[slice(*here.blocks)] if here else ()
-        blocks = {b.name: self._bind(variants, b, part, here, halved) for b in stage} if here else {}
+        every = variants.program.blocks
+        blocks = {every[k].name: self._bind(variants, k, part, here, halved) for k in here.positions} if here else {}
         links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
         pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
         last = {bucket_of(name): name for name in pushes}
@@ -164,25 +164,26 @@ class Preparer:
             tuple(stage.ranks for stage in placement.stages),
         )
 
-    def _bind(self, variants: Variants, block: Block, part: StagePart, stage: PlacedStage, halved: bool) -> BoundBlock:
+    def _bind(self, variants: Variants, at: int, part: StagePart, stage: PlacedStage, halved: bool) -> BoundBlock:
         program = variants.program
+        block = program.blocks[at]
         template = program.templates[block.template]
         parameters = local_parameters(program, block, template)
         variant = variants.get(block, part)
-        first, last = (program.outline.blocks[i] for i in (stage.blocks[0], stage.blocks[1] - 1))
+        visit = stage.visit_of(at)
+        first, end = stage.blocks[visit]
         scores = program is not self._program and block is program.blocks[-1]  # returns a row of tokens, not a number
         others = [i for i in template.inputs if i.startswith("other.")]
-        role = stage.roles[
-            0
-        ]  # pipelines that share a stage agree on its layers, and so on what comes before and behind
+        # Pipelines that share a stage agree on its layers, and so on what comes before and behind.
+        role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,
             dict(zip(template.parameters, block.parameters, strict=True)),
             {local: self._buffers[name] for local, name in zip(template.buffers, block.buffers, strict=True)},
             dict(zip(others, block.aux, strict=True)),
             vocabulary_starts(variant, parameters, part) | {DROPOUT_BLOCK: torch.tensor(program.number_of(block))},
-            enters=part.sequence_parallel and block.name == first and bool(role.previous),
-            leaves=part.sequence_parallel and block.name == last and (bool(role.following) or scores),
+            enters=part.sequence_parallel and at == first and bool(role.previous),
+            leaves=part.sequence_parallel and at == end - 1 and (bool(role.following) or scores),
             recompute=bool(part.recompute),
             halves=self._halves_of(variant) if halved else {},
         )

@@ -103,8 +103,24 @@ class Pipeline:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All its devices, stage by stage."""
-        return tuple(device for stage in self.stages for device in stage.devices)
+        """All its devices, stage by stage; those of several stages once."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The number of each stage's group of devices, in order of first use: 0, 1, 0, 1 if two groups take turns."""
+        number: dict[tuple[int, ...], int] = {}
+        return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
+
+    @property
+    def shape(self) -> tuple[tuple[int, StageKind, bool | str, int], ...]:
+        """Layers, kind, stream and row of each stage: pipelines of one shape differ only in their devices."""
+        return tuple((s.layers, s.kind, s.stream, row) for s, row in zip(self.stages, self.rows, strict=True))
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a group of devices runs several of its stages."""
+        return len(set(self.rows)) < len(self.stages)
 
     @property
     def layers(self) -> int:
@@ -136,8 +152,12 @@ class Strategy:
     pipelines are one stage that serves them all. It holds its weights once, and adds up the gradients of all of them.
     In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
 
+    The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
+    `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5: the pipeline fills in half the time of `<[0]x4,[1]x4>`.
+
     Attributes:
-        pipelines: of any shapes, with the same number of layers in total; no device is in two stages.
+        pipelines: of any shapes, with the same number of layers in total; stages have different devices, except as
+            above.
         schedule: the order of forwards and backwards within a pipeline, one of `SCHEDULES`.
 
     Raises:
@@ -168,17 +188,30 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
                     "out: the other can run its micro-batches too"
                 )
-        owners: dict[int, tuple[str, tuple[int, Stage]]] = {}  # of each device: place, first layer and stage
+        owners: dict[
+            int, tuple[str, int, tuple[int, Stage]]
+        ] = {}  # of each device: place, pipeline, first layer, stage
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
                 where = f"pipeline {i}, stage {j}"
+                if j and pipeline.stages[j - 1].devices == stage.devices:
+                    raise ValueError(f"{where}: it follows a stage on the same devices; join the two")
                 for device in stage.devices:
-                    there, other = owners.setdefault(device, (where, (first, stage)))
+                    there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
+                    if owner == i and replace(other[1], layers=stage.layers) == stage:
+                        continue  # interleaved stages
                     if other != (first, stage):
-                        differs = _difference((first, stage), other)
+                        known = (first, replace(other[1], layers=stage.layers)) if owner == i else other
+                        differs = _difference((first, stage), known)
                         raise ValueError(
                             f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
-                            f"share one stage between pipelines: these two differ in {differs}"
+                            "share one stage between pipelines, or let a pipeline return to the same devices with the "
+                            f"same flags: these two differ in {differs}"
+                        )
+                    if pipeline.interleaved or self.pipelines[owner].interleaved:
+                        raise ValueError(
+                            f"{where}: device {device} is already in {there}; a pipeline that returns to its devices "
+                            "shares no stage with another: give them different devices"
                         )
 
     def _check_totals(self) -> None:
@@ -226,6 +259,11 @@ class Strategy:
         return len(self.joined) < len(self.pipelines)
 
     @property
+    def interleaved(self) -> bool:
+        """Whether a pipeline has interleaved stages."""
+        return any(pipeline.interleaved for pipeline in self.pipelines)
+
+    @property
     def streams(self) -> bool:
         """Whether a stage streams."""
         return any(stage.stream for pipeline in self.pipelines for stage in pipeline.stages)
@@ -249,11 +287,11 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return a rank's place, for a shared stage in the first of its pipelines; None if it is idle."""
+        """Return a rank's place, the first if it has several; None if it is idle."""
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """Return a rank's places, one for every pipeline of its stage; empty if it is idle."""
+        """Return a rank's places: several for a shared stage or interleaved stages, none if it is idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
             for i, pipeline in enumerate(self.pipelines)

@@ -1,13 +1,14 @@
 """The one-line text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
 
     strategy = term { "+" term } [ schedule ]
-    term     = [ count "*" ] "<" "tp" int "," "pp" int ">" [ flags ]  |  "<" stage { "," stage } ">"
+    term     = [ count "*" ] "<" "tp" int "," "pp" int [ "," "v" int ] ">" [ flags ]  |  "<" stage { "," stage } ">"
     stage    = "[" int { "," int } "]" "x" layers [ flags ]
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
                g = stream gradients (not with w); a memory budget may follow r, as in sr0.5w
 
 A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it (the first starts at
-device 0) and splits the layers evenly, remainders to the last stages. An explicit pipeline names both. White space is
+device 0) and splits the layers evenly, remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and
+the P groups of devices run these in turn, V each (interleaved stages). An explicit pipeline names both. White space is
 free. This module uses only plain tuples, so that `spec.strategy` can build on it.
 """
 
@@ -92,12 +93,11 @@ def format_strategy(strategy: StrategyText) -> str:
     return joined if strategy.schedule == DEFAULT_SCHEDULE else f"{joined} {strategy.schedule}"
 
 
-def regular_pipeline(tp: int, pp: int, layers: int, first: int) -> tuple[StageText, ...]:
-    """Return the stages of `<tp,pp>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
-    even, rest = divmod(layers, pp)
-    return tuple(
-        StageText(tuple(range(first + tp * i, first + tp * (i + 1))), even + (i >= pp - rest)) for i in range(pp)
-    )
+def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1) -> tuple[StageText, ...]:
+    """Return the stages of `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
+    even, rest = divmod(layers, pp * visits)
+    groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
+    return tuple(StageText(devices, even + (i >= len(groups) - rest)) for i, devices in enumerate(groups))
 
 
 def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
@@ -107,11 +107,13 @@ def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
 
 def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
     tp = len(stages[0].devices)
-    pp = len(stages)
-    regular = regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first)
+    pp = len({stage.devices for stage in stages})
+    visits = len(stages) // pp
+    regular = regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first, visits)
     flags = {_flags(stage) for stage in stages}
     if len(flags) == 1 and [s[:2] for s in stages] == [s[:2] for s in regular]:
-        return f"<tp{tp},pp{pp}>{flags.pop()}"
+        interleaved = f",v{visits}" if visits > 1 else ""
+        return f"<tp{tp},pp{pp}{interleaved}>{flags.pop()}"
     return f"<{','.join(map(_format_stage, stages))}>"
 
 
@@ -213,11 +215,17 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     reader.expect(",", "<tp2,pp1>")
     start = reader.expect("pp", "<tp2,pp1>")
     pp, token = reader.number("the number of stages", minimum=1)
+    visits = 1
+    if reader.skip(","):
+        reader.expect("v", "<tp1,pp2,v2>")
+        visits, token = reader.number("the number of stages of each device", minimum=1)
     reader.expect(">", "<tp2,pp1>")
     flags = _parse_flags(reader) if _are_flags(reader.peek()) else StageFlags()
-    if pp > layers:
-        raise reader.error(f"{pp} stages for {layers} layers: use at most one stage per layer", start, token)
-    regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp) for i in range(count))
+    if pp * visits > layers:
+        raise reader.error(f"{pp * visits} stages for {layers} layers: use at most one stage per layer", start, token)
+    if pp == 1 and visits > 1:
+        raise reader.error("interleaved stages need at least pp2: one group of devices has nothing to wait for", token)
+    regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp, visits) for i in range(count))
     return tuple(tuple(StageText(stage.devices, stage.layers, *flags) for stage in stages) for stages in regular)
 
 

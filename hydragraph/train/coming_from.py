@@ -161,7 +161,9 @@ FRAMEWORKS: dict[str, dict[tuple[str, ...], str]] = {
         ("parallelism", "tensor_parallel_degree", "pipeline_parallel_degree"): _SEVERAL,
         ("data_parallel_shard_degree", "data_parallel_replicate_degree"): _SHARDING,
         ("context_parallel_degree", "expert_parallel_degree"): _EXPERT,
-        ("pipeline_parallel_schedule",): "`schedule` in a strategy that is written as YAML",
+        ("pipeline_parallel_schedule",): (
+            "a schedule after the pipelines, as in `<tp1,pp4> zb-h1`; interleaved stages are `<tp1,pp4,v2>`"
+        ),
         ("local_batch_size", "global_batch_size"): _BATCH,
         ("seq_len",): _LENGTH,
         ("max_norm",): _CLIP,

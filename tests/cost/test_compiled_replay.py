@@ -25,7 +25,7 @@ def test_a_table_for_more_micro_batches_serves_fewer_in_any_order(
     for part, of_part in enumerate(rows):
         for s, row in enumerate(of_part):
             seconds[order, s, part] = row
-    table = schedule_of(schedule, Shape.alone(stages, count + more)).table()
+    table = schedule_of(schedule, Shape.alone(stages, count + more)).table(range(stages))
     end = replay(table, stages, seconds, np.array(order), count, scratch_of(stages, count))
     assert end == relaxed(*rows, schedule)
 
@@ -42,7 +42,7 @@ def test_any_schedule_can_be_replayed(rows: list[str], expected: float) -> None:
     seconds = np.zeros((2, 2, PARTS))
     seconds[:, :, FORWARD] = 1.0
     seconds[:, :, BACKWARD] = 2.0
-    table = Schedule.parse(text).table()
+    table = Schedule.parse(text).table(range(2))
     assert replay(table, 2, seconds, np.arange(2), 2, scratch_of(2, 2)) == expected
 
 
@@ -60,5 +60,5 @@ def test_a_weight_gradient_may_wait() -> None:
     rows[..., FORWARD] = 1.0
     rows[..., BACKWARD] = 2.0
     scratch = scratch_of(2, 2)
-    assert replay(later.table(), 2, rows, np.arange(2), 2, scratch) == 7.0
+    assert replay(later.table(range(2)), 2, rows, np.arange(2), 2, scratch) == 7.0
     assert scratch.clock.tolist() == [7.0, 7.0]

@@ -30,6 +30,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
+from tests.passes.test_pipeline import returning
 from tests.thorough import thorough
 
 INSTANT = Interconnect(1e300, 0.0)
@@ -53,14 +54,15 @@ LENGTHS = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_s
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Strategy, int]:
-    """Draw a pipeline of uneven stages of any degrees, and how many ranks it has."""
+    """Draw a pipeline of uneven stages of any degrees, interleaved or not, and how many ranks it has."""
     degrees = draw(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4))
     stages, first = [], 0
     for tp in degrees:
         devices = tuple(range(first, first + tp))
         stages.append(Stage(devices, draw(st.integers(1, 3)), recompute=draw(st.booleans())))
         first += tp
-    return Strategy((Pipeline(tuple(stages)),), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))), first
+    pipeline = Pipeline(draw(returning(stages)))
+    return Strategy((pipeline,), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))), first
 
 
 @thorough
@@ -190,8 +192,10 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
 
 def test_other_runtimes_share_no_stages() -> None:
     other = Costs(profile(4, "fast"), cluster(4), stack=DEEPSPEED)
-    with pytest.raises(Unsupported, match="pipelines that share stages on another runtime"):
+    with pytest.raises(Unsupported, match="shared or interleaved stages on another runtime"):
         other.seconds(Strategy.parse(SHARED[0], 4), assigned([[9]], [[9]]))
+    with pytest.raises(Unsupported, match="shared or interleaved stages on another runtime"):
+        other.seconds(Strategy.parse("<tp1,pp2,v2>", 4), assigned([[9]]))
 
 
 def test_ranks_of_one_pipeline_may_be_of_different_types() -> None:
@@ -380,7 +384,10 @@ def giving_numbers(found: Costs) -> Costs:
     return Costs(replace(profile, pieces=pieces), found.cluster)
 
 
-@pytest.mark.parametrize("text", ["<tp1,pp1>", "<tp2,pp1>", "<tp1,pp2>", "<[0]x2r,[1]x2>", "<tp1,pp3>"])
+@pytest.mark.parametrize(
+    "text",
+    ["<tp1,pp1>", "<tp2,pp1>", "<tp1,pp2>", "<[0]x2r,[1]x2>", "<tp1,pp3>", "<tp1,pp2,v2>", "<[0]x1,[1]x1,[2]x1,[0]x1>"],
+)
 def test_however_many_micro_batches_of_max_len_fit_and_longer_ones_do_not(text: str) -> None:
     """One alone sends its gradients as they come; from two on they are whole while activations are."""
     found = giving_numbers(costs(4, cluster(3), elements=10**6))
@@ -395,10 +402,11 @@ def test_however_many_micro_batches_of_max_len_fit_and_longer_ones_do_not(text: 
         return most - batch_bytes(count * n, count * n)
 
     assert tokens > 0
-    counts = range(1, 8)
+    counts = range(1, 16 if strategy.interleaved else 8)
     assert max(held(count, tokens) for count in counts) <= limit
     longer = tokens + 4 * 64  # some steps of tokens and all their ids
-    assert max(held(count, longer) for count in counts) + batch_bytes(4 * longer, 4 * longer) > limit
+    few = 3 * len(strategy.devices) + 3 if strategy.interleaved else 4
+    assert max(held(count, longer) for count in counts) + batch_bytes(few * longer, few * longer) > limit
 
 
 def test_tables_price_an_iteration() -> None:

@@ -51,7 +51,7 @@ def run(*instructions: list[Instruction], tp: tuple[int, ...] = ()) -> Deadlock 
     n = len(instructions)
     return find_deadlock(
         [
-            RankProgram(rank, n, "s", (Role(0, 0, range(1)),), tp if rank in tp else (rank,), (0, 1), tuple(each))
+            RankProgram(rank, n, "s", (Role(0, 0, range(1)),), tp if rank in tp else (rank,), ((0, 1),), tuple(each))
             for rank, each in enumerate(instructions)
         ]
     )
@@ -157,7 +157,7 @@ def test_a_computation_that_is_left_out_still_waits_for_its_message_over_nccl() 
         (forward("layer.0"), COMMIT, late),
         (receive(0), forward("aux"), forward("layer.1", value), COMMIT),
     ]
-    programs = [RankProgram(r, 2, "s", (Role(0, 0, range(1)),), (r,), (0, 1), row) for r, row in enumerate(rows)]
+    programs = [RankProgram(r, 2, "s", (Role(0, 0, range(1)),), (r,), ((0, 1),), row) for r, row in enumerate(rows)]
     assert all(find_deadlock(programs, transport) for transport in Transport)
 
 

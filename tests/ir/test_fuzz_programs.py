@@ -29,6 +29,7 @@ from hydragraph.ir.value import Value, ValueKind, parse_value
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from tests.passes.test_pipeline import returning
 from tests.thorough import thorough
 
 Programs = tuple[RankProgram, ...]
@@ -61,7 +62,7 @@ def iterations(draw: st.DrawFn) -> Iteration:
             tp = draw(st.integers(1, 2))
             stages.append(Stage(tuple(range(ranks, ranks + tp)), b - a))
             ranks += tp
-        pipelines.append(Pipeline(tuple(stages)))
+        pipelines.append(Pipeline(draw(returning(stages))))
     counts = [draw(st.integers(0, 3)) for _ in pipelines]
     assume(any(counts))
     strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])))

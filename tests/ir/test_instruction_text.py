@@ -34,7 +34,7 @@ def test_printed_form_is_stable():
 def test_fields_of_a_parsed_program():
     program = parse(EXAMPLE)
     assert program == replace(
-        RankProgram(2, 4, "<tp2,pp1> + <tp1,pp2>@7c1e00", (Role(1, 0, range(3)),), (2,), (0, 2), ()),
+        RankProgram(2, 4, "<tp2,pp1> + <tp1,pp2>@7c1e00", (Role(1, 0, range(3)),), (2,), ((0, 2),), ()),
         instructions=program.instructions,
     )
     assert program.instructions[0] == Instruction(Op.PULL, "layer.0", writes=(weights("layer.0"),))
@@ -106,10 +106,10 @@ def programs(draw):
     body = tuple(draw(st.lists(instructions(), max_size=6)))
     rank, ranks = draw(numbers), draw(numbers)
     if draw(st.booleans()):
-        return RankProgram(rank, ranks, strategy, (), (), (0, 0), body)
+        return RankProgram(rank, ranks, strategy, (), (), (), body)
     tp, first, count = draw(st.lists(numbers, min_size=1, max_size=3)), draw(numbers), draw(st.integers(1, 9))
     roles = draw(st.lists(st.builds(Role, numbers, numbers, ranges), min_size=1, max_size=3).map(tuple))
-    return RankProgram(rank, ranks, strategy, roles, tuple(tp), (first, first + count), body)
+    return RankProgram(rank, ranks, strategy, roles, tuple(tp), ((first, first + count),), body)
 
 
 @given(programs(), st.dictionaries(st.integers(0, 5), st.text("ab #,()=+>-", max_size=9)))

@@ -13,7 +13,7 @@ def run(transport: Transport, *instructions: list[Instruction], tp: tuple[int, .
     n = len(instructions)
     return run_queues(
         [
-            RankProgram(rank, n, "s", (Role(0, 0, range(1)),), tp if rank in tp else (rank,), (0, 1), tuple(each))
+            RankProgram(rank, n, "s", (Role(0, 0, range(1)),), tp if rank in tp else (rank,), ((0, 1),), tuple(each))
             for rank, each in enumerate(instructions)
         ],
         transport,

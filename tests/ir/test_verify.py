@@ -247,10 +247,10 @@ def test_pull_behind_a_receive_is_a_deadlock():
         (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
         (1, {"strategy": "other"}, "rank 1: strategy other, but rank 0 has"),
         (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: place .* differs from rank 0's"),
-        (1, {"roles": (), "tp": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
-        (2, {"layers": (0, 2)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
+        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
+        (2, {"layers": ((0, 2),)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
         (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: its pipeline's stages differ in micro-batches"),
-        (3, {"layers": (0, 1)}, "rank 3: its pipeline ends at layer 1 of 2"),
+        (3, {"layers": ((0, 1),)}, "rank 3: its pipeline ends at layer 1 of 2"),
     ],
 )
 def test_places_that_do_not_fit_together_are_caught(rank, fields, message):

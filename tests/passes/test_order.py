@@ -13,7 +13,7 @@ MODEL = Outline(("embed", "layer.0", "layer.1", "head"), (("embed", ("embed",)),
 
 
 def ordered(strategy, counts, rank, mode="train"):
-    blank = RankProgram(rank, rank + 1, str(strategy), (), (), (0, 0), ())
+    blank = RankProgram(rank, rank + 1, str(strategy), (), (), (), ())
     return order(place(MODEL, strategy, counts), mode, blank).instructions
 
 
@@ -66,6 +66,24 @@ def test_receiver_j_takes_from_sender_j_mod_t(t, u):
         for j, rank in enumerate(one):
             sent = [i.peer for i in ordered(strategy, [1], rank) if i.op is Op.SEND and i.reads == (value,)]
             assert sent == [peer for k, peer in enumerate(other) if k % len(one) == j]
+
+
+def test_receives_follow_the_order_in_which_a_peer_on_both_sides_sends():
+    blocks = ("embed", *(f"layer.{i}" for i in range(4)), "head")
+    outline = Outline(blocks, tuple((block, (block,)) for block in blocks))
+    placement = place(outline, Strategy.parse("<[0]x1,[1]x1,[0]x1,[2]x1>", 4), [4])
+    made = []
+    for rank in (0, 1):
+        blank = RankProgram(rank, 2, "s", (), (), (), ())
+        made.append(order(placement, "train", blank).instructions)
+    for sender, receiver in ((0, 1), (1, 0)):
+        sent = [i.reads[0] for i in made[sender] if i.op is Op.SEND and i.peer == receiver]
+        assert [i.writes[0] for i in made[receiver] if i.op is Op.RECEIVE and i.peer == sender] == sent
+    # Rank 0 sends d2.0 before h1.3, which rank 1 needs first.
+    kinds = [str(i.writes[0]) for i in made[1] if i.op is Op.RECEIVE]
+    assert kinds.index("d2.0") < kinds.index("h1.3")
+    used = [str(value) for i in made[1] if i.op in (Op.FORWARD, Op.BACKWARD) for value in i.reads]
+    assert used.index("h1.3") < used.index("d2.0")
 
 
 def test_values_of_a_whole_model_on_one_rank():

@@ -15,7 +15,7 @@ MODEL = Outline(BLOCKS, (("word", ("embed", "head")), *((block, (block,)) for bl
 
 def overlapped(text, counts, rank, mode="train", schedule="1f1b"):
     placement = place(MODEL, Strategy(Strategy.parse(text, 3).pipelines, schedule), counts)
-    blank = RankProgram(rank, rank + 1, text, (), (), (0, 0), ())
+    blank = RankProgram(rank, rank + 1, text, (), (), (), ())
     return overlap(placement, mode, order(placement, mode, blank)).instructions
 
 

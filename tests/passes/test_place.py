@@ -24,10 +24,30 @@ def test_uneven_pipelines():
     uneven = Strategy((Pipeline((Stage((3, 1), 3), Stage((0,), 1))), Pipeline((Stage((2,), 4),))))
     placement = place(outline(4), uneven, [2, 5])
     first, second, whole = placement.stages
-    assert (first.ranks, first.blocks, *around(first)) == ((3, 1), (0, 4), (), (0,))
-    assert (second.ranks, second.blocks, *around(second)) == ((0,), (4, 6), (3, 1), ())
-    assert (whole.layers, whole.blocks, whole.micro_batches) == ((0, 4), (0, 6), (0, 1, 2, 3, 4))
+    assert (first.ranks, first.blocks, *around(first)) == ((3, 1), ((0, 4),), (), (0,))
+    assert (second.ranks, second.blocks, *around(second)) == ((0,), ((4, 6),), (3, 1), ())
+    assert (whole.layers, whole.blocks, whole.micro_batches) == (((0, 4),), ((0, 6),), (0, 1, 2, 3, 4))
     assert placement.stage_of[1] is first
+
+
+def test_interleaved_stages_of_the_same_ranks_are_placed_together():
+    strategy = Strategy.parse("<[0]x1,[2,1]x1,[0]x2,[3]x1> + <[4]x5>", 5)
+    placement = place(outline(5), strategy, [3, 1])
+    first, second, last, whole = placement.stages
+    assert (first.ranks, first.layers, first.blocks) == ((0,), ((0, 1), (2, 4)), ((0, 2), (3, 5)))
+    assert [(role.stage, role.visit, role.previous, role.following) for role in first.roles] == [
+        (0, 0, (), (2, 1)),
+        (2, 1, (2, 1), (3,)),
+    ]
+    assert (first.micro_batches, first.positions, first.interleaved) == ((0, 1, 2), (0, 1, 3, 4), True)
+    assert [first.visit_of(k) for k in first.positions] == [0, 0, 1, 1]
+    assert [(stage.layers, stage.interleaved) for stage in (second, last, whole)] == [
+        (((1, 2),), False),
+        (((4, 5),), False),
+        (((0, 5),), False),
+    ]
+    assert dict(placement.holders)["word"] == ((0,), (3,), (4,))
+    assert placement.held(0) == {"word", "layer.0", "layer.2", "layer.3"}
 
 
 def test_tied_bucket_is_held_once_per_stage_that_uses_it():
@@ -54,7 +74,7 @@ def test_every_block_is_on_one_stage_and_weights_are_where_blocks_are(layers, de
     for k, block in enumerate(model.blocks):
         layer = min(max(k - 1, 0), model.layers - 1)
         ranks = {r for r in strategy.devices if (at := strategy.place(r)) and at.first_layer <= layer < at.last_layer}
-        assert {r for r, stage in placement.stage_of.items() if k in range(*stage.blocks)} == ranks
+        assert {r for r, stage in placement.stage_of.items() if k in stage.positions} == ranks
         assert all(set(model.weights[block]) <= placement.held(r) for r in ranks)
     assert {r: placement.held(r) for r in strategy.devices} == {
         r: {bucket for bucket, holders in placement.holders if any(r in stage for stage in holders)}

@@ -16,7 +16,7 @@ MODEL = Outline(BLOCKS, (("word", ("embed", "head")), *((block, (block,)) for bl
 
 def before_and_after(text, counts, rank, mode):
     placement = place(MODEL, Strategy.parse(text, 3), counts)
-    blank = RankProgram(rank, rank + 1, text, (), (), (0, 0), ())
+    blank = RankProgram(rank, rank + 1, text, (), (), (), ())
     before = overlap(placement, mode, order(placement, mode, blank))
     return before.instructions, retain(placement, mode, before).instructions
 

@@ -17,7 +17,7 @@ from hydragraph.passes.pipeline import rank_programs, shared_programs
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
-from tests.passes.test_pipeline import check_golden, model
+from tests.passes.test_pipeline import check_golden, model, returning
 
 
 def test_golden_text_of_a_stage_that_streams_and_one_that_does_not() -> None:
@@ -81,9 +81,9 @@ def iterations(draw: st.DrawFn) -> tuple[Outline, Strategy, list[int], int]:
             of_stage = tuple(range(devices, devices + size))
             stages.append(Stage(of_stage, draw(st.integers(1, left)), stream=streams))
             devices += size
-        pipelines.append(Pipeline(tuple(stages)))
+        pipelines.append(Pipeline(draw(returning(stages))))
     first = pipelines[0].stages
-    if len(pipelines) > 1 and len(first) > 1 and draw(st.booleans()):
+    if len(pipelines) > 1 and len(first) > 1 and not pipelines[0].interleaved and draw(st.booleans()):
         own = Stage(pipelines[1].stages[0].devices, layers - first[-1].layers, stream=draw(st.booleans()))
         pipelines[1] = Pipeline((own, first[-1]))
     strategy = Strategy(tuple(pipelines), draw(st.sampled_from(["1f1b", "gpipe"])))

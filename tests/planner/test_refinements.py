@@ -9,7 +9,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled, settle, simulated
-from hydragraph.planner.refinements import refined
+from hydragraph.planner.refinements import interleaved, refined
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import BUDGETS
 from tests.cost import priced
@@ -74,6 +74,40 @@ def test_bubbles_are_filled_where_that_is_faster() -> None:
     for plan in found:
         assert plan.seconds < before.seconds
         assert plan.seconds == pytest.approx(simulated(costs, plan).seconds)
+
+
+def test_devices_run_several_stages_where_that_is_faster() -> None:
+    costs = costs_of()
+    before = plan_of(costs, "<tp1,pp4>", micro_batches=8)
+    found = refined(costs, [before])
+    assert [plan.strategy.name for plan in found] == ["<tp1,pp4,v2>"]
+    (after,) = found
+    assert after.seconds < 0.95 * before.seconds
+    owned = costs.changed(home=after.home)
+    assert after.seconds == pytest.approx(owned.simulate(after.strategy, after.assignments[0]).seconds)
+    exact = [memory.total for memory in owned.memory(after.strategy, after.assignments[0])]
+    assert max(size / most for size, most in zip(exact, after.memory, strict=True)) <= 1.01
+    # It holds more micro-batches than the plan, whose memory is full.
+    tight = with_memory(costs, max(before.memory) / 0.99)
+    assert refined(tight, [plan_of(tight, "<tp1,pp4>", micro_batches=8)]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "visits", "expected"),
+    [
+        ("<tp1,pp2>", 2, "<tp1,pp2,v2>"),
+        ("<[0]x5sr,[1]x3> + <[2]x8>", 2, "<[0]x3sr,[1]x1,[0]x2sr,[1]x2> + <tp1,pp1>"),
+        # A device with a single layer runs one stage: the first one of the model's first device, else the last.
+        ("<[4]x1,[0]x4,[2]x3>", 2, "<[4]x1,[0]x2,[2]x1,[0]x2,[2]x2>"),
+        ("<[0]x7,[1]x1>", 2, None),
+        ("8*<tp1,pp1>", 2, None),
+        ("<tp1,pp2,v2>", 2, None),
+        ("<[0]x4,[4]x4> + <[1]x4,[4]x4>", 2, None),
+    ],
+)
+def test_layers_are_cut_into_turns(text: str, visits: int, expected: str | None) -> None:
+    found = interleaved(hg.Strategy.parse(text, 8), visits)
+    assert (found and found.name) == expected
 
 
 def test_no_time_is_spent_after_the_deadline() -> None:

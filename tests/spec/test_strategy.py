@@ -198,7 +198,10 @@ def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple
         ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two differ in layers (2-3 and 1-3)"),
         ("<[0]x2,[4]x2r> + <[1]x2,[4]x2>", "these two differ in recompute (False and True)"),
         ("<[0]x2,[4,5]x2s> + <[1]x2,[4,5]x2>", "these two differ in sequence_parallel (False and True)"),
-        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: device 0 is already in pipeline 0, stage 0"),
+        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: it follows a stage on the same devices; join the two"),
+        ("<[0]x1,[1]x1,[0]x2r>", "return to the same devices with the same flags: these two differ in recompute"),
+        ("<[0,1]x1,[2]x1,[1,0]x2>", "these two differ in devices ([1, 0] and [0, 1])"),
+        ("<[0]x2,[1]x1,[0]x1> + <[0]x2,[2]x2>", "a pipeline that returns to its devices shares no stage with another"),
         ("<[0]x2,[1]x2> + <[2]x4> + <[0]x2,[1]x2>", "pipeline 2, stage 0: device 0 is already in pipeline 0, stage 0"),
     ],
 )
@@ -207,8 +210,33 @@ def test_what_repeats_a_device_otherwise_is_refused(text: str, message: str) -> 
         Strategy.parse(text, 4)
 
 
-# Strategies that construction
-# refuses--------------------------------------------------------------------------------------
+# Interleaved stages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rows"),
+    [
+        ("<[0]x2,[1]x2,[0]x2,[1]x2>", "<tp1,pp2,v2>", (0, 1, 0, 1)),
+        ("<tp2,pp2,v2>sr", "<tp2,pp2,v2>sr", (0, 1, 0, 1)),
+        ("<[5]x1,[3]x2,[5]x4,[1]x1>", "<[5]x1,[3]x2,[5]x4,[1]x1>", (0, 1, 0, 2)),
+    ],
+)
+def test_a_pipeline_may_return_to_its_devices(text: str, name: str, rows: tuple[int, ...], tmp_path: Path) -> None:
+    strategy = Strategy.parse(text, 8)
+    (pipeline,) = strategy.pipelines
+    assert (strategy.name, pipeline.rows) == (name, rows)
+    assert strategy.interleaved
+    assert not strategy.shares
+    assert Strategy.parse(str(strategy), 8) == Strategy.from_dict(strategy.to_dict()) == strategy
+    strategy.save(tmp_path / "s.yaml")
+    assert Strategy.load(tmp_path / "s.yaml") == strategy
+    assert len(set(strategy.devices)) == len(strategy.devices)
+    first = strategy.places(pipeline.stages[0].devices[0])
+    assert [place.stage for place in first] == [i for i, row in enumerate(rows) if row == 0]
+    strategy.check(layers=8, ranks=6)
+
+
+# Strategies that construction refuses ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ class StageCheck:
         head = self._program.blocks[-1]
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
-            for block in self._program.blocks[slice(*stage.blocks)]:
+            for position in stage.positions:
+                block = self._program.blocks[position]
                 made = form.tp > 1 or form.recompute or (self._fused_head and block is head)
                 if made or self._library is not None:
                     yield block, form

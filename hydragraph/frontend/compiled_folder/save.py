@@ -68,8 +68,8 @@ def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[N
     needed: dict[tuple[str, StageKind], Block] = {}
     for strategy in strategies:
         for stage in place(program.outline, strategy, [1] * len(strategy.pipelines)).stages:
-            for block in program.blocks[slice(*stage.blocks)]:
-                standing = first[variants.form(block)]
+            for position in stage.positions:
+                standing = first[variants.form(program.blocks[position])]
                 needed[standing.name, stage.kind] = standing
     return [named for (name, kind), block in needed.items() for named in _of_kind(variants, block, kind, serving[name])]
 

@@ -20,6 +20,19 @@ placed it there: not later than it does, and before the stage's next task.) Betw
 time to all micro-batches of all pipelines, so they leave one stage in the order in which they reach the other. And as
 no stage of a pipeline has fewer micro-batches than the pipeline, no step takes longer than half a period of the
 pipeline: at most S - s micro-batches of each pipeline are alive on stage s of S.
+
+A pipeline that returns to the same devices (interleaved stages) passes through them in C rounds; in each, every one of
+its G groups of devices has at most one stage. Micro-batches enter in sets of G: devices run a whole set in one round
+before the next round. A micro-batch moves on after a whole period, not after half of it, because it passes C times as
+many stages: so messages travel during computation. Two rounds on two groups of devices, F0:1 in the second round:
+
+    tick     0    1    2    3    4    5    6    7    8    9    10   11   12
+    row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
+    row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
+
+The inputs of a task are earlier by the clock here too. The first row has (C - 1) G + 2 (G - 1) + 1 micro-batches in
+flight, each in one of its stages, where a pipeline without interleaving has C G in as many. (Narayanan et al.,
+Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.)
 """
 
 from __future__ import annotations
@@ -45,7 +58,9 @@ class Beat:
         first: number of the first micro-batch.
         arrives: when the previous stage runs its forward; on the first stage: when this stage does.
         forward, backward: when this stage runs its forward and its backward.
-        every: time between consecutive micro-batches.
+        every: time between consecutive micro-batches of a set.
+        set: number of micro-batches of a set.
+        pause: additional time between sets.
     """
 
     first: int
@@ -53,18 +68,24 @@ class Beat:
     forward: Ticks
     backward: Ticks
     every: Ticks
+    set: int = 1
+    pause: Ticks = 0
 
     def arrives_at(self, micro_batch: int) -> Ticks:
         """Return when the previous stage runs a micro-batch's forward."""
-        return self.arrives + (micro_batch - self.first) * self.every
+        return self.arrives + self._entry(micro_batch)
 
     def forward_at(self, micro_batch: int) -> Ticks:
         """Return when this stage runs a micro-batch's forward."""
-        return self.forward + (micro_batch - self.first) * self.every
+        return self.forward + self._entry(micro_batch)
 
     def backward_at(self, micro_batch: int) -> Ticks:
         """Return when this stage runs a micro-batch's backward."""
-        return self.backward + (micro_batch - self.first) * self.every
+        return self.backward + self._entry(micro_batch)
+
+    def _entry(self, micro_batch: int) -> Ticks:
+        earlier = micro_batch - self.first
+        return earlier * self.every + earlier // self.set * self.pause
 
     def returns_at(self, micro_batch: int) -> Ticks:
         """Return when the previous stage runs a micro-batch's backward: both directions take equally long."""
@@ -102,6 +123,9 @@ def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
     """Return the beat of every stage of each pipeline of a shape."""
+    if any(len(set(rows)) < len(rows) for rows in shape.stages):
+        assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
+        return (_returning(shape.stages[0]),)
     runs = [
         Runs(numbers, tuple(shape.totals[stage] for stage in chain))
         for numbers, chain in zip(shape.micro_batches, shape.stages, strict=True)
@@ -113,8 +137,8 @@ def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
     """Return a stage's forwards with their times, in clock order; equal times in the order of pipelines."""
     return sorted(
         (
-            (beat.forward_at(m), Action(Work.FORWARD, pipeline, m))
-            for pipeline, beat in _beats_at(shape, stage)
+            (beat.forward_at(m), Action(Work.FORWARD, pipeline, m, visit))
+            for pipeline, visit, beat in _beats_at(shape, stage)
             for m in shape.micro_batches[pipeline]
         ),
         key=itemgetter(0),
@@ -125,18 +149,39 @@ def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
     """Return a stage's backwards, like `forwards_of`."""
     return sorted(
         (
-            (beat.backward_at(m), Action(Work.BACKWARD, pipeline, m))
-            for pipeline, beat in _beats_at(shape, stage)
+            (beat.backward_at(m), Action(Work.BACKWARD, pipeline, m, visit))
+            for pipeline, visit, beat in _beats_at(shape, stage)
             for m in shape.micro_batches[pipeline]
         ),
         key=itemgetter(0),
     )
 
 
-def _beats_at(shape: Shape, stage: int) -> Iterator[tuple[int, Beat]]:
-    every = beats_of(shape)
-    for pipeline in shape.pipelines[stage]:
-        yield pipeline, every[pipeline][shape.stages[pipeline].index(stage)]
+def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
+    """Yield the pipeline, the visit and the beat of each stage in a row."""
+    for pipeline, beats_there in enumerate(beats_of(shape)):
+        for (there, visit), beat in zip(shape.places[pipeline], beats_there, strict=True):
+            if there == row:
+                yield pipeline, visit, beat
+
+
+def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
+    """Return the beat of every stage of a pipeline that returns to its devices, in half periods."""
+    size = len(set(rows))
+    forwards: list[int] = []
+    begin = 0  # of the round
+    there: list[int] = []  # rows of the round
+    for row in rows:
+        if row in there:
+            begin += 2 * size
+            there = []
+        forwards.append(begin + 2 * len(there))
+        there.append(row)
+    pause = begin  # the later rounds of a set, before the next set enters
+    return tuple(
+        Beat(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
+        for at, forward in enumerate(forwards)
+    )
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:

@@ -10,7 +10,12 @@ of pipeline 0 is left out.
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage that several pipelines share is one row with the actions of all of them.
+A stage that several pipelines share is one row with the actions of all of them. Devices that run several stages of one
+pipeline (interleaved stages) are one row too; `F0:1` is the forward of micro-batch 0 through their second stage.
+
+    schedule example
+    stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
+    stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from numpy.typing import NDArray
 from hydragraph.ir.program_outline import Mode
 
 IDLE = "."
-_CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)")
+_CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
 
 
 class Work(Enum):
@@ -55,15 +60,21 @@ class Action(NamedTuple):
         work: kind of the work.
         pipeline: index of the pipeline in the shape.
         micro_batch: its number, which is unique among all pipelines of the shape.
+        visit: which of the pipeline's stages in this row: 0 for the first.
     """
 
     work: Work
     pipeline: int
     micro_batch: int
+    visit: int = 0
 
     def __str__(self) -> str:
         pipeline = f"{self.pipeline}." if self.pipeline else ""
-        return f"{self.work.value}{pipeline}{self.micro_batch}"
+        visit = f":{self.visit}" if self.visit else ""
+        return f"{self.work.value}{pipeline}{self.micro_batch}{visit}"
+
+
+Place = tuple[int, int]  # row and visit of one of a pipeline's stages
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,8 @@ class Shape:
 
     Attributes:
         counts: number of micro-batches of each pipeline, 1 or more.
-        stages: numbers of each pipeline's stages, ascending; a shared stage has the same number in all of them.
+        stages: row of each stage of each pipeline. Shared stages have one row, as have a pipeline's stages on the same
+            devices. Rows ascend along a pipeline, except where it returns to an earlier one.
     """
 
     counts: tuple[int, ...]
@@ -87,8 +99,13 @@ class Shape:
 
     @cached_property
     def size(self) -> int:
-        """Number of stages of all pipelines."""
-        return 1 + max(chain[-1] for chain in self.stages)
+        """Number of rows."""
+        return 1 + max(max(chain) for chain in self.stages)
+
+    @cached_property
+    def places(self) -> tuple[tuple[Place, ...], ...]:
+        """Row and visit of each stage of each pipeline."""
+        return tuple(map(places_of, self.stages))
 
     @cached_property
     def micro_batches(self) -> tuple[range, ...]:
@@ -103,21 +120,29 @@ class Shape:
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Number of micro-batches of each stage."""
-        return tuple(sum(self.counts[p] for p in pipelines) for pipelines in self.pipelines)
+        """Number of forwards of each row."""
+        return tuple(
+            sum(self.counts[p] * self.stages[p].count(row) for p in pipelines)
+            for row, pipelines in enumerate(self.pipelines)
+        )
 
     @cached_property
-    def links(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Pipelines that pass from one stage to another, by these stages."""
-        links: dict[tuple[int, int], tuple[int, ...]] = {}
-        for pipeline, chain in enumerate(self.stages):
+    def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
+        """Pipelines that pass from one place to another, by these places."""
+        links: dict[tuple[Place, Place], tuple[int, ...]] = {}
+        for pipeline, chain in enumerate(self.places):
             for link in pairwise(chain):
                 links[link] = (*links.get(link, ()), pipeline)
         return links
 
-    def is_last(self, stage: int) -> bool:
-        """Return whether a stage computes the loss; pipelines that share a last stage all end there."""
-        return any(chain[-1] == stage for chain in self.stages)
+    def is_last(self, row: int) -> bool:
+        """Return whether a row only computes last stages, with the loss; pipelines that share one all end there."""
+        return any(chain[-1] == row and chain.count(row) == 1 for chain in self.stages)
+
+
+def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
+    """Return the row and the visit of each stage of a pipeline, given their rows."""
+    return tuple((row, rows[:at].count(row)) for at, row in enumerate(rows))
 
 
 class ScheduleTable(NamedTuple):
@@ -131,11 +156,14 @@ class ScheduleTable(NamedTuple):
         micro_batch: number of its micro-batch [stages, actions].
         skip: index of the next action of a smaller micro-batch: all actions before it can be skipped with this one
             [stages, actions].
+        stage: the stage that it belongs to. Rows are as many as stages: with interleaved stages the last rows are empty
+            [stages, actions].
     """
 
     work: NDArray[np.int32]
     micro_batch: NDArray[np.int32]
     skip: NDArray[np.int32]
+    stage: NDArray[np.int32]
 
 
 WORKS = tuple(Work)
@@ -156,9 +184,13 @@ class Schedule:
     def __str__(self) -> str:
         return self.grid()
 
-    def grid(self) -> str:
-        """Return the text of the schedule, which `parse` reads; see the module docstring."""
-        begins = self._run()
+    def grid(self, shape: Shape | None = None) -> str:
+        """Return the text of the schedule, which `parse` reads; see the module docstring.
+
+        Args:
+            shape: gives the order of each pipeline's stages; default: their rows in order, once per visit.
+        """
+        begins = self._run(shape.places if shape is not None else self._places())
         rows = []
         for row, at in zip(self.actions, begins, strict=True):
             cells: list[str] = []
@@ -211,40 +243,50 @@ class Schedule:
         for (one, other), pipelines in shape.links.items():
             self._check_order(one, other, pipelines, (Work.FORWARD,))
             self._check_order(other, one, pipelines, RETURNING)
-        for stage, (row, begins) in enumerate(zip(self.actions, self._run(), strict=True)):
+        for stage, (row, begins) in enumerate(zip(self.actions, self._run(shape.places), strict=True)):
             if len(begins) < len(row):
                 raise self._fault(stage, row[len(begins)], "deadlocks: what it needs runs after it")
 
     def in_flight(self, stage: int) -> int:
-        """Return the maximum number of micro-batches that a stage holds at once, from forward to last gradient."""
+        """Return the maximum number of micro-batches that a row holds at once, from forward to last gradient.
+
+        A micro-batch counts once for each of the row's stages that holds it.
+        """
         row = self.actions[stage]
-        last = {action.micro_batch: i for i, action in enumerate(row)}
+        last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
         for i, action in enumerate(row):
             alive += action.work is Work.FORWARD
             most = max(most, alive)
-            alive -= last[action.micro_batch] == i
+            alive -= last[action.micro_batch, action.visit] == i
         return most
 
-    def table(self) -> ScheduleTable:
-        """Return the schedule as int32 arrays."""
+    def table(self, rows: Sequence[int]) -> ScheduleTable:
+        """Return the schedule of a pipeline as int32 arrays.
+
+        Args:
+            rows: the row of each of its stages.
+        """
         longest = max(map(len, self.actions), default=0)
         index = {work: i for i, work in enumerate(WORKS)}
-        table = ScheduleTable(*(np.full((len(self.actions), longest), -1, np.int32) for _ in range(3)))
-        for s, row in enumerate(self.actions):
+        stage = {place: s for s, place in enumerate(places_of(rows))}
+        table = ScheduleTable(*(np.full((len(rows), longest), -1, np.int32) for _ in ScheduleTable._fields))
+        for r, row in enumerate(self.actions):
             numbers = [action.micro_batch for action in row]
-            table.work[s, : len(row)] = [index[action.work] for action in row]
-            table.micro_batch[s, : len(row)] = numbers
-            table.skip[s, : len(row)] = _next_smaller(numbers)
+            table.work[r, : len(row)] = [index[action.work] for action in row]
+            table.micro_batch[r, : len(row)] = numbers
+            table.skip[r, : len(row)] = _next_smaller(numbers)
+            table.stage[r, : len(row)] = [stage[r, action.visit] for action in row]
         return table
 
     def _check_cells(self, shape: Shape, mode: Mode, stage: int, row: Sequence[Action]) -> None:
         """Check that a stage runs each micro-batch once, and the micro-batches of each pipeline in ascending order."""
         counts = Counter(row)
         position = {action: i for i, action in enumerate(row)}
-        for pipeline in shape.pipelines[stage]:
+        visits = [(p, v) for p, places in enumerate(shape.places) for row_of, v in places if row_of == stage]
+        for pipeline, visit in visits:
             for m in shape.micro_batches[pipeline]:
-                forward, backward, half, other = (Action(work, pipeline, m) for work in WORKS)
+                forward, backward, half, other = (Action(work, pipeline, m, visit) for work in WORKS)
                 halves = counts[half] > 0 or counts[other] > 0
                 needed = [forward]
                 if mode != "evaluate":
@@ -261,35 +303,40 @@ class Schedule:
         for action, count in counts.items():
             if count:
                 raise self._fault(stage, action, "is superfluous: remove it")
-        latest: dict[tuple[Work, int], int] = {}
+        latest: dict[tuple[Work, int, int], int] = {}
         for action in row:
-            kind = (action.work, action.pipeline)
+            kind = (action.work, action.pipeline, action.visit)
             if latest.get(kind, -1) > action.micro_batch:
                 raise self._fault(stage, action, f"is out of order: {action.work.value}{latest[kind]} runs before it")
             latest[kind] = action.micro_batch
 
-    def _check_order(self, sender: int, receiver: int, pipelines: Sequence[int], works: Sequence[Work]) -> None:
+    def _check_order(self, sender: Place, receiver: Place, pipelines: Sequence[int], works: Sequence[Work]) -> None:
         """Check that messages leave a stage in the order in which the other one needs them."""
         sent, needed = (
-            [action for action in self.actions[stage] if action.pipeline in pipelines and action.work in works]
-            for stage in (sender, receiver)
+            [a for a in self.actions[row] if a.pipeline in pipelines and a.work in works and a.visit == visit]
+            for row, visit in (sender, receiver)
         )
         for one, other in zip(sent, needed, strict=True):
-            if one[1:] != other[1:]:
-                raise self._fault(receiver, other, f"is out of order: stage {sender} sends {one} first")
+            if (one.pipeline, one.micro_batch) != (other.pipeline, other.micro_batch):
+                raise self._fault(receiver[0], other, f"is out of order: stage {sender[0]} sends {one} first")
 
     def _fault(self, stage: int, action: Action, what: str) -> ValueError:
         row = self.actions[stage]
         cell = f", cell {row.index(action)}" if action in row else ""
         return ValueError(f"schedule {self.kind}, stage {stage}{cell}: {action} {what}")
 
-    def _run(self) -> list[list[int]]:
-        """Return when each action begins if all take one unit of time; a stage's list ends where it deadlocks."""
-        chains: dict[int, list[int]] = {}  # stages of each pipeline
-        for stage, row in enumerate(self.actions):
-            for pipeline in dict.fromkeys(action.pipeline for action in row):
-                chains.setdefault(pipeline, []).append(stage)
-        ends: dict[tuple[int, bool, int], int] = {}  # (stage, whether it returns, micro-batch) -> end
+    def _places(self) -> tuple[tuple[Place, ...], ...]:
+        """Return the places of each pipeline's stages: the rows in order, once per visit."""
+        chains: dict[int, set[tuple[int, int]]] = {}
+        for row, actions in enumerate(self.actions):
+            for action in actions:
+                chains.setdefault(action.pipeline, set()).add((action.visit, row))
+        pipelines = range(max(chains, default=-1) + 1)
+        return tuple(tuple((row, visit) for visit, row in sorted(chains.get(p, ()))) for p in pipelines)
+
+    def _run(self, places: Sequence[Sequence[Place]]) -> list[list[int]]:
+        """Return when each action begins if all take one unit of time; a row's list ends where it deadlocks."""
+        ends: dict[_End, int] = {}
         begins: list[list[int]] = [[] for _ in self.actions]
         advanced = True
         while advanced:
@@ -297,30 +344,33 @@ class Schedule:
             for stage, row in enumerate(self.actions):
                 while len(begins[stage]) < len(row):
                     action = row[len(begins[stage])]
-                    needs = _needed(chains[action.pipeline], stage, action)
+                    needs = _needed(places[action.pipeline], (stage, action.visit), action)
                     if any(each not in ends for each in needs):
                         break
                     free = begins[stage][-1] + 1 if begins[stage] else 0
                     begin = max([free, *(ends[each] for each in needs)])
                     begins[stage].append(begin)
                     if action.work is not Work.WEIGHT_GRADIENT:
-                        ends[stage, action.work in RETURNING, action.micro_batch] = begin + 1
+                        ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = begin + 1
                     advanced = True
         return begins
 
 
-def _needed(chain: Sequence[int], stage: int, action: Action) -> list[tuple[int, bool, int]]:
-    """Return what an action waits for: (stage, whether it is a gradient, micro-batch)."""
-    at = chain.index(stage)
+_End = tuple[Place, bool, int]  # place, whether it returns, micro-batch
+
+
+def _needed(chain: Sequence[Place], place: Place, action: Action) -> list[_End]:
+    """Return what an action waits for."""
+    at = chain.index(place)
     m = action.micro_batch
-    needs = []
+    needs: list[_End] = []
     if action.work is Work.FORWARD:
         if at:
             needs.append((chain[at - 1], False, m))
     elif action.work is Work.WEIGHT_GRADIENT:
-        needs.append((stage, True, m))
+        needs.append((place, True, m))
     else:
-        needs.append((stage, False, m))
+        needs.append((place, False, m))
         if at + 1 < len(chain):
             needs.append((chain[at + 1], True, m))
     return needs
@@ -330,9 +380,10 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ValueError(
-            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch (F3, or F1.3 of pipeline 1)"
+            f"stage {stage}, cell {at} is {cell!r}: write F, B, I or W and a micro-batch (F3, F1.3 of pipeline 1, or "
+            "F3:1 on a second stage)"
         )
-    return Action(Work(match[1]), int(match[2] or 0), int(match[3]))
+    return Action(Work(match[1]), int(match[2] or 0), int(match[3]), int(match[4] or 0))
 
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:

@@ -55,12 +55,16 @@ def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
-def table_of(kind: str, stages: int, count: int) -> ScheduleTable:
-    """Return the table of a kind for a pipeline alone, of at least `count` micro-batches."""
+def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
+    """Return the table of a kind for a pipeline that shares no stage, of at least `count` micro-batches.
+
+    Args:
+        rows: the row of each of its stages (`Shape`), or their number if each has its own.
+    """
     # One table serves all smaller counts, so a few sizes suffice.
-    return _table(kind, stages, 1 << max(3, (count - 1).bit_length()))
+    return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 
 @lru_cache(maxsize=64)
-def _table(kind: str, stages: int, count: int) -> ScheduleTable:
-    return KINDS[kind](Shape.alone(stages, count)).table()
+def _table(kind: str, rows: tuple[int, ...], count: int) -> ScheduleTable:
+    return KINDS[kind](Shape((count,), (rows,))).table(rows)

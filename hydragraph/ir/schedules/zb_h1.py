@@ -31,7 +31,7 @@ def zb_h1(shape: Shape) -> Schedule:
 
 
 def _halves(shape: Shape, stage: int, action: Action) -> Iterator[Action]:
-    if action.work is Work.BACKWARD and shape.stages[action.pipeline][0] != stage:
+    if action.work is Work.BACKWARD and shape.places[action.pipeline][0] != (stage, action.visit):
         yield action._replace(work=Work.INPUT_GRADIENT)
         yield action._replace(work=Work.WEIGHT_GRADIENT)
     else:

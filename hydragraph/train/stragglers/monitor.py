@@ -169,11 +169,10 @@ def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predict
     outline = costs.outline
     predicted: Predicted = {}
     for stage in place(outline, strategy, assignment.counts).stages:
-        positions = range(*stage.blocks)
         # Blocks of one template take equally long, so one of them is priced.
         learning: dict[tuple[str, bool], int] = {}
         first: dict[tuple[str, bool], str] = {}
-        for position in positions:
+        for position in stage.positions:
             key = (costs.profile.blocks[position], position >= outline.lowest)
             learning[key] = learning.get(key, 0) + 1
             first.setdefault(key, outline.blocks[position])

@@ -8,8 +8,19 @@ from hydragraph.ir.schedules.schedule import Shape
 
 
 @st.composite
+def returning_rows(draw: st.DrawFn) -> tuple[int, ...]:
+    """Draw the rows of a pipeline that may return to them: 0, 1, 0, 2, 1."""
+    rows = [0]
+    for _ in range(draw(st.integers(1, 7))):
+        rows.append(draw(st.sampled_from([row for row in range(max(rows) + 2) if row != rows[-1]])))
+    return tuple(rows)
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Draw pipelines of different depths and counts; every one after the first shares a stage with it."""
+    """Draw a pipeline with interleaved stages, or pipelines that share one: of different depths and counts."""
+    if draw(st.booleans()):
+        return Shape((draw(st.integers(1, 9)),), (draw(returning_rows()),))
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     depths = [draw(st.integers(1 if len(counts) == 1 else 2, 4)) for _ in counts]
     # Stages in the order of their layers: stages that are not shared come next to those of other pipelines.

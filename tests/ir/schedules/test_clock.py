@@ -5,7 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.ir.schedules.clock import Beat, Runs, beats
+from hydragraph.ir.schedules import clock
+from hydragraph.ir.schedules.clock import Beat, Runs, backwards_of, beats, beats_of, forwards_of
+from hydragraph.ir.schedules.schedule import Shape
+from tests.ir.schedules.examples import returning_rows
 
 
 def test_one_pipeline_ticks_in_halves_of_a_period() -> None:
@@ -28,6 +31,28 @@ def test_a_pipeline_of_fewer_micro_batches_gets_fewer_turns() -> None:
     assert other.every == same.every == 2 * one.every == 2 * last.every
     forwards = sorted((last.forward_at(m), m) for m in range(4)) + sorted((same.forward_at(m), m) for m in (4, 5))
     assert [m for _, m in sorted(forwards)] == [0, 1, 4, 2, 3, 5]
+
+
+def test_two_rounds_tick_as_in_the_picture() -> None:
+    shape = Shape((4,), ((0, 1, 0, 1),))
+    for row in (0, 1):
+        ticks = sorted((tick, str(action)) for tick, action in (*forwards_of(shape, row), *backwards_of(shape, row)))
+        cells = dict(ticks)
+        assert len(cells) == len(ticks)  # a row never has two tasks at once
+        picture = next(line for line in (clock.__doc__ or "").splitlines() if line.startswith(f"    row {row}"))
+        shown = picture.removesuffix(" ...")[13:]
+        drawn = {i // 5: cell for i in range(0, len(shown), 5) if (cell := shown[i : i + 5].strip())}
+        assert drawn == {tick: cell for tick, cell in cells.items() if tick <= max(drawn)}
+
+
+@given(returning_rows(), st.integers(1, 9))
+def test_what_an_interleaved_task_needs_is_earlier(rows: tuple[int, ...], count: int) -> None:
+    (stages,) = beats_of(Shape((count,), (rows,)))
+    for m in range(count):
+        times = [beat.forward_at(m) for beat in stages] + [beat.backward_at(m) for beat in reversed(stages)]
+        assert all(one < other for one, other in pairwise(times))
+        assert [beat.arrives_at(m) for beat in stages[1:]] == [beat.forward_at(m) for beat in stages[:-1]]
+        assert [beat.returns_at(m) for beat in stages[1:]] == [beat.backward_at(m) for beat in stages[:-1]]
 
 
 @st.composite

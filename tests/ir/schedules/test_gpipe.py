@@ -16,6 +16,7 @@ def test_all_forwards_then_all_backwards(shape: Shape) -> None:
         total = shape.totals[stage]
         assert [action.work for action in row] == [Work.FORWARD] * total + [Work.BACKWARD] * total
         for pipeline in shape.pipelines[stage]:
-            mine = [action.micro_batch for action in row if action.pipeline == pipeline]
-            assert mine == [*shape.micro_batches[pipeline]] * 2
+            for visit in range(shape.stages[pipeline].count(stage)):
+                mine = [each.micro_batch for each in row if (each.pipeline, each.visit) == (pipeline, visit)]
+                assert mine == [*shape.micro_batches[pipeline]] * 2
         assert schedule.in_flight(stage) == total

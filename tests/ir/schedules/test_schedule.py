@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydragraph.ir.schedules import schedule as schedule_module
 from hydragraph.ir.schedules.schedule import WORKS, Schedule, Shape, Work
 from hydragraph.ir.schedules.schedule_kinds import KINDS, schedule_of
 from tests.ir.schedules.examples import shapes
@@ -34,6 +35,24 @@ def test_the_grid_of_a_schedule() -> None:
     assert Schedule.parse(GRID) == schedule_of("1f1b", ONE)
     shared = schedule_of("1f1b", Shape((1, 2), ((0, 2), (1, 2))))
     assert str(shared).splitlines()[1:] == SHARED
+
+
+def test_interleaved_stages_are_one_row() -> None:
+    shape = Shape((2,), ((0, 1, 0, 1),))
+    schedule = schedule_of("1f1b", shape)
+    rows = [
+        "stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1",
+        "stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1",
+    ]
+    assert str(schedule).splitlines()[1:] == rows
+    assert all(row in (schedule_module.__doc__ or "") for row in rows)
+    with pytest.raises(ValueError, match=r"stage 1: F1:1 is missing"):
+        Schedule.parse(str(schedule).replace(" F1:1 B1:1 B0", " B1:1 B0")).check(shape)
+    # Stage 0 would need its second forward before stage 1 has run the first one.
+    with pytest.raises(ValueError, match=r"deadlocks"):
+        Schedule.parse("schedule s\nstage 0  F0:1 F0 B0:1 B0\nstage 1  F0 F0:1 B0:1 B0").check(
+            Shape((1,), ((0, 1, 0, 1),))
+        )
 
 
 @given(st.sampled_from(sorted(KINDS)), shapes(), st.sampled_from(["train", "evaluate"]))
@@ -127,7 +146,7 @@ def test_a_table_holds_the_actions_and_skips_to_smaller_micro_batches(
     kind: str, stages: int, count: int, data: st.DataObject
 ) -> None:
     schedule = schedule_of(kind, Shape.alone(stages, count))
-    table = schedule.table()
+    table = schedule.table(range(len(schedule.actions)))
     fewer = data.draw(st.integers(1, count))
     for s, row in enumerate(schedule.actions):
         mine = zip(table.work[s, : len(row)], table.micro_batch[s, : len(row)], strict=True)
@@ -146,5 +165,5 @@ def test_a_table_holds_the_actions_and_skips_to_smaller_micro_batches(
 
 
 def test_a_table_pads_shorter_rows() -> None:
-    table = Schedule.parse("schedule a\nstage 0  F0 B0\nstage 1  F0").table()
+    table = Schedule.parse("schedule a\nstage 0  F0 B0\nstage 1  F0").table(range(2))
     assert table.work.tolist() == [[WORKS.index(Work.FORWARD), WORKS.index(Work.BACKWARD)], [0, -1]]
