@@ -154,6 +154,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
     workload = asked.work.read(config)
 
     from hydragraph.planner.brief_explanation import with_causes
+    from hydragraph.planner.first_compilation import FirstCompilation
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.planner.rental_budget import offers
     from hydragraph.planner.rental_price import Prices
@@ -169,7 +170,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
 
     console = Console(stderr=True)
-    with console.status("reading") as status:
+    with console.status("reading") as status, FirstCompilation(bool(workload.lengths)) as compilation:
         said = ""
 
         def say(what: str) -> None:
@@ -183,6 +184,9 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         running = None if asked.running is None else _running(asked.running, costs)
         if config is not None:
             costs = _compile_first(costs, left(COMPILING))
+        if not compilation.ended:
+            say("compiling the planner's search, once: up to a minute of one core")
+            compilation.wait(left(COMPILING))
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic

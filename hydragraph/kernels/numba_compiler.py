@@ -49,6 +49,15 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
     return dispatcher
 
 
+def is_compiled(function: Any) -> bool:
+    """Return whether a decorated function is compiled on disk, for any types, as its file is now."""
+    cache = getattr(function, "_cache", None)
+    try:
+        return isinstance(cache, _Cache) and bool(cache._cache_file._load_index())
+    except Exception:  # a damaged index
+        return False
+
+
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     """Cache files with a hash appended, which pickle does not read."""
 
