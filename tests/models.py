@@ -165,9 +165,9 @@ def granite() -> nn.Module:
     return randomised(GraniteForCausalLM(GraniteConfig(**tiny(num_key_value_heads=2, **scales))))
 
 
-def mixtral() -> nn.Module:
-    """Return a Mixtral: four experts, two for each token."""
-    sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=96)
+def mixtral(width: int = 96) -> nn.Module:
+    """Return a Mixtral: four experts of a width, two for each token."""
+    sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=width)
     return randomised(MixtralForCausalLM(MixtralConfig(**sizes)))
 
 

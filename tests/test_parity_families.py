@@ -22,7 +22,7 @@ from tests.thorough import thorough
 LENGTHS = [20, 7, 1, 12]
 MIXED = ["<[2]x1,[0,1]x1s>"]
 CUT = [*MIXED, "<[0,1]x2> + <[2]x2>"]  # where what is tied is cut and whole
-WHOLE = ["<[0]x1,[2]x1> + <[1]x2>", "<[1]x2> + <[2]x2> + <[0]x2>"]  # for experts
+EXPERTS = ["<[0,1]x1s,[2]x1> + <[3]x2>", "<[2,0,1,3]x2r>", "<[1]x1,[0,2]x1sr>"]
 STEPS, RATE = 3, 0.05
 
 Sequence = Tensor | dict[str, Tensor]
@@ -77,7 +77,7 @@ class Family:
 FAMILIES = {
     **{n: Family(MODELS[n], strategies=tuple(CUT)) for n in ("opt", "gemma")},
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
-    "mixtral": Family(MODELS["mixtral"], strategies=tuple(WHOLE)),
+    "mixtral": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
     "limited": Family(lambda: randomised(Own(limited=(1,))), own_tokens),  # a window, a cap and sinks in one layer
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.graph_node import operands, shape
+from hydragraph.passes.graph_node import is_grouped, operands, shape
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.tracing import multiple_of, symbol_name
 
@@ -59,7 +59,6 @@ ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_s
 _CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})
 _CHOSEN = frozenset({aten.argmax.default, aten.argsort.default, aten.argsort.stable})
 _QUOTIENTS = frozenset({aten.floor_divide.default, aten.div.Tensor_mode})
-_GROUPED = ("aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 class Routing:
@@ -104,7 +103,7 @@ class Routing:
         if target is aten.cumsum.default and self._first(node) in self._counts:
             self._ends[node] = self._counts[self._first(node)]
             return True
-        return str(target) in _GROUPED and self._grouped(node)
+        return is_grouped(node) and self._grouped(node)
 
     def tells(self, node: fx.Node) -> bool:
         """Return whether a value reveals positions of other tokens or counts of them."""

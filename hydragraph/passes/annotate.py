@@ -7,6 +7,14 @@
     communicate(y, "exit")        so the forward sums the parts here
     hidden + y
 
+Experts work on rows, of which there are several for each token. What is sent is less than these: "enter" precedes the
+choice of rows, and "exit" follows the sum over a token's rows, since all that is between is linear in them.
+
+    communicate(x, "enter") -> index, w1, w2 -> y            each rank has a part of every row
+    y * communicate(weight, "enter")                         so the gradient of the router's weight is partial too
+    index, view, sum over a token's rows -> z
+    communicate(z, "exit")
+
 The placeholders do not depend on a degree: `shard` turns them into collectives, or removes them for degree 1.
 """
 
@@ -19,31 +27,42 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
-from hydragraph.passes.graph_node import product
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.graph_node import is_grouped, operands, product
+from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.passes.tensor_cut import Cuts
 
 aten = torch.ops.aten
+
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+# Linear in their first operand, of which they read nothing else.
+_LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.default, aten.contiguous.default}
 
 
 def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
     """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around operators that may be cut.
 
-    "enter" precedes every use, by an operator with a cut result, of a replicated value that has a gradient: that
-    gradient is then the sum over ranks. "exit" follows every product that sums parts. A parameter used whole by cut
-    operators needs no placeholder (its gradient is partial and is summed at the push), unless operators on replicated
-    values use it too.
+    "enter" precedes every use, by an operator with a cut or a partial result, of a replicated value that has a
+    gradient: that gradient is then the sum over ranks. "exit" follows every product that sums parts, or, for experts,
+    what is linear in its result. A parameter used whole by cut operators needs no placeholder (its gradient is partial
+    and is summed at the push), unless operators on replicated values use it too.
     """
     # `entered`: one placeholder per value, even with several cut users, so that its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
     learns = differentiable(graph.graph, parameters, hidden)
-    cut_users = set(cuts.cut) | cuts.columns
+    partial = partial_sums(graph.graph, cuts)
+    cut_users = set(cuts.cut) | cuts.columns | partial
     mixed = {p for p in parameters if p not in cuts.cut and _mixed(p, cut_users, cuts)}
 
     def entering(node: fx.Node) -> fx.Node:
         if node not in entered:
-            entered[node] = _insert(result, copied[node], "enter")
+            if _chooses_rows(node) and all(user in cut_users for user in node.users):
+                source = operands(node)[0]
+                entered[node] = result.node_copy(node, lambda n: entering(n) if n is source else copied[n])
+            else:
+                entered[node] = _insert(result, copied[node], "enter")
         return entered[node]
 
     for node in graph.graph.nodes:
@@ -53,15 +72,45 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         # A value without a gradient needs no sum. A parameter's gradient is summed at the push, unless operators on
         # whole values use it as well: theirs is whole on every rank, so the partial one must be summed before the two
         # are added.
-        whole = _whole_operands(node, cuts) if node in cut_users else set()
+        whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
         # A vocabulary-parallel loss sums its parts itself (`hydragraph.passes.vocabulary`).
-        if node in cuts.rows and node.target is not aten.cross_entropy_loss.default:
+        ends = node in cuts.rows and node.target is not aten.cross_entropy_loss.default
+        if (ends or node in partial) and not any(user in partial for user in node.users):
             copied[node] = _insert(result, copied[node], "exit")
+    remove_dead_code(result)
     result.lint()
     return fx.GraphModule(graph, result)
+
+
+def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
+    """Return the nodes between a row-parallel product of experts and its "exit": their values are parts of sums."""
+    partial: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
+        if len(sources) == 1 and len(sources[0].users) == 1 and _is_linear(node, sources[0], cuts):
+            partial.add(node)
+    return partial
+
+
+def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
+    """Return whether an operator is linear in one of its operands, of which the others are whole."""
+    # A parameter's gradient would be partial here, and whole elsewhere.
+    if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
+        return False
+    first = operands(node)[0]
+    if node.target is aten.mul.Tensor:
+        return operands(node).count(operand) == 1
+    if node.target is aten.index_add.default:
+        return operand is operands(node)[3] and first.target in _ZEROS
+    return operand is first and (_chooses_rows(node) or node.target in _LINEAR)
+
+
+def _chooses_rows(node: fx.Node) -> bool:
+    """Return whether an operator takes rows of its first operand by indices."""
+    return node.target in (aten.index.Tensor, aten.index_select.default)
 
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
@@ -85,7 +134,7 @@ def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
     # A column-parallel product is cut along with its weight and bias; only its operand x is whole.
     operands = {n for n in node.all_input_nodes if n not in cuts.cut}
     parts = product(node) if node in cuts.columns else None
-    return operands - {parts[1], parts[2]} if parts else operands
+    return operands - {parts.given, parts.bias} if parts else operands
 
 
 def _mixed(parameter: fx.Node, cut_users: set[fx.Node], cuts: Cuts) -> bool:

@@ -14,7 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
-from hydragraph.passes.find_cuts import find_cuts
+from hydragraph.passes.find_cuts import find_cuts, rules
 from hydragraph.passes.graph_node import operands
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.passes.place import refuse_streams
@@ -73,13 +73,14 @@ def _problem(template: Template) -> tuple[str, str] | None:
     # that of the taps of a convolution.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
+    cuts = find_cuts(template.graph.graph, set(parameters), None, set())
+    cut = rules(cuts)
     for node, name in parameters.items():
         sizes = value_of(node).shape
-        if len(sizes) > 2:
+        if len(sizes) > 2 and node not in cut:
             kind = "a convolution" if 1 in sizes else "experts"
             what = f"{kind} (a parameter of {len(sizes)} dimensions) in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
-    cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
         # A product that ends at a placeholder is kept whole intentionally: the analysis put the placeholder there.

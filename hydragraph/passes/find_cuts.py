@@ -28,6 +28,7 @@ must stay whole (`excluded`), or if a unit is found late and earlier operators m
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -35,7 +36,7 @@ from torch import fx
 
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
-from hydragraph.passes.graph_node import ATTENDING, known_product, operands, product, shape, sink, varlen
+from hydragraph.passes.graph_node import ATTENDING, chosen_rows, known_product, operands, product, shape, sink, varlen
 from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
 from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
 from hydragraph.private.operator_schemas import has_tag
@@ -99,10 +100,20 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
     """Return whether an operator can work on a part of a parameter: a product, an embedding, attention sinks."""
     if user.target is varlen:
         return sink(user) is parameter and operands(user).count(parameter) == 1
-    parts = product(user)
-    if parts is None:
-        return user.target is aten.embedding.default and operands(user)[0] is parameter
-    return [parts.x, parts.weight, parts.bias].count(parameter) == 1 and parts.x is not parameter
+    if user.target is aten.embedding.default:
+        return operands(user)[0] is parameter
+    if chosen_rows(user) is parameter:
+        return len(user.users) == 1
+    # The weight of experts is transposed before the product.
+    readers = [user] if product(user) is not None else list(user.users)
+    every = [product(reader) for reader in readers]
+    return bool(every) and all(
+        parts is not None
+        and user in (reader, parts.given)
+        and [parts.x, parts.weight, parts.bias].count(parameter) == 1
+        and parts.x is not parameter
+        for reader, parts in zip(readers, every, strict=True)
+    )
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
@@ -170,12 +181,25 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
+        if rule is pointwise:
+            self._cut_biases(node)
         # A rule that cannot propagate the cut needs whole operands: all products that these come from are dropped.
         cut = rule(self.cuts, node)
         if cut is None:
             self._prefer_wider(node)
             self._need_whole(node)
         return cut
+
+    def _cut_biases(self, node: fx.Node) -> None:
+        """Cut the biases of experts like the product that they are added to."""
+        known = next((c for n in node.all_input_nodes if (c := self.cuts.of(n)) is not None), None)
+        last = len(shape(node)) - 1
+        if known is None or (known.dim, known.scale, known.start) != (last, 1, 0) or known.length != width(known.lead):
+            return
+        for operand in node.all_input_nodes:
+            bias = chosen_rows(operand)
+            if bias is not None and shape(operand)[-1] == shape(node)[-1] and self._may_cut(bias, node):
+                self.cuts.cut[operand] = replace(known, dim=len(shape(operand)) - 1)
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""
@@ -194,7 +218,7 @@ class _Walk:
         return weight in self.parameters and weight.name not in self.excluded and node not in self.banned
 
     def _product(self, node: fx.Node) -> Cut | None:
-        x, weight, bias, inner = known_product(node)
+        x, weight, bias, _, outer, _ = known_product(node)
         # A product can be one of three things, tried in this order: the end of a region (row-parallel), inside one (the
         # same weight for every unit), or the start of one (column-parallel).
         cut = self.cuts.of(x)
@@ -211,7 +235,7 @@ class _Walk:
             return None
         self.cuts.columns.add(node)
         self.cuts.origins.setdefault(node, Origin())
-        return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[1 - inner]), node, frozenset({node}))
+        return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[outer]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
         # Only the token ids: tables of positions or types are small, and their indices are replicated.
@@ -248,30 +272,50 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     # A column product cuts its weight's output dimension and its bias in the same way; a fused one has several
     # segments.
     for node in cuts.columns:
-        origin = cuts.origins[node]
-        bounds = [0, *sorted(origin.bounds), width(node)]
-        segments = tuple((b - a) // origin.unit for a, b in pairwise(bounds))
         if node.target is aten.embedding.default:
-            rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, segments)
+            rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, _segments(cuts, node))
             continue
-        _, weight, bias, inner = known_product(node)
-        rule_of_reader.setdefault(weight, {})[node] = ShardRule(1 - inner, segments, origin.unit, origin.heads)
-        if bias is not None:
-            rule_of_reader.setdefault(bias, {})[node] = ShardRule(0, segments, origin.unit, origin.heads)
+        parts = known_product(node)
+        rule = _column_rule(cuts, node, parts.outer)
+        rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
+        if parts.bias is not None:
+            rule_of_reader.setdefault(parts.bias, {})[node] = replace(rule, dim=0)
     # A row product cuts its weight's input dimension like its operand; its bias stays whole.
     for node, cut in cuts.rows.items():
         if product(node) is not None:
-            _, weight, _, inner = known_product(node)
+            parts = known_product(node)
             unit = cuts.unit(cut)
             heads = any(cuts.origins[o].heads for o in cut.origins)
-            rule = ShardRule(inner, (cut.length // unit,), unit // cut.scale, heads)
-            rule_of_reader.setdefault(weight, {})[node] = rule
-    # Sinks are cut like the heads that they belong to.
-    for node in cuts.cut:
+            rule = ShardRule(parts.inner, (cut.length // unit,), unit // cut.scale, heads)
+            rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
+    # Sinks are cut like the heads that they belong to, and biases of experts like the product.
+    for node, cut in cuts.cut.items():
         sinks = sink(node)
         if sinks is not None:
             rule_of_reader.setdefault(sinks, {})[node] = ShardRule(0, (int(shape(sinks)[0]),), 1, heads=True)
+        biases = chosen_rows(node)
+        if biases is not None:
+            rule_of_reader.setdefault(biases, {})[node] = _column_rule(cuts, cut.lead, len(shape(biases)) - 1)
     return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
+
+
+def _segments(cuts: Cuts, column: fx.Node) -> tuple[int, ...]:
+    """Return the number of units in each segment of a column-parallel product or embedding."""
+    origin = cuts.origins[column]
+    bounds = [0, *sorted(origin.bounds), width(column)]
+    return tuple((b - a) // origin.unit for a, b in pairwise(bounds))
+
+
+def _column_rule(cuts: Cuts, column: fx.Node, dim: int) -> ShardRule:
+    """Return the rule of a parameter whose dimension is that of a column-parallel product's result."""
+    origin = cuts.origins[column]
+    return ShardRule(dim, _segments(cuts, column), origin.unit, origin.heads)
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    """Return the operator that reads the weight of a product: the product itself, or the transpose of its operand."""
+    parts = known_product(node)
+    return node if parts.given is parts.weight else parts.given
 
 
 def uncut_heads(graph: fx.Graph) -> int:

@@ -24,6 +24,8 @@ delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
 # All operators that mix tokens, of one sequence only; their fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
+# Products of rows with the weight of their expert, by name: transformers has its own, which not all releases register.
+GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 DRAWN = frozenset({dropout, attention_dropout})  # operators with random masks
 
 
@@ -38,28 +40,48 @@ def operands(node: fx.Node) -> tuple[Any, ...]:
 
 
 class Product(NamedTuple):
-    """Operands of a product with a weight; `inner` is the weight's input dimension."""
+    """Operands of a product with a weight, or with that of each row's expert.
+
+    Attributes:
+        x: the rows.
+        weight: two-dimensional, or of experts [experts, in, out] or [experts, out, in].
+        bias: None if there is none.
+        inner, outer: the weight's input and output dimension.
+        given: the product's operand: the weight, or its transpose.
+    """
 
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     inner: int
+    outer: int
+    given: fx.Node
 
 
 def product(node: fx.Node) -> Product | None:
     """Return the operands of a product with a weight, or None for any other node."""
+    if is_grouped(node):
+        x, given = operands(node)[:2]
+        if given.target is aten.transpose.int and {d % 3 for d in operands(given)[1:]} == {1, 2}:
+            return Product(x, operands(given)[0], None, 2, 1, given)
+        return Product(x, given, None, 1, 2, given)
     # The weight of `linear` is [out, in]; a Conv1D of transformers calls `addmm`, whose weight is [in, out], and traces
     # by `differentiate` have `mm` with a transposed view.
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
-        return Product(x, weight, bias[0] if bias else None, 1)
+        return Product(x, weight, bias[0] if bias else None, 1, 0, weight)
     if node.target is aten.addmm.default:
         bias, x, weight = operands(node)[:3]
-        return Product(x, weight, bias, 0)
+        return Product(x, weight, bias, 0, 1, weight)
     if node.target is aten.mm.default:
         x, weight = operands(node)
-        return Product(x, weight, None, 0)
+        return Product(x, weight, None, 0, 1, weight)
     return None
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Return whether a node is a product of rows with the weight of their expert."""
+    return node.op == "call_function" and str(node.target) in GROUPED
 
 
 def known_product(node: fx.Node) -> Product:
@@ -67,6 +89,14 @@ def known_product(node: fx.Node) -> Product:
     parts = product(node)
     assert parts is not None, node
     return parts
+
+
+def chosen_rows(node: fx.Node) -> fx.Node | None:
+    """Return the placeholder whose rows an operator chooses, as for the bias of each row's expert; None for others."""
+    if node.target is not aten.index.Tensor or len(operands(node)[1]) != 1:
+        return None
+    source: fx.Node = operands(node)[0]
+    return source if source.op == "placeholder" else None
 
 
 def sink(node: fx.Node) -> fx.Node | None:

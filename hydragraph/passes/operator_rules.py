@@ -260,7 +260,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Defaults replace omitted arguments; a slice with a step along the cut would give ranks uneven parts.
+    # Defaults replace omitted arguments.
     x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
     cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
@@ -268,8 +268,14 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     size = int(shape(x)[cut.dim])
     ends = (start or 0, size if stop is None else stop)
     a, b = [min(max(p + size if p < 0 else p, 0), size) for p in ends]
-    if step != 1 or not isinstance(cut.scale, int):
+    if not isinstance(cut.scale, int):
         return None
+    if step != 1:
+        # Every second element, where two parts of a gate alternate: pairs stay together.
+        if a >= step or b != size or size % step:
+            return None
+        cuts.refine(cut, cut.scale * step)
+        return replace(cut, scale=cut.scale * step)
     for bound in (cut.start + a * cut.scale, cut.start + b * cut.scale):
         cuts.bound(cut, bound)
     return replace(cut, start=cut.start + a * cut.scale, length=(b - a) * cut.scale)
@@ -337,6 +343,12 @@ def _pad(cuts: Cuts, node: fx.Node) -> Cut | None:
     return None if cut is None or cut.dim in padded else cut
 
 
+def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
+    """Refuse a cut: the largest or the sorted entries are those of all ranks, as where a router chooses experts."""
+    del cuts, node
+    return None
+
+
 def _type_as(cuts: Cuts, node: fx.Node) -> Cut | None:
     return cuts.of(operands(node)[0])
 
@@ -374,6 +386,7 @@ RULES: dict[Any, Rule] = {
     aten.constant_pad_nd.default: _pad,
     aten.pad.default: _pad,
     aten.type_as.default: _type_as,
+    **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argmax.default, aten.max.dim), _choice),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),
     aten.slice.Tensor: _slice,

@@ -42,7 +42,7 @@ from hydragraph.passes import collective_operators as _collectives  # noqa: F401
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
-from hydragraph.passes.graph_node import DRAWN, dropout, known_product, operands, product, shape
+from hydragraph.passes.graph_node import DRAWN, dropout, is_grouped, known_product, operands, product, shape
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
@@ -318,8 +318,8 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_sum, value)
         # If the bias were added before the sum, it would count once per rank.
         parts = product(value)
-        if parts is not None and parts[2] is not None:
-            return self.call(aten.add.Tensor, reduced, self._operand(parts[2], node))
+        if parts is not None and parts.bias is not None:
+            return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
         return reduced
 
     def _row(self, node: fx.Node) -> fx.Node:
@@ -334,9 +334,11 @@ class _Rewrite:
             if node.target is LOSS:
                 return loss_of_parts(*arguments, cut.length)
             return (embedding_part if node.target is aten.embedding.default else entropy_of_parts)(*arguments)
-        x, weight, _, inner = known_product(node)
-        target = aten.linear.default if inner == 1 else aten.mm.default
-        return self.call(target, self.copied[x], self.copied[weight])
+        if is_grouped(node):
+            return self._copy(node)
+        parts = known_product(node)
+        target = aten.linear.default if parts.inner == 1 else aten.mm.default
+        return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
         # Approximate rows per rank, but equal on all ranks: the chunks depend on it and must agree.
@@ -368,6 +370,8 @@ class _Rewrite:
         dim = operands(node)[1] % len(shape(source)) if is_slice else split_dim(node)
         if cut is None or dim != cut.dim:
             return self._copy(node)
+        if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
+            return self._copy(node)  # a rank's part begins at a multiple of the step
         if is_slice:
             # This rank's units before and in the slice: their share may differ between ranks.
             part = self.cuts.cut[node]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -10,14 +13,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that templates hold
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Template
-from hydragraph.passes.annotate import annotate, differentiable
+from hydragraph.passes.annotate import annotate, differentiable, partial_sums
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.shard import shard
-from hydragraph.passes.tensor_cut import Cuts
+from hydragraph.passes.tensor_cut import Cut, Cuts
 from hydragraph.spec.stage_kind import StagePart
 from tests.models import captured
 from tests.passes.golden_template import check_golden, llama_layer
 from tests.thorough import only
+
+aten = torch.ops.aten
 
 
 def placeholders(template: Template) -> list[tuple[str, str]]:
@@ -45,6 +50,13 @@ def test_golden_text_before_and_after() -> None:
 def test_a_layer_enters_and_exits_twice(name: str, expected: list[tuple[str, str]]) -> None:
     program, _ = captured(name)
     assert placeholders(program.templates[program.blocks[1].template]) == expected
+
+
+def test_experts_exit_behind_the_sum_over_a_tokens_rows() -> None:
+    program, _ = captured("mixtral")
+    attention = [("mul", "enter"), ("linear", "exit")]
+    experts = [("view", "enter"), ("unsqueeze", "enter"), ("view", "exit")]
+    assert placeholders(program.templates[program.blocks[1].template]) == attention + experts
 
 
 def test_embedding_exits_and_head_enters_where_the_vocabulary_is_cut() -> None:
@@ -85,6 +97,77 @@ def test_a_parameter_used_whole_enters_only_if_replicated_values_use_it_too() ->
     shapes = ((5, 32), (48, 32), (32, 48), (1,))
     assert entered(annotated(scaled, *shapes)) == ["x_1"]
     assert entered(annotated(mixed, *shapes)) == ["x_1", "s_1"]
+
+
+def summed(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> list[bool]:
+    """Return whether each step behind a product of experts works on parts of a sum."""
+    graph = fx.Graph()
+    nodes = [graph.call_function(aten._grouped_mm.default, tuple(map(graph.placeholder, ("rows", "experts", "ends"))))]
+    cuts = Cuts(rows={nodes[0]: Cut(1, 1, 0, 32, nodes[0], frozenset())})
+    for step in steps:
+        nodes.append(step(graph, nodes[-1]))
+    graph.output(nodes[-1])
+    partial = partial_sums(graph, cuts)
+    return [node in partial for node in nodes[1:]]
+
+
+def scaled_by(name: str) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    def step(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        given = graph.placeholder(name)
+        factor = given if name == "parameter" else graph.call_function(aten.neg.default, (given,))
+        return graph.call_function(aten.mul.Tensor, (x, factor))
+
+    return step
+
+
+def added_up(start: Any) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    def step(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        zeros = graph.call_function(start, (graph.placeholder("like"),))
+        index = graph.call_function(aten.neg.default, (graph.placeholder("index"),))
+        return graph.call_function(aten.index_add.default, (zeros, 0, index, x))
+
+    return step
+
+
+def chosen(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    index = graph.call_function(aten.neg.default, (graph.placeholder("order"),))
+    return graph.call_function(aten.index.Tensor, (x, [index]))
+
+
+def total(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(aten.sum.dim_IntList, (x, [1]))
+
+
+def squared(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(aten.mul.Tensor, (x, x))
+
+
+def activated(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(aten.relu.default, (x,))
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((scaled_by("weight"), chosen, total, activated), [True, True, True, False]),
+        ((scaled_by("weight"), added_up(aten.zeros_like.default)), [True, True]),
+        ((added_up(aten.exp.default),), [False]),  # what is added to is not nothing
+        ((squared,), [False]),
+        ((scaled_by("parameter"), total), [False, False]),  # its gradient would be partial
+    ],
+)
+def test_parts_of_experts_are_summed_as_late_as_linearity_allows(
+    steps: tuple[Callable[[fx.Graph, fx.Node], fx.Node], ...], expected: list[bool]
+) -> None:
+    assert summed(*steps) == expected
+
+
+def test_what_two_operators_read_is_summed_first() -> None:
+    def both(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        one = graph.call_function(aten.sum.dim_IntList, (x, [1]))
+        return graph.call_function(aten.add.Tensor, (one, graph.call_function(aten.sum.dim_IntList, (x, [0]))))
+
+    assert summed(both) == [False]
 
 
 def test_without_cuts_nothing_changes() -> None:

@@ -11,7 +11,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
 from hydragraph.passes.check_strategy import check_strategy, refuse_uncut
-from tests.models import captured
+from tests.models import captured, mixtral
 from tests.passes.test_shard_families import FAMILIES, program_of
 from tests.thorough import only
 
@@ -26,8 +26,8 @@ def test_what_can_be_cut_is_not_refused(name: str) -> None:
     two_devices(program_of(name)[0])
 
 
-def test_experts_are_refused_on_two_devices_only() -> None:
-    program, _ = captured("mixtral")
+def test_experts_too_narrow_to_cut_are_refused_on_two_devices_only() -> None:
+    program = capture(mixtral(width=4))
     refuse_uncut(program, hg.Strategy.parse("2*<tp1,pp1>", layers=program.layers))
     message = (
         r"^model.layers.0.mlp.experts.gate_up_proj: experts \(a parameter of 3 dimensions\) in .*grouped_mm.*degree 1"
@@ -36,6 +36,10 @@ def test_experts_are_refused_on_two_devices_only() -> None:
         two_devices(program)
     with pytest.raises(Unsupported, match="experts"):
         hg.lower(program, hg.Strategy.parse("<tp2,pp1>", layers=program.layers), [1])
+
+
+def test_experts_are_cut() -> None:
+    two_devices(captured("mixtral")[0])
 
 
 class Odd(nn.Module):

@@ -96,7 +96,14 @@ EXPECTED: dict[str, tuple[dict[str, ShardRule], dict[str, ShardRule]]] = {  # pe
         UNTIED | {"lm_head.bias": VOCABULARY},
     ),
     "granite": (SEPARATE | GATED, UNTIED),
-    "mixtral": (SEPARATE, UNTIED),  # experts are whole, and refused on stages of several devices
+    "mixtral": (
+        SEPARATE
+        | {
+            "mlp.experts.gate_up_proj": ShardRule(1, (96, 96)),
+            "mlp.experts.down_proj": ShardRule(2, (96,)),
+        },
+        UNTIED,
+    ),
 }
 
 
@@ -157,9 +164,45 @@ def test_a_fused_product_has_a_segment_per_part() -> None:
     }
 
 
+def test_parts_that_alternate_stay_together() -> None:
+    def gated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = F.linear(x, a)
+        return F.linear(F.silu(y[:, ::2]) * y[:, 1::2], b)
+
+    assert analysed(gated, (5, 32), (80, 32), (32, 40))[1] == {
+        "a_1": ShardRule(0, (40,), 2),
+        "b_1": ShardRule(1, (40,)),
+    }
+    uneven = lambda x, a, b: F.linear(F.linear(x, a)[:, ::3], b)  # noqa: E731
+    assert analysed(uneven, (5, 32), (80, 32), (32, 27))[1] == {}
+
+
+def experts(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    """Choose rows, multiply them by their experts' matrices, and add biases of the experts between."""
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    mine = torch.tensor([0, 0, 1, 1, 1])
+    grouped = torch.ops.transformers.grouped_mm_fallback
+    y = grouped(x, up, ends) + bias[mine]
+    return grouped(y.relu(), down.transpose(-2, -1), ends)  # type: ignore[no-any-return]
+
+
+def test_experts_are_cut_with_their_biases() -> None:
+    shapes = ((5, 32), (2, 32, 48), (2, 48), (2, 32, 48))
+    assert analysed(experts, *shapes)[1] == {
+        "up_1": ShardRule(2, (48,)),
+        "bias_1": ShardRule(1, (48,)),
+        "down_1": ShardRule(2, (48,)),
+    }
+    # A part that stays whole keeps all of them whole.
+    for name in ("up_1", "bias_1", "down_1"):
+        assert analysed(experts, *shapes, excluded=frozenset({name}))[1] == {}
+
+
 @pytest.mark.parametrize(
     "between",
     [
+        lambda y: y.topk(48, -1)[0],
+        lambda y: y.sort(-1)[0],
         lambda y: y.softmax(-1),
         lambda y: F.layer_norm(y, (48,)),
         lambda y: y.cumsum(-1),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from hydragraph.passes.graph_node import known_product, operands, product
+from hydragraph.passes.graph_node import is_grouped, known_product, operands, product
 
 aten = torch.ops.aten
 
@@ -25,8 +25,19 @@ def test_a_product_is_taken_apart(target: object, order: tuple[str, ...], bias: 
     named = {name: graph.placeholder(name) for name in ("x", "weight", "bias")}
     node = graph.call_function(target, tuple(named[name] for name in order))  # type: ignore[arg-type]
     parts = known_product(node)
-    assert parts == (named["x"], named["weight"], named["bias"] if bias else None, inner)
+    weight = named["weight"]
+    assert parts == (named["x"], weight, named["bias"] if bias else None, inner, 1 - inner, weight)
     assert set(operands(node)) == {named[name] for name in order}
+
+
+@pytest.mark.parametrize(("dims", "inner", "outer"), [(None, 1, 2), ((-2, -1), 2, 1), ((2, 1), 2, 1)])
+def test_a_product_of_experts_is_taken_apart(dims: tuple[int, int] | None, inner: int, outer: int) -> None:
+    graph = fx.Graph()
+    x, weight, ends = (graph.placeholder(name) for name in ("x", "weight", "ends"))
+    given = weight if dims is None else graph.call_function(aten.transpose.int, (weight, *dims))
+    node = graph.call_function(aten._grouped_mm.default, (x, given, ends))
+    assert known_product(node) == (x, weight, None, inner, outer, given)
+    assert is_grouped(node)
 
 
 def test_what_is_no_product_is_none() -> None:
