@@ -10,6 +10,10 @@ storage that a tensor operator made, for as long as it lives. The table shows th
 to two bounds: without any messages, and with all messages for as long as they may take. Pulled and pushed bytes are the
 weights and gradients that all ranks together send to others in one step. The exit code is 1 where a rank is off by more
 than 10 %.
+
+Another table compares data parallelism with FSDP2, which gathers each layer's weights before its forward and again
+before its backward, as streaming does. Both sides train on the same micro-batch per rank, and their bytes are counted
+alike.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
 
 import torch
 from rich.console import Console
@@ -36,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hydragraph as hg
+from benchmarks.step import rivals
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import Compiled, CompiledBlocks, Memory, rank_memory
@@ -81,9 +89,10 @@ class Sizes:
     vocabulary: int = VOCABULARY
     lengths: tuple[int, ...] = (700, 500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40)
     lora: int = 0
+    device: str = "meta"
 
     def model(self) -> nn.Module:
-        """Build it: on the meta device, or with adapters of rank `lora` on every linear layer, on the CPU."""
+        """Build it: on the device, or with adapters of rank `lora` on every linear layer, on the CPU."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -96,7 +105,8 @@ class Sizes:
             max_position_embeddings=2048,
         )
         if not self.lora:
-            with torch.device("meta"):
+            torch.manual_seed(0)
+            with torch.device(self.device):
                 return LlamaForCausalLM(config)
         import peft
 
@@ -113,13 +123,17 @@ class Sizes:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all CPU storages that are alive: those there were, and those that operators make inside.
 
+    Args:
+        resized: storages change their size, as FSDP2 empties them: they are counted anew after every operator.
+
     Attributes:
         live, peak: bytes, now and at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resized: bool = False) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._resized = resized
         self._known: dict[int, weakref.ref[Any]] = {}
         gc.collect()
         for found in gc.get_objects():
@@ -133,6 +147,9 @@ class LiveBytes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             self._add(leaf)
+        if self._resized:
+            found = (reference() for reference in self._known.values())
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in found if storage is not None))
         return made
 
     def _add(self, value: object) -> None:
@@ -151,7 +168,8 @@ class LiveBytes(TorchDispatchMode):
 
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
-        self.peak = max(self.peak, self.live)
+        if not self._resized:
+            self.peak = max(self.peak, self.live)
 
 
 @dataclass(frozen=True)
@@ -208,6 +226,20 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     return Measured(live.peak, checked, expected, at_most, pulled * exe.program.dtype.itemsize, pushed * 4)
 
 
+def nothing() -> None:
+    """Prepare nothing: FSDP2 captures no program."""
+
+
+def rival(_: object, sizes: Sizes) -> int:
+    """Train by FSDP2 on every rank, and return its peak of live bytes."""
+    step = rivals(replace(sizes, device="cpu"))["FSDP2"]
+    live = LiveBytes(resized=True)
+    with live:
+        for turn in range(STEPS):
+            step(turn)
+    return live.peak
+
+
 def check(
     program: hg.Program,
     strategy: hg.Strategy,
@@ -260,6 +292,18 @@ def table(title: str, found: Mapping[str, Sequence[Measured]]) -> Table:
     return shown
 
 
+def beside_fsdp2(title: str, found: Mapping[str, Sequence[Measured]], peaks: Sequence[int]) -> Table:
+    """Return the peaks of the fullest ranks, and their ratios."""
+    shown = Table(title=title, title_justify="left")
+    for heading in ("", "MB", "of FSDP2's"):
+        shown.add_column(heading, justify="right" if heading else "left")
+    shown.add_row("FSDP2", f"{max(peaks) / 1e6:.2f}", "")
+    for name in ("data parallel", "data parallel, streamed"):
+        peak = max(each.peak for each in found[name])
+        shown.add_row(name, f"{peak / 1e6:.2f}", f"{peak / max(peaks):.2f}")
+    return shown
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -288,6 +332,9 @@ def main() -> None:
         )
         title = f"{ranks} ranks, {what}: {shape}"
         Console(width=190).print(table(title, found))
+        if not lora and chosen.dtype == "float32" and home == hg.Home():
+            peaks = hg.launch(rival, ranks, sizes, timeout=limit, prepare=nothing)
+            Console(width=190).print(beside_fsdp2(f"{ranks} ranks, beside FSDP2: {shape}", found, peaks))
         every += [abs(one.difference) for per_rank in found.values() for one in per_rank]
     print(f"{len(every)} ranks: check is off by {max(every):.1%} at most")
     sys.exit(int(max(every) > GOAL))

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -77,13 +77,36 @@ class Sizes:
         return found
 
 
+class Model(Protocol):
+    """What rivals train: a Llama, and the sequences of each step."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    def model(self) -> nn.Module:
+        """Build it, the same on every call."""
+        ...
+
+    def sequences(self, turn: int) -> list[Tensor]:
+        """Draw the sequences of a step."""
+        ...
+
+
 ONE = {512: Sizes(512, 4, 1024), 1024: Sizes(1024, 2, 512)}
 EXTREMES = {"1 sequence of 8,192 tokens": Sizes(256, 2, 8192, 8192), "2,000 of 4": Sizes(256, 2, 8000, 4)}
 SHARED = Sizes(512, 4, 2048)
 STRATEGIES = {
-    2: {"data parallel": "2*<tp1,pp1>", "tensor parallel 2": "<tp2,pp1>", "pipeline 2": "<tp1,pp2>"},
+    2: {
+        "data parallel": "2*<tp1,pp1>",
+        "data parallel, streamed": "2*<tp1,pp1>w",
+        "tensor parallel 2": "<tp2,pp1>",
+        "pipeline 2": "<tp1,pp2>",
+    },
     4: {
         "data parallel": "4*<tp1,pp1>",
+        "data parallel, streamed": "4*<tp1,pp1>w",
         "tensor parallel 2 x 2": "2*<tp2,pp1>",
         "pipeline 2 x 2": "2*<tp1,pp2>",
         "lopsided": "<[0,1]x3,[2]x1> + <tp1,pp1>",
@@ -110,7 +133,7 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
     return float(loss.detach())
 
 
-def packed_model(sizes: Sizes) -> nn.Module:
+def packed_model(sizes: Model) -> nn.Module:
     """Build the model with the attention operator that hydragraph gives it."""
     model = sizes.model()
     huggingface.use_packed_attention(model)
@@ -176,7 +199,7 @@ def one_rank(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
 # Several ranks.
 
 
-def rivals(sizes: Sizes) -> dict[str, Step]:
+def rivals(sizes: Model) -> dict[str, Step]:
     """Return FSDP2's and DDP's steps on the ranks that this is called on; a step's losses average to the global one."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

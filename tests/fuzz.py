@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from tests import loss_cases, module_cases, reference, use_cases
-from tests.models import gpt2, llama, sequences
+from tests.models import gpt2, llama, mixtral, sequences
 from tests.ready import Ready
 
 PER_LAUNCH = 8
@@ -49,6 +49,13 @@ class ModelCase:
         """Build it; its weights depend on the sizes alone."""
         if self.kind == "gpt2":
             return gpt2(layers=self.layers, heads=self.heads, vocab=self.vocab)
+        if self.kind == "mixtral":
+            sizes = {
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv,
+            }
+            return mixtral(self.width, hidden_size=16 * self.heads, vocab_size=self.vocab, **sizes)
         return llama(self.layers, self.heads, self.kv, self.tied, self.width, self.vocab)
 
 
@@ -69,15 +76,17 @@ def draw_model(seed: int) -> ModelCase:
     """Draw a model whose heads every degree from 1 to 4 divides, or that refuses some of them."""
     draw = random.Random(seed)
     heads = draw.choice([4, 6, 12])
+    kind = draw.choice(["llama", "llama", "gpt2", "mixtral"])
     return ModelCase(
-        draw.choice(["llama", "llama", "gpt2"]),
+        kind,
         draw.randint(1, 4),
         heads,
         draw.choice([n for n in (1, 2, 3, 4, 6, 12) if heads % n == 0]),
         draw.random() < 0.4,
         draw.randint(60, 130),
         draw.randint(101, 140),
-        draw.choice([torch.float32, torch.float32, torch.bfloat16]),
+        # Rounding to 16 bits would choose other experts.
+        torch.float32 if kind == "mixtral" else draw.choice([torch.float32, torch.float32, torch.bfloat16]),
     )
 
 

@@ -165,10 +165,10 @@ def granite() -> nn.Module:
     return randomised(GraniteForCausalLM(GraniteConfig(**tiny(num_key_value_heads=2, **scales))))
 
 
-def mixtral(width: int = 96) -> nn.Module:
+def mixtral(width: int = 96, **changes: Any) -> nn.Module:
     """Return a Mixtral: four experts of a width, two for each token."""
     sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=width)
-    return randomised(MixtralForCausalLM(MixtralConfig(**sizes)))
+    return randomised(MixtralForCausalLM(MixtralConfig(**sizes | changes)))
 
 
 def bert(layers: int = 1) -> nn.Module:
