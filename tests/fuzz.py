@@ -55,7 +55,8 @@ class ModelCase:
                 "num_attention_heads": self.heads,
                 "num_key_value_heads": self.kv,
             }
-            return mixtral(self.width, hidden_size=16 * self.heads, vocab_size=self.vocab, **sizes)
+            # PyTorch's grouped products take rows of whole 16 bytes.
+            return mixtral(self.width // 4 * 4, hidden_size=16 * self.heads, vocab_size=self.vocab, **sizes)
         return llama(self.layers, self.heads, self.kv, self.tied, self.width, self.vocab)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from tests import reference
+from tests.frontend.families import build
 from tests.models import MODELS, bert, randomised, sequences
 from tests.own_models import Own, alone, weighted
 from tests.ready import Ready
@@ -22,7 +23,7 @@ from tests.thorough import thorough
 LENGTHS = [20, 7, 1, 12]
 MIXED = ["<[2]x1,[0,1]x1s>"]
 CUT = [*MIXED, "<[0,1]x2> + <[2]x2>"]  # where what is tied is cut and whole
-EXPERTS = ["<[0,1]x1s,[2]x1> + <[3]x2>", "<[2,0,1,3]x2r>", "<[1]x1,[0,2]x1sr>"]
+EXPERTS = ["<[0,1]x1s,[2]x1>", "<[2,0]x2r> + <[1]x2>"]
 STEPS, RATE = 3, 0.05
 
 Sequence = Tensor | dict[str, Tensor]
@@ -78,6 +79,7 @@ FAMILIES = {
     **{n: Family(MODELS[n], strategies=tuple(CUT)) for n in ("opt", "gemma")},
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
     "mixtral": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
+    "qwen3_5": Family(lambda: randomised(build("qwen3_5_text")[0]), strategies=tuple(EXPERTS)),  # linear attention
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
     "limited": Family(lambda: randomised(Own(limited=(1,))), own_tokens),  # a window, a cap and sinks in one layer
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),
@@ -126,12 +128,18 @@ def _targets(sequence: Sequence) -> int:
     return int((labels != -100).sum())
 
 
-KEPT = ["mixtral", "bert", "limited"]
+CUT_LAST = ["mixtral", "qwen3_5"]
+KEPT = ["bert", "limited"]
 
 
-@thorough
 @pytest.mark.parametrize(
-    "names", [KEPT, pytest.param([n for n in FAMILIES if n not in KEPT], marks=thorough)], ids=["some", "others"]
+    "names",
+    [
+        CUT_LAST,
+        pytest.param(KEPT, marks=thorough),
+        pytest.param([n for n in FAMILIES if n not in KEPT + CUT_LAST], marks=thorough),
+    ],
+    ids=["experts", "some", "others"],
 )
 def test_families_under_lopsided_strategies_equal_one_device(names: list[str]) -> None:
     runs = hg.launch(train, 3, prepare=partial(ready, names))

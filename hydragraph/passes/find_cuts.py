@@ -34,10 +34,21 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
-from hydragraph.passes.graph_node import ATTENDING, chosen_rows, known_product, operands, product, shape, sink, varlen
-from hydragraph.passes.operator_rules import RULES, VIEWS, pointwise
+from hydragraph.passes.graph_node import (
+    ATTENDING,
+    causal_convolution,
+    chosen_rows,
+    known_product,
+    operands,
+    product,
+    shape,
+    sink,
+    varlen,
+)
+from hydragraph.passes.operator_rules import RULES, VIEWS, is_pointwise, pointwise
 from hydragraph.passes.tensor_cut import Cut, Cuts, Origin, width
 from hydragraph.private.operator_schemas import has_tag
 
@@ -104,6 +115,10 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
         return operands(user)[0] is parameter
     if chosen_rows(user) is parameter:
         return len(user.users) == 1
+    if user.target is aten.squeeze.dim:  # the taps of a convolution
+        return all(reader.target is causal_convolution for reader in user.users)
+    if user.target is causal_convolution or is_pointwise(user):
+        return True
     # The weight of experts is transposed before the product.
     readers = [user] if product(user) is not None else list(user.users)
     every = [product(reader) for reader in readers]
@@ -181,8 +196,8 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
-        if rule is pointwise:
-            self._cut_biases(node)
+        if rule is pointwise or node.target is causal_convolution:
+            self._cut_partners(node)
         # A rule that cannot propagate the cut needs whole operands: all products that these come from are dropped.
         cut = rule(self.cuts, node)
         if cut is None:
@@ -190,16 +205,42 @@ class _Walk:
             self._need_whole(node)
         return cut
 
-    def _cut_biases(self, node: fx.Node) -> None:
-        """Cut the biases of experts like the product that they are added to."""
+    def _cut_partners(self, node: fx.Node) -> None:
+        """Cut parameters that a cut value meets one to one: biases of experts, taps and rates of heads."""
         known = next((c for n in node.all_input_nodes if (c := self.cuts.of(n)) is not None), None)
-        last = len(shape(node)) - 1
-        if known is None or (known.dim, known.scale, known.start) != (last, 1, 0) or known.length != width(known.lead):
+        if known is None or known.outer:
             return
+        # Pieces of a fused product (interleaved by heads) are cut like the whole of it.
+        if not known.pieces and (known.start, known.length) != (0, width(known.lead)):
+            return
+        first = next(n for n in node.all_input_nodes if self.cuts.of(n) is known)
+        entries = shape(first)[known.dim]
         for operand in node.all_input_nodes:
-            bias = chosen_rows(operand)
-            if bias is not None and shape(operand)[-1] == shape(node)[-1] and self._may_cut(bias, node):
-                self.cuts.cut[operand] = replace(known, dim=len(shape(operand)) - 1)
+            if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
+                continue
+            # A convolution's taps are [channels, taps], and its values [tokens, channels].
+            taps = node.target is causal_convolution
+            dim = 0 if taps else known.dim - (len(shape(node)) - len(shape(operand)))
+            chain = self._parameter_chain(operand)
+            if chain and 0 <= dim < len(shape(operand)) and shape(operand)[dim] == entries:
+                for each in chain:
+                    # Squeezed and chosen rows have other dimensions than the parameter, and the same last or first one.
+                    self.cuts.cut[each] = replace(known, dim=dim if dim == 0 else len(shape(each)) - 1)
+
+    def _parameter_chain(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operators between a parameter and what becomes of it, each for one reader; empty if it is none."""
+        chain = [node]
+        while chain[-1].op == "call_function" and len(chain[-1].users) == 1:
+            source = chosen_rows(chain[-1])
+            inputs = chain[-1].all_input_nodes
+            if source is not None:
+                chain.append(source)
+            elif len(inputs) == 1 and (chain[-1].target is aten.squeeze.dim or is_pointwise(chain[-1])):
+                chain.append(inputs[0])
+            else:
+                return []
+        parameter = chain[-1]
+        return chain if self._may_cut(parameter, node) and len(parameter.users) == 1 else []
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""
@@ -224,7 +265,14 @@ class _Walk:
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
-        if cut is not None and cut.dim == last and known_bias and self._may_cut(weight, node):
+        if (
+            cut is not None
+            and cut.dim == last
+            and not cut.outer
+            and not cut.pieces
+            and known_bias
+            and self._may_cut(weight, node)
+        ):
             self.cuts.rows[node] = cut
             return None
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
@@ -288,14 +336,13 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
             heads = any(cuts.origins[o].heads for o in cut.origins)
             rule = ShardRule(parts.inner, (cut.length // unit,), unit // cut.scale, heads)
             rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
-    # Sinks are cut like the heads that they belong to, and biases of experts like the product.
+    # Sinks are cut like the heads that they belong to, and other parameters like what they meet.
     for node, cut in cuts.cut.items():
         sinks = sink(node)
         if sinks is not None:
             rule_of_reader.setdefault(sinks, {})[node] = ShardRule(0, (int(shape(sinks)[0]),), 1, heads=True)
-        biases = chosen_rows(node)
-        if biases is not None:
-            rule_of_reader.setdefault(biases, {})[node] = _column_rule(cuts, cut.lead, len(shape(biases)) - 1)
+        if node.op == "placeholder":
+            rule_of_reader.setdefault(node, {}).update(dict.fromkeys(node.users, _met_rule(cuts, cut)))
     return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
 
 
@@ -310,6 +357,16 @@ def _column_rule(cuts: Cuts, column: fx.Node, dim: int) -> ShardRule:
     """Return the rule of a parameter whose dimension is that of a column-parallel product's result."""
     origin = cuts.origins[column]
     return ShardRule(dim, _segments(cuts, column), origin.unit, origin.heads)
+
+
+def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
+    """Return the rule of a parameter that meets the entries of a cut value one to one."""
+    if not cut.pieces:
+        rule = _column_rule(cuts, cut.lead, cut.dim)
+        return replace(rule, unit=int(rule.unit / cut.scale))
+    units = [int(cuts.unit(piece) / piece.scale) for piece in cut.pieces]
+    unit = math.gcd(*units)
+    return ShardRule(cut.dim, tuple(piece.entries // unit for piece in cut.pieces), unit, heads=True)
 
 
 def _reader(node: fx.Node) -> fx.Node:

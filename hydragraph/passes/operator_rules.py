@@ -11,7 +11,7 @@ To support an operator, add a rule to `RULES`; operators that PyTorch tags as po
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -20,7 +20,16 @@ import torch
 from torch import fx
 
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.graph_node import ATTENDING, attention_dropout, dropout, operands, shape, varlen
+from hydragraph.passes.graph_node import (
+    ATTENDING,
+    attention_dropout,
+    causal_convolution,
+    delta_rule,
+    dropout,
+    operands,
+    shape,
+    varlen,
+)
 from hydragraph.passes.tensor_cut import Cut, Cuts, width
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import hint_of
@@ -51,7 +60,9 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
             # Two cut operands, such as gate and up of an MLP: equal units of each must be on the same rank.
-            if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length):
+            if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length) or not _alike(cut.outer, out.outer):
+                return None
+            if cut.pieces or out.pieces:
                 return None
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
@@ -62,7 +73,14 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             dim = out.dim - (ndim - len(shape(operand)))
             if dim >= 0 and shape(operand)[dim] != 1:
                 return None
-    # The origins meet here, so the unit of one becomes the unit of all.
+    if out.pieces:
+        return out
+    # The origins meet here, so the unit of one becomes the unit of all: what gates heads is cut by heads.
+    leads = [cuts.origins[c.lead] for n in node.all_input_nodes if (c := cuts.of(n)) is not None]
+    head = next((lead.head for lead in leads if lead.heads), 0)
+    for lead in leads:
+        if head and not lead.heads:
+            lead.heads, lead.head = True, head
     cuts.refine(out, cuts.unit(out))
     return out
 
@@ -136,14 +154,26 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
         if known is not None and cuts.of(part) is None and _is_expanded(part, known.dim):
             cuts.cut[part] = known
     part_cuts = [cuts.of(p) for p in parts]
+    joined = _joined(node, part_cuts)
+    if joined is not None:
+        return joined
     first = part_cuts[0]
     if first is None or any(
-        c is None or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in part_cuts
+        c is None or c.pieces or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in part_cuts
     ):
         return None
     if dim % len(shape(node)) == first.dim:
         return None
     return replace(first, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
+
+
+def _joined(node: fx.Node, cuts: Sequence[Cut | None]) -> Cut | None:
+    """Return the cut of values that are joined along their cut dimension, each of them cut by itself; or None."""
+    dim = (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
+    pieces = [cut for cut in cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]
+    if len(pieces) < len(cuts):
+        return None
+    return replace(pieces[0], origins=frozenset().union(*(c.origins for c in pieces)), pieces=tuple(pieces))
 
 
 def _is_expanded(node: fx.Node, dim: int) -> bool:
@@ -160,11 +190,17 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     cut = cuts.of(x)
     if cut is None:
         return None
-    dim = carried(shape(x), shape(node), cut.dim)
+    sizes = shape(x)
+    if cut.outer:
+        sizes = [*sizes[: cut.dim], *cut.outer, cut.entries, *sizes[cut.dim + 1 :]]
+        cut = replace(cut, dim=cut.dim + len(cut.outer), outer=())
+    dim = carried(sizes, shape(node), cut.dim)
     if dim is None:
-        return None
-    before = shape(x)[cut.dim]
+        return _merged(cuts, cut, sizes, shape(node))
+    before = sizes[cut.dim]
     after = shape(node)[dim]
+    if cut.pieces:
+        return replace(cut, dim=dim) if _same(before, after) else None
     # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16 origin elements.
     if after <= before:
         scale = cut.scale * (before // after)
@@ -186,7 +222,36 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1; dimension 3 is the
     inner one, so that each rank's part would be scattered over the 64: None.
     """
-    # Both shapes are read from the left in groups of equal product: (1, T) | (4, 16) and (T) | (64).
+    for source, target in _groups(before, after):
+        if dim in source:
+            outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[source.start : dim])
+            # In [T, H] as [T, 1, H], the 1 is not the cut dimension.
+            return target.start if outer_is_one else None
+    return None
+
+
+def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
+    """Return the cut of a view that merges the cut dimension with those before it.
+
+    [T, 4, 16] as [T * 4, 16], or [T, 64] as [T * 4, 16], which is [T, 4, 16] first.
+    """
+    for source, target in _groups(before, after):
+        if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
+            continue
+        inner = after[target.start + 1] if len(target) == 2 else 1
+        if not isinstance(inner, int) or not isinstance(cut.scale, int) or cut.entries % inner:
+            continue
+        cuts.refine(cut, cut.scale * inner)
+        outer = tuple(before[source.start : cut.dim])
+        return replace(cut, dim=target.start, scale=cut.scale * inner, outer=outer)
+    return None
+
+
+def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
+    """Yield the dimensions of a view and of the viewed value in groups of equal product, from the left.
+
+    (1, T) | (4, 16) and (T) | (64) for [1, T, 4, 16] as [T, 64].
+    """
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -203,11 +268,11 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
             else:
                 b = b * after[j]
                 j += 1
-        if first_i <= dim < i:
-            outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[first_i:dim])
-            # In [T, H] as [T, 1, H], the 1 is not the cut dimension.
-            return first_j if outer_is_one else None
-    return None
+        yield range(first_i, i), range(first_j, j)
+
+
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -220,7 +285,9 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
     dim = split_dim(node)
     if cut is None or dim != cut.dim:
         return cut
-    if not isinstance(cut.scale, int):
+    if cut.pieces:
+        return cut if split_sizes(node) == [piece.entries for piece in cut.pieces] else None
+    if not isinstance(cut.scale, int) or cut.outer:
         return None
     at = cut.start
     for size in split_sizes(node)[:-1]:
@@ -253,6 +320,9 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
         return cut
     if split_dim(source) != cut.dim:
         return cut
+    if cut.pieces:
+        piece: Cut = cut.pieces[index]
+        return replace(piece, dim=cut.dim)
     sizes = split_sizes(source)
     assert isinstance(cut.scale, int)
     start = cut.start + sum(sizes[:index]) * cut.scale
@@ -268,7 +338,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     size = int(shape(x)[cut.dim])
     ends = (start or 0, size if stop is None else stop)
     a, b = [min(max(p + size if p < 0 else p, 0), size) for p in ends]
-    if not isinstance(cut.scale, int):
+    if not isinstance(cut.scale, int) or cut.outer or cut.pieces:
         return None
     if step != 1:
         # Every second element, where two parts of a gate alternate: pairs stay together.
@@ -284,17 +354,44 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
     # [T, heads, D] each: query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
     # A sink that is a parameter is cut like the query's heads (`find_cuts.rules`).
-    head_cuts = [c for n in operands(node)[:3] if (c := cuts.of(n)) is not None and c.dim == 1]
-    if len(head_cuts) < 3 or any(cuts.of(n) for n in operands(node)[3:]):
+    head_cuts = _by_heads(cuts, operands(node)[:3])
+    if head_cuts is None or any(cuts.of(n) for n in operands(node)[3:]):
+        return None
+    return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
+
+
+def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
+    """Return the cuts of values [T, heads, ...] that are all cut by heads, and record that; None if one is not."""
+    head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
+    if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
     # If there are fewer key heads than ranks they are shared, not split, so rules must know that these units are heads.
     for cut in head_cuts:
-        if not isinstance(cut.scale, int):
-            return None
         for origin in cut.origins:
             cuts.origins[origin].heads = True
-            cuts.origins[origin].head = cut.scale
-    return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
+            cuts.origins[origin].head = cut.scale  # type: ignore[assignment]
+    return head_cuts
+
+
+def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # [T, key heads, D] twice, [T, heads, D], and rates [T, heads]: each key head has as many value heads as the others.
+    q, k, v, _, g, beta = operands(node)[:6]
+    head_cuts = _by_heads(cuts, (q, k, v, g, beta))
+    if head_cuts is None or cuts.of(operands(node)[3]):
+        return None
+    # Products that give values count their heads by these: a key head of theirs has a whole number of them.
+    if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
+        return None
+    return replace(head_cuts[2], origins=frozenset().union(*(c.origins for c in head_cuts)))
+
+
+def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # [T, channels], each with taps and bias of its own, which are cut alike (`find_cuts`).
+    x, taps, bias, bounds = operands(node)[:4]
+    cut = cuts.of(x)
+    others = [taps] if bias is None else [taps, bias]
+    whole = cut is None or cut.dim != 1 or cut.outer or cuts.of(bounds)
+    return None if whole or not all(cuts.of(other) for other in others) else cut
 
 
 def _dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -334,6 +431,13 @@ def _select(cuts: Cuts, node: fx.Node) -> Cut | None:
     cut = cuts.of(x)
     dim %= len(shape(x))
     return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
+
+
+def _complex(cuts: Cuts, node: fx.Node) -> Cut | None:
+    """Keep a cut whose dimension is not the last: pairs of numbers become one complex number there, or the reverse."""
+    x = operands(node)[0]
+    cut = cuts.of(x)
+    return None if cut is None or cut.dim == len(shape(x)) - 1 else cut
 
 
 def _pad(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -383,6 +487,8 @@ RULES: dict[Any, Rule] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.select.int: _select,
+    aten.view_as_complex.default: _complex,
+    aten.view_as_real.default: _complex,
     aten.constant_pad_nd.default: _pad,
     aten.pad.default: _pad,
     aten.type_as.default: _type_as,
@@ -394,6 +500,8 @@ RULES: dict[Any, Rule] = {
     varlen: _attention,
     attention_dropout: _attention_dropout,
     dropout: _dropout,
+    delta_rule: _delta_rule,
+    causal_convolution: _convolution,
 }
 
 

@@ -42,7 +42,17 @@ from hydragraph.passes import collective_operators as _collectives  # noqa: F401
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
 from hydragraph.passes.fuse_head import Head, find_head
-from hydragraph.passes.graph_node import DRAWN, dropout, is_grouped, known_product, operands, product, shape
+from hydragraph.passes.graph_node import (
+    DRAWN,
+    causal_convolution,
+    delta_rule,
+    dropout,
+    is_grouped,
+    known_product,
+    operands,
+    product,
+    shape,
+)
 from hydragraph.passes.operator_rules import SIZED_VIEWS, SPLITS, VIEWS, split_dim, split_sizes
 from hydragraph.passes.sequence import aligned_dim, find_parts, learns_in_part, token_dim, token_symbol
 from hydragraph.passes.tensor_cut import Cut, Cuts
@@ -276,6 +286,10 @@ class _Rewrite:
             return self._part(node)
         if node.target in DRAWN and cut is not None:
             return self._draw(node, cut)
+        if node.target is delta_rule and cut is not None:
+            self._check_value_heads(node, cut)
+        if node.target is causal_convolution and cut is not None:
+            self._check_taps(node, cut)
         copied = self._copy(node)
         # The graph uses the token count of the micro-batch, whereas this rank has only part of the tokens.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
@@ -302,7 +316,7 @@ class _Rewrite:
                 remedy="use tensor-parallel degree 1",
             )
         if cut_dim is not None:
-            sizes[cut_dim] = -1 if cut is None else self.local_size(cut)
+            sizes[cut_dim] = -1 if cut is None or cut.outer else self.local_size(cut)
         return self.call(aten.reshape.default if node.target not in SIZED_VIEWS else node.target, source, sizes)
 
     def _communicate(self, node: fx.Node) -> fx.Node:
@@ -362,6 +376,29 @@ class _Rewrite:
             return self.call(node.target, *arguments[:3], start, *arguments[4:7], cut.dim, whole, cut.scale)
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
+    def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
+        """Check that ranks share no value head of linear attention: each would add its result."""
+        if self.local_size(cut) * self.part.tp != cut.entries:
+            heads = int(shape(operands(node)[0])[1])
+            raise Unsupported(
+                f"{self.part.tp} ranks for linear attention of {heads} key heads, shared by {cut.entries} value heads",
+                where=self.parameters[_weight(cut.lead)].name,
+                remedy=f"use a tensor-parallel degree that divides {heads}",
+            )
+
+    def _check_taps(self, node: fx.Node, cut: Cut) -> None:
+        """Check that a rank has the taps of its channels, as it has not if ranks share keys of another size."""
+        taps: fx.Node = operands(node)[1]
+        while taps not in self.parameters:
+            (taps,) = taps.all_input_nodes
+        parameter = self.parameters[taps]
+        if parameter.local_shape(self.part.tp, self.part.index)[0] != self.local_size(cut):
+            raise Unsupported(
+                f"{self.part.tp} ranks for a convolution of keys that they would share",
+                where=parameter.name,
+                remedy="use a tensor-parallel degree that divides the key heads of linear attention",
+            )
+
     def _part(self, node: fx.Node) -> fx.Node:
         """Write a split or slice along a sharded dimension with local bounds."""
         source = operands(node)[0]
@@ -378,6 +415,9 @@ class _Rewrite:
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
             return self.call(node.target, self.copied[source], dim, first, first + self.local_size(part))
+        if cut.pieces:
+            sizes = [self.local_size(piece) for piece in cut.pieces]
+            return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
         # A split of 3 * 64 fused columns into q, k and v: each third has its own units, and so its own local size.
         sizes = []
@@ -393,6 +433,8 @@ class _Rewrite:
         A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. For the middle third, `start` 64 and `length`
         64 of the origin, rank 0 of 2 has 2 units: 32 elements; viewed as heads (`scale` 16), 2.
         """
+        if cut.pieces:
+            return sum(map(self.local_size, cut.pieces))
         parameter = self.parameters[_weight(cut.lead)]
         rule = parameter.rule
         at = 0
@@ -407,4 +449,4 @@ class _Rewrite:
                     raise Unsupported(error.what, where=parameter.name, remedy=error.remedy) from None
                 elements += (b - a) * rule.unit
             at += units * rule.unit
-        return elements // cut.scale
+        return int(elements / cut.scale)

@@ -35,6 +35,8 @@ class Cut:
         start, length: the range of the origin's dimension that this value covers.
         lead: the product whose dimension `scale`, `start` and `length` refer to.
         origins: all products it comes from; the others are cut in the same way, or (keys and values) head by head.
+        outer: sizes that a view merged into the dimension before the cut one: [T, 4, 16] as [T * 4, 16] has (T,).
+        pieces: the cuts of values that were joined along the dimension, each of them cut by itself; empty for others.
     """
 
     dim: int
@@ -43,6 +45,13 @@ class Cut:
     length: int
     lead: fx.Node
     origins: frozenset[fx.Node]
+    outer: tuple[Any, ...] = ()
+    pieces: tuple[Cut, ...] = ()
+
+    @property
+    def entries(self) -> int:
+        """Size of the dimension."""
+        return sum(piece.entries for piece in self.pieces) if self.pieces else int(self.length / self.scale)
 
 
 @dataclass

@@ -198,9 +198,92 @@ def test_experts_are_cut_with_their_biases() -> None:
         assert analysed(experts, *shapes, excluded=frozenset({name}))[1] == {}
 
 
+def test_parameters_that_a_cut_value_meets_one_to_one_are_cut_alike() -> None:
+    def scaled(x: Tensor, a: Tensor, s: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.linear(x, a) * s.exp().neg(), b)
+
+    shapes = ((5, 32), (48, 32), (48,), (32, 48))
+    assert analysed(scaled, *shapes)[1] == {
+        "a_1": ShardRule(0, (48,)),
+        "s_1": ShardRule(0, (48,)),
+        "b_1": ShardRule(1, (48,)),
+    }
+    assert analysed(scaled, *shapes, excluded=frozenset({"s_1"}))[1] == {}
+    twice = lambda x, a, s, b: F.linear(F.linear(x, a) * s, b) + s.sum()  # noqa: E731
+    assert analysed(twice, *shapes)[1] == {}
+
+
+def linear_attention(
+    x: Tensor, qkv: Tensor, taps: Tensor, a: Tensor, start: Tensor, b: Tensor, z: Tensor, norm: Tensor, out: Tensor
+) -> Tensor:
+    """Compute linear attention with 2 key and 4 value heads of 8, as Qwen3.5 does; x is [1, T, 32]."""
+    tokens, bounds = x.shape[1], torch.tensor([0, 3, 5], dtype=torch.int32)
+    mixed = torch.ops.hydragraph.causal_convolution(F.linear(x, qkv).flatten(0, 1), taps.squeeze(1), None, bounds)
+    q, k, v = F.silu(mixed)[None].split([16, 16, 32], -1)
+    q, k, v = (each.reshape(tokens, -1, 8) for each in (q, k, v))
+    rates = F.softplus(F.linear(x, a) + start).flatten(0, 1)
+    y = torch.ops.hydragraph.gated_delta_rule(q, k, v, bounds, -rates, F.linear(x, b).sigmoid().flatten(0, 1))
+    y = y.reshape(1, tokens, 4, 8)
+    rows = y.reshape(-1, 8)  # of tokens and heads
+    rows = (
+        norm
+        * rows
+        * rows.pow(2).mean(-1, keepdim=True).rsqrt()
+        * F.silu(F.linear(x, z).reshape(y.shape).reshape(-1, 8))
+    )
+    return F.linear(rows.reshape(1, tokens, -1), out)
+
+
+def test_linear_attention_is_cut_by_value_heads() -> None:
+    shapes = ((1, 5, 32), (64, 32), (64, 1, 4), (4, 32), (4,), (4, 32), (32, 32), (8,), (32, 32))
+    assert analysed(linear_attention, *shapes)[1] == {
+        "qkv_1": ShardRule(0, (2, 2, 4), 8, heads=True),
+        "taps_1": ShardRule(0, (2, 2, 4), 8, heads=True),
+        "a_1": ShardRule(0, (4,), heads=True),
+        "start_1": ShardRule(0, (4,), heads=True),
+        "b_1": ShardRule(0, (4,), heads=True),
+        "z_1": ShardRule(0, (4,), 8, heads=True),
+        "out_1": ShardRule(1, (4,), 8, heads=True),
+    }
+    # The heads' norm stays whole; taps that stay whole keep all of it whole.
+    assert analysed(linear_attention, *shapes, excluded=frozenset({"taps_1"}))[1] == {}
+
+
+def test_values_joined_along_their_cut_are_convolved_and_split_again() -> None:
+    def joined(x: Tensor, q: Tensor, v: Tensor, taps: Tensor, b: Tensor) -> Tensor:
+        bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+        both = torch.cat([F.linear(x, q), F.linear(x, v)], -1)
+        one, other = torch.ops.hydragraph.causal_convolution(both, taps, None, bounds).split([48, 48], -1)
+        return F.linear(one * other, b)
+
+    shapes = ((5, 32), (48, 32), (48, 32), (96, 4), (32, 48))
+    assert analysed(joined, *shapes)[1] == {
+        "q_1": ShardRule(0, (48,)),
+        "v_1": ShardRule(0, (48,)),
+        "taps_1": ShardRule(0, (48, 48), heads=True),
+        "b_1": ShardRule(1, (48,)),
+    }
+    assert analysed(joined, *shapes, excluded=frozenset({"taps_1"}))[1] == {}
+    # Added up before they are split, the parts of a rank would not belong together.
+    mixed = lambda x, q, v, taps, b: F.linear(torch.cat([F.linear(x, q), F.linear(x, v)], -1).relu(), b)  # noqa: E731
+    assert analysed(mixed, (5, 32), (48, 32), (48, 32), (96, 4), (32, 96))[1] == {}
+
+
+def test_pairs_of_numbers_are_complex_numbers_of_the_same_heads() -> None:
+    def rotated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        pairs = F.linear(x, a).view(5, 16, 2, 2)
+        return F.linear(torch.view_as_real(torch.view_as_complex(pairs) * 1j).reshape(5, 64), b)
+
+    assert analysed(rotated, (5, 32), (64, 32), (32, 64))[1] == {
+        "a_1": ShardRule(0, (16,), 4),
+        "b_1": ShardRule(1, (16,), 4),
+    }
+
+
 @pytest.mark.parametrize(
     "between",
     [
+        lambda y: y.view(5, 4, 12).reshape(20, 12).transpose(0, 1).reshape(5, 48),
         lambda y: y.topk(48, -1)[0],
         lambda y: y.sort(-1)[0],
         lambda y: y.softmax(-1),

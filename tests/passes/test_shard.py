@@ -16,8 +16,10 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.variants import Variants, vocabulary_starts
+from hydragraph.passes.shard import shard
+from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.stage_kind import StageKind, StagePart
+from tests.frontend.families import build
 from tests.models import gpt2, llama
 from tests.thorough import first, only
 
@@ -164,3 +166,16 @@ def test_heads_that_do_not_divide_are_refused_by_name() -> None:
     program, _ = captured("shared kv heads")
     with pytest.raises(Unsupported, match=r"self_attn\.[kq]_proj\.weight.*tensor-parallel degree 5"):
         variants(program).get(program.blocks[1], StagePart(StageKind(5), 0))
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"), [(4, "4 ranks for a convolution of keys that they would share"), (3, "2 heads|2 key")]
+)
+def test_ranks_share_no_value_heads_of_linear_attention(tp: int, message: str) -> None:
+    program = capture(build("qwen3_next")[0])
+    block = program.blocks[1]
+    template = program.templates[block.template]
+    parameters = local_parameters(program, block, template)
+    assert shard(template, parameters, StagePart(StageKind(2), 1)).graph is not None
+    with pytest.raises(Unsupported, match=message):
+        shard(template, parameters, StagePart(StageKind(tp), 0))
