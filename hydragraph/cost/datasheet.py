@@ -31,7 +31,8 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.kernels.gated_delta_rule import CHUNK
-from hydragraph.passes.graph_node import ATTENDING, delta_rule, operands, varlen
+from hydragraph.passes.graph_node import ATTENDING, delta_rule, is_grouped, known_product, operands, shape, varlen
+from hydragraph.private.tracing import hint_of
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.known_devices import reached
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -240,23 +241,35 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     # An embedding is looked up, not multiplied: its weight adds no operations.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
+    rows = _rows_of_experts(graph)
     products: list[tuple[float, int, int]] = []
     parameters = 0
     frozen = 0
     for node, name in zip(nodes, block.parameters, strict=False):
-        shape = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
-        parameters += math.prod(shape)
-        frozen += 0 if name in program.learning else math.prod(shape)
-        if len(shape) > 1 and node not in looked_up:
-            products.append((math.prod(shape[:-2]), shape[-2], shape[-1]))
+        local = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
+        parameters += math.prod(local)
+        frozen += 0 if name in program.learning else math.prod(local)
+        if len(local) > 1 and node not in looked_up:
+            products.append((rows.get(node, math.prod(local[:-2])), local[-2], local[-1]))
     attention: dict[Reach, float] = {}
     for node in graph.nodes:
         if node.target is delta_rule:
-            products += _linear_attention(node)
+            products += [(times / tp, n, k) for times, n, k in _linear_attention(node)]
         if node.target in ATTENDING:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
     return Operations({reach: each / tp for reach, each in attention.items()}, tuple(products), parameters, frozen)
+
+
+def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
+    """Return, by the weight of experts, how many of their matrices a token is multiplied by."""
+    hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
+    found = {}
+    for node in graph.nodes:
+        if hidden is not None and is_grouped(node):
+            parts = known_product(node)
+            found[parts.weight.name] = hint_of(shape(parts.x)[0]) / hint_of(shape(hidden)[1])
+    return found
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.cost.costs import CostedWork, Costs
-from hydragraph.cost.datasheet import PUBLISHED, _Rates, datasheet
+from hydragraph.cost.datasheet import PUBLISHED, _Rates, datasheet, operations
 from hydragraph.cost.instruction_work import Work
 from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.cost.timeline import simulate
@@ -165,3 +165,11 @@ def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() ->
     times = [rates.product(n, n) / (2 * n * n / 1e14) for n in (256, 4096, 65536)]
     assert times[0] > times[1] > times[2] > 1
     assert times[2] < 1.05
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_token_is_multiplied_by_its_own_experts_only(tp: int) -> None:
+    program, _ = captured("mixtral")  # two of four experts, of 96, for each token
+    found = operations(program, program.blocks[1], tp)
+    assert {(2.0, 2 * 96 // tp, 64), (2.0, 64, 96 // tp)} <= set(found.products)
+    assert all(times == 1 for times, n, k in found.products if {n, k}.isdisjoint({192 // tp, 96 // tp}))
