@@ -41,6 +41,15 @@ LOPSIDED = [
 # Unequal degrees and depths, stages in odd order, equal shards, GPipe, sequence parallelism, recomputation, idle ranks.
 EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6], LOPSIDED[-1]]
 
+homes = pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("tied llama", {"home": hg.Home([3, 0, 1, 2]), "window": 0}),
+        ("gpt2", {"home": hg.Home(copies=2)}),
+    ],
+)
+
 
 @dataclass
 class Run:
@@ -92,7 +101,7 @@ def test_strategies_with_every_feature_equal_one_device() -> None:
 
 
 INTERLEAVED = [
-    "<tp1,pp2,v2>",  # each rank is before and behind the other
+    "<tp1,pp2,v2>",  # each rank is both before and after the other
     "<[1]x1r,[0]x1,[1]x1r,[0]x1> zb-h1",
     "<[0]x1w,[1]x2,[0]x1w>",
 ]
@@ -103,14 +112,7 @@ def test_interleaved_stages_equal_one_device() -> None:
 
 
 @thorough
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("llama", {}),
-        ("tied llama", {"home": hg.Home([3, 0, 1, 2]), "window": 0}),
-        ("gpt2", {"home": hg.Home(copies=2)}),
-    ],
-)
+@homes
 def test_interleaving_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
     strategies = [
         "2*<tp1,pp2,v2>r0.5",
@@ -135,14 +137,7 @@ def test_stages_that_stream_equal_one_device() -> None:
 
 
 @thorough
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("llama", {}),
-        ("tied llama", {"home": hg.Home([3, 0, 1, 2]), "window": 0}),
-        ("gpt2", {"home": hg.Home(copies=2)}),
-    ],
-)
+@homes
 def test_streaming_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
     strategies = [
         "<[0,1]x3w,[2]x1> + <[3]x4w>",

@@ -273,7 +273,7 @@ def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # A set of as many micro-batches as there are devices passes through a round while the next one enters.
+        # In a round each device has one stage. A set of micro-batches enters a round as another leaves it.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)

@@ -15,19 +15,6 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Rows = Sequence[Sequence[float]]  # [stages, micro-batches]
 
 
-def pipeline_end(
-    early: Rows,
-    forward: Rows,
-    backward: Rows,
-    ahead: Rows,
-    back: Rows,
-    schedule: str = DEFAULT_SCHEDULE,
-    devices: tuple[int, ...] = (),
-) -> float:
-    """Return when the last backward ends; arguments as for `stage_ends`."""
-    return max(stage_ends(early, forward, backward, ahead, back, schedule, devices), default=0.0)
-
-
 def stage_ends(
     early: Rows,
     forward: Rows,

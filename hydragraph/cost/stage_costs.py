@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hydragraph.cost.curves import Constants, Curve, Load, Table
-from hydragraph.cost.schedule_replay import Rows, exchanged_end, pipeline_end
+from hydragraph.cost.schedule_replay import Rows, exchanged_end, stage_ends
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
@@ -162,7 +162,7 @@ def stages_end(
     """
     if not micro_batches:
         return 0.0
-    # Equal micro-batches cost the same: for each different one, the five seconds that `pipeline_end` needs, by stage.
+    # Equal micro-batches cost the same: for each different one, the five seconds that `stage_ends` needs, by stage.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
         tokens = sum(m)
@@ -179,7 +179,7 @@ def stages_end(
     )
     if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
         return _exchanged_end(stages, [sum(m) for m in micro_batches], early, forward, backward, (ahead, back))
-    return pipeline_end(early, forward, backward, ahead, back, schedule, rows)
+    return max(stage_ends(early, forward, backward, ahead, back, schedule, rows))
 
 
 def _exchanged_end(

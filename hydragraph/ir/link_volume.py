@@ -80,7 +80,7 @@ class _Cells(NamedTuple):
         """Divide several copies of the elements.
 
         Args:
-            line: number of the copy of which each row of the source holds a part [rows of the source].
+            line: number of the copy that each row of the source holds a part of [rows of the source].
             lines: number of copies.
         """
         size = source.size

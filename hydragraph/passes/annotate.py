@@ -35,7 +35,7 @@ from hydragraph.passes.tensor_cut import Cuts
 aten = torch.ops.aten
 
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
-# Linear in their first operand, of which they read nothing else.
+# Linear in their first operand.
 _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.default, aten.contiguous.default}
 
 
@@ -96,7 +96,7 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
-    """Return whether an operator is linear in one of its operands, of which the others are whole."""
+    """Return whether an operator is linear in `operand` and every rank has all of its other operands."""
     # A parameter's gradient would be partial here, and whole elsewhere.
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False

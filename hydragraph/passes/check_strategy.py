@@ -70,14 +70,14 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 def _problem(template: Template) -> tuple[str, str] | None:
     """Return a parameter of a template that cannot be sharded, and the reason."""
     # Matrices have two dimensions; a third is the number of experts, whose products are computed in groups of rows, or
-    # that of the taps of a convolution.
+    # that of the taps of a convolution. Other dimensions of 1 only align a vector with what it scales.
     nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
     parameters = dict(zip(nodes, template.parameters, strict=False))
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     cut = rules(cuts)
     for node, name in parameters.items():
         sizes = value_of(node).shape
-        if len(sizes) > 2 and node not in cut:
+        if len(sizes) > 2 and max(sizes) < sizes.numel() and node not in cut:
             kind = "a convolution" if 1 in sizes else "experts"
             what = f"{kind} (a parameter of {len(sizes)} dimensions) in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"

@@ -206,41 +206,43 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Cut parameters that a cut value meets one to one: biases of experts, taps and rates of heads."""
-        known = next((c for n in node.all_input_nodes if (c := self.cuts.of(n)) is not None), None)
-        if known is None or known.outer:
+        """Cut parameters that a cut value meets one to one: biases of experts, taps, and scales of heads or columns."""
+        first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
+        known = self.cuts.cut[first]
+        # One segment of a fused product has other units than the whole; joined values have all of theirs.
+        if known.outer or not (known.pieces or (known.start, known.length) == (0, width(known.lead))):
             return
-        # Pieces of a fused product (interleaved by heads) are cut like the whole of it.
-        if not known.pieces and (known.start, known.length) != (0, width(known.lead)):
-            return
-        first = next(n for n in node.all_input_nodes if self.cuts.of(n) is known)
-        entries = shape(first)[known.dim]
         for operand in node.all_input_nodes:
             if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
                 continue
             # A convolution's taps are [channels, taps], and its values [tokens, channels].
             taps = node.target is causal_convolution
             dim = 0 if taps else known.dim - (len(shape(node)) - len(shape(operand)))
-            chain = self._parameter_chain(operand)
-            if chain and 0 <= dim < len(shape(operand)) and shape(operand)[dim] == entries:
-                for each in chain:
-                    # Squeezed and chosen rows have other dimensions than the parameter, and the same last or first one.
-                    self.cuts.cut[each] = replace(known, dim=dim if dim == 0 else len(shape(each)) - 1)
+            if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[known.dim]:
+                self.cuts.cut.update({each: replace(known, dim=at) for each, at in self._from_parameter(operand, dim)})
 
-    def _parameter_chain(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operators between a parameter and what becomes of it, each for one reader; empty if it is none."""
-        chain = [node]
-        while chain[-1].op == "call_function" and len(chain[-1].users) == 1:
-            source = chosen_rows(chain[-1])
-            inputs = chain[-1].all_input_nodes
-            if source is not None:
-                chain.append(source)
-            elif len(inputs) == 1 and (chain[-1].target is aten.squeeze.dim or is_pointwise(chain[-1])):
-                chain.append(inputs[0])
+    def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        """Return a value, what it is made from, and so on to a parameter, each with the place of a dimension in it.
+
+        Empty if the value is not made from one parameter alone, dimension by dimension, or if others read any of them.
+        """
+        chain = [(node, dim)]
+        while len(node.users) == 1:
+            if node.op == "placeholder":
+                return chain if self._may_cut(node, chain[0][0]) else []
+            inputs = node.all_input_nodes
+            rows = chosen_rows(node)
+            if rows is not None and dim > 0:  # the rows are another dimension
+                node = rows
+            elif node.target is aten.squeeze.dim:
+                node, squeezed = operands(node)
+                dim += dim >= squeezed % len(shape(node))
+            elif len(inputs) == 1 and is_pointwise(node):
+                node = inputs[0]
             else:
-                return []
-        parameter = chain[-1]
-        return chain if self._may_cut(parameter, node) and len(parameter.users) == 1 else []
+                break
+            chain.append((node, dim))
+        return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""

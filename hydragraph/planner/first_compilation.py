@@ -45,7 +45,7 @@ class FirstCompilation:
         self._process: subprocess.Popen[bytes] | None = None
         if not all(map(is_compiled, last)):
             command = [sys.executable, "-m", __name__, *([VARYING] if varying else [])]
-            # What fails here is compiled later, by the process that needs it, which then says why it cannot be kept.
+            # If this fails, the process that needs the functions compiles them and reports the error.
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class FirstCompilation:
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether everything is compiled, or the process has failed."""
         return self._process is None or self._process.poll() is not None
 
     def wait(self, seconds: float | None) -> None:
@@ -81,7 +81,7 @@ def compile_searches(varying: bool) -> None:
 
 
 def _made_up() -> Costs:
-    """Return costs of six layers on two types of two devices each, one of which is slow."""
+    """Return costs of six layers on two fast and two slow devices."""
     wire = Interconnect(1e10, 1e-6)
     kinds = [StageKind(tp, False, recompute) for tp in (1, 2) for recompute in (False, True)]
     types = {"fast": DeviceType(1e14, 10**9, 1e12), "slow": DeviceType(5e13, 10**9, 1e12)}

@@ -316,7 +316,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Question:
-    """What the searches are asked.
+    """The problem that the searches solve.
 
     Attributes:
         workload, method: as of `plan`.

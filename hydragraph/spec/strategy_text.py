@@ -224,7 +224,7 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     if pp * visits > layers:
         raise reader.error(f"{pp * visits} stages for {layers} layers: use at most one stage per layer", start, token)
     if pp == 1 and visits > 1:
-        raise reader.error("interleaved stages need at least pp2: one group of devices has nothing to wait for", token)
+        raise reader.error("interleaved stages need at least pp2: one group of devices never waits", token)
     regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp, visits) for i in range(count))
     return tuple(tuple(StageText(stage.devices, stage.layers, *flags) for stage in stages) for stages in regular)
 

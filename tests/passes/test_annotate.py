@@ -151,7 +151,7 @@ def activated(graph: fx.Graph, x: fx.Node) -> fx.Node:
     [
         ((scaled_by("weight"), chosen, total, activated), [True, True, True, False]),
         ((scaled_by("weight"), added_up(aten.zeros_like.default)), [True, True]),
-        ((added_up(aten.exp.default),), [False]),  # what is added to is not nothing
+        ((added_up(aten.exp.default),), [False]),  # the other term is not zero
         ((squared,), [False]),
         ((scaled_by("parameter"), total), [False, False]),  # its gradient would be partial
     ],

@@ -9,6 +9,7 @@ from torch import nn
 import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
+from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Program
 from hydragraph.passes.check_strategy import check_strategy, refuse_uncut
 from tests.models import captured, mixtral
@@ -87,6 +88,27 @@ def test_a_block_that_cannot_be_cut_at_all_is_refused() -> None:
 
 def test_a_known_operator_is_cut() -> None:
     two_devices(capture(OddModel(torch.relu)))
+
+
+class Scales(nn.Module):
+    """A scale of each head, and one that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.shared = nn.Parameter(torch.ones(1, 1, 16, 1)), nn.Parameter(torch.ones(1, 1, 1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unflatten(-1, (16, 4)) * self.heads * self.shared).flatten(-2)
+
+
+def test_a_vector_of_many_dimensions_may_stay_whole() -> None:
+    model = OddModel(None)
+    for block in model.blocks:
+        block.between = Scales()
+    program = capture(model)
+    two_devices(program)
+    rules = {name: p.rule for name, p in program.parameters.items() if name.startswith("blocks.0.between")}
+    assert rules == {"blocks.0.between.heads": ShardRule(2, (16,)), "blocks.0.between.shared": None}
 
 
 def test_a_strategy_fits_the_layers_the_ranks_and_the_heads() -> None:

@@ -211,6 +211,27 @@ def test_parameters_that_a_cut_value_meets_one_to_one_are_cut_alike() -> None:
     assert analysed(scaled, *shapes, excluded=frozenset({"s_1"}))[1] == {}
     twice = lambda x, a, s, b: F.linear(F.linear(x, a) * s, b) + s.sum()  # noqa: E731
     assert analysed(twice, *shapes)[1] == {}
+    reshaped = lambda x, a, s, b: F.linear(F.linear(x, a) * s.view(48), b)  # noqa: E731
+    assert analysed(reshaped, (5, 32), (48, 32), (6, 8), (32, 48))[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("scale", "rule"),
+    [
+        ((1, 16, 1, 1), ShardRule(1, (16,))),
+        ((16, 1, 1), ShardRule(0, (16,))),
+        ((16, 1, 4), ShardRule(0, (16,))),
+        ((1, 1, 4), None),  # all heads share it
+        ((1,), None),
+    ],
+)
+def test_scales_of_heads_are_cut_with_them(scale: tuple[int, ...], rule: ShardRule | None) -> None:
+    def scaled(x: Tensor, a: Tensor, s: Tensor, b: Tensor) -> Tensor:
+        heads = F.linear(x, a).view(1, 5, 16, 4).transpose(1, 2) * s.tanh()
+        return F.linear(heads.transpose(1, 2).reshape(1, 5, 64), b)
+
+    found = analysed(scaled, (1, 5, 32), (64, 32), scale, (32, 64))[1]
+    assert found.get("s_1") == rule
 
 
 def linear_attention(

@@ -1,4 +1,4 @@
-"""The planner's search is compiled by another process, if at all, and that process leaves nothing behind."""
+"""Another process compiles the planner's search, if it has to be compiled, and always ends."""
 
 from __future__ import annotations
 

@@ -30,9 +30,10 @@ many stages: so messages travel during computation. Two rounds on two groups of 
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The inputs of a task are earlier by the clock here too. The first row has (C - 1) G + 2 (G - 1) + 1 micro-batches in
-flight, each in one of its stages, where a pipeline without interleaving has C G in as many. (Narayanan et al.,
-Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.)
+The inputs of a task are earlier by the clock here too. The first row holds the activations of (C - 1) G + 2 (G - 1) + 1
+micro-batches, each for one of its C stages; without interleaving, those of G micro-batches for all of them, as much
+as C G for one stage. (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section
+2.2.)
 """
 
 from __future__ import annotations
