@@ -11,7 +11,8 @@ e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
 
 Time and memory are linear in the length. The backward computes the states before each chunk again, and then goes from
-the last chunk to the first. Plain PyTorch, on every device.
+the last chunk to the first. Plain PyTorch, on every device; on GPUs, 16-bit heads run in the kernels of
+flash-linear-attention where it is installed (`fla_delta_rule.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hydragraph.kernels import fla_delta_rule
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the square of a length
@@ -137,6 +140,20 @@ def _chunks(cu_seqlens: Tensor) -> Iterator[list[slice]]:
         yield [slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)]
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Compute `hydragraph::gated_delta_rule` in plain PyTorch."""
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    heads = _Heads.of(q, k, v, g, beta)
+    for rows_of in _chunks(cu_seqlens):
+        state = heads.start()
+        for rows in rows_of:
+            chunk = heads.chunk(rows)
+            written = chunk.written(state)
+            out[rows] = chunk.out(state, written).transpose(0, 1).to(v.dtype)
+            state = chunk.next(state, written)
+    return out
+
+
 @torch.library.custom_op("hydragraph::gated_delta_rule", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Compute the gated delta rule within each of the packed sequences.
@@ -151,16 +168,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
     Returns:
         [T, H, V], in the dtype of v.
     """
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    heads = _Heads.of(q, k, v, g, beta)
-    for rows_of in _chunks(cu_seqlens):
-        state = heads.start()
-        for rows in rows_of:
-            chunk = heads.chunk(rows)
-            written = chunk.written(state)
-            out[rows] = chunk.out(state, written).transpose(0, 1).to(v.dtype)
-            state = chunk.next(state, written)
-    return out
+    compute = fla_delta_rule.forward if fla_delta_rule.usable(k) else forward
+    return compute(q, k, v, cu_seqlens, g, beta)
 
 
 @_forward.register_fake
@@ -168,10 +177,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_others: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hydragraph::gated_delta_rule_backward", mutates_args=())
-def _backward(
+def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, g and beta, each in the dtype of its argument, in plain PyTorch."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = _wide(grad).transpose(0, 1)
     found = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
@@ -198,6 +207,14 @@ def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
     inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
     dx = inverse * dunit - wide * inverse**3 * (wide * dunit).sum(-1, keepdim=True)
     return dx.to(x.dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hydragraph::gated_delta_rule_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    compute = fla_delta_rule.backward if fla_delta_rule.usable(k) else backward
+    return compute(grad, q, k, v, cu_seqlens, g, beta)
 
 
 @_backward.register_fake
