@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.ir.placeholders import communicate
-from hydragraph.private.graph_values import SYMBOLIC, Decoder, Encoder, Form, form_in, storage_of, storages
+from hydragraph.private.graph_values import (
+    SYMBOLIC,
+    TensorForm,
+    ValueDecoder,
+    ValueEncoder,
+    form_in,
+    storage_of,
+    storages,
+)
 from hydragraph.private.operator_schemas import full_name, is_operator
 
 # Python functions that graphs call, by their names in the data.
@@ -50,7 +58,7 @@ def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
     Raises:
         ValueError: a node has a target or an argument that cannot be represented as data.
     """
-    values = Encoder()
+    values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
 
@@ -60,17 +68,17 @@ def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
     Raises:
         ValueError: a target is unknown here, or a node uses one that does not precede it.
     """
-    values = Decoder(data["hints"])
+    values = ValueDecoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
 
-def form_of(node: Any) -> Form | None:
+def form_of(node: Any) -> TensorForm | None:
     """Return the form of a node's value without rebuilding it, or None if it is not a tensor or unknown."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
-        form: Form | None = node.meta["form"]
+        form: TensorForm | None = node.meta["form"]
         return form
     value = value_of(node)
-    return Form(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
+    return TensorForm(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
 
 
 def value_of(node: Any) -> Any:
@@ -93,7 +101,7 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     return list(zip(numbers, tensors, strict=True))
 
 
-def _node(node: fx.Node, graph: fx.GraphModule, values: Encoder) -> list[Any]:
+def _node(node: fx.Node, graph: fx.GraphModule, values: ValueEncoder) -> list[Any]:
     kwargs = {name: _argument(value) for name, value in node.kwargs.items()}
     value = None if node.op == "output" else values.value(value_of(node), node.meta.get("storages", ()))
     return [node.name, node.op, _target(node, graph), [_argument(a) for a in node.args], kwargs, value]
@@ -152,7 +160,7 @@ def _argument(value: Any) -> Any:
     raise ValueError(f"an argument {value!r} of type {type(value).__name__}, which data cannot say")
 
 
-def _graph(nodes: list[Any], values: Decoder) -> fx.GraphModule:
+def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
     graph = fx.Graph()
     by_name: dict[str, fx.Node] = {}
     constants: dict[str, Tensor] = {}

@@ -1,8 +1,7 @@
-"""Compilation for a GPU that this machine does not have: Inductor is told what the GPU would say, and loads nothing.
+"""Compilation for a GPU that this machine does not have: the code of a graph is written to Inductor's cache.
 
-Inductor asks PyTorch's CUDA module for the properties of the GPU, Triton asks its driver for the target, and the
-compiled kernels are loaded into the driver. The first two get the published figures of an architecture, and the last
-step is left out, so the code of a graph can be written to Inductor's cache but not run.
+PyTorch's CUDA module and Triton's driver answer with the published figures of an architecture, and kernels are not
+loaded into the driver.
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
+    known: Any = device_interface.get_interface_for_device  # in a build for CPUs, it does not know CUDA
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)
@@ -126,20 +126,21 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     shared = ("is_available", "current_device", "device_count", "get_device_properties", "exchange_device")
     interface = {name: staticmethod(answers[name]) for name in shared if name in answers}
     interface |= {name: staticmethod(answers["_" + name]) for name in ("exchange_device", "maybe_exchange_device")}
-    interface["get_raw_stream"] = staticmethod(lambda index: 0)
-    interface["set_device"] = staticmethod(answers["set_device"])
+    interface |= {"get_raw_stream": staticmethod(_always(0)), "set_device": staticmethod(answers["set_device"])}
     replaced: dict[Any, dict[str, Any]] = {
         torch.cuda: answers,
-        torch._C: {"_cuda_getCurrentRawStream": lambda index: 0},
+        torch._C: {"_cuda_getCurrentRawStream": _always(0)},
         cuda: interface,
         cuda.Worker: {"get_device_properties": staticmethod(answers["get_device_properties"])},
         AsyncCompile: {"triton": collect},
         TritonScheduling: {"define_kernel": measure},
-        CachingAutotuner: {"_make_launchers": lambda tuner: None, "_dynamic_scale_rblock": lambda tuner: None},
-        triton_helpers: {"set_driver_to_gpu": lambda: None},
+        CachingAutotuner: {"_make_launchers": _always(None), "_dynamic_scale_rblock": _always(None)},
+        triton_helpers: {"set_driver_to_gpu": _always(None)},
         triton: {"compile": compile_one},
-        triton.runtime.driver: {"_active": _Driver(arch)},
-        device_interface: {"get_interface_for_device": _interface(device_interface.get_interface_for_device, cuda)},
+        triton.runtime.driver: {"_active": _driver(arch)},
+        device_interface: {
+            "get_interface_for_device": lambda device: cuda if torch.device(device).type == "cuda" else known(device)
+        },
     }
     create: Any = hints.DeviceProperties.create
     with ExitStack() as entered:
@@ -154,7 +155,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
 
 def share_cache(arch: str) -> None:
-    """Let this process find code in Inductor's cache by the GPU's architecture instead of the GPU's name."""
+    """Let this process find code in Inductor's cache by the GPU's architecture instead of its name."""
     from torch._inductor.codecache import CacheBase
 
     CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]
@@ -195,58 +196,41 @@ def _answers(arch: GpuArch) -> dict[str, Callable[..., Any]]:
         shared_memory_per_multiprocessor=arch.shared_bytes + 1024,
         gcnArchName="",
     )
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (major, minor),
-        "get_device_name": lambda device=None: arch.gpu,
-        "get_arch_list": lambda: [arch.name],
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device="cuda": None,
-        "_is_compiled": lambda: True,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
-        "_lazy_init": lambda: None,
+    answers: dict[str, Any] = {
+        **dict.fromkeys(("set_device", "synchronize", "set_rng_state", "_lazy_init"), None),
+        **dict.fromkeys(("is_available", "is_bf16_supported", "_is_compiled"), True),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+        "is_initialized": False,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "get_device_capability": (major, minor),
+        "get_device_name": arch.gpu,
+        "get_arch_list": [arch.name],
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
+    return {name: _always(answer) for name, answer in answers.items()}
 
 
-def _interface(of: Callable[..., Any], cuda: Any) -> Callable[..., Any]:
-    """Return `get_interface_for_device`, which in a build for CPUs does not know CUDA."""
-
-    def interface(device: str | torch.device) -> Any:
-        return cuda if torch.device(device).type == "cuda" else of(device)
-
-    return interface
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
 
 
-class _Driver:
-    """Triton's driver of a GPU that is not there: it knows the target, and has no functions to load or launch."""
+def _driver(arch: GpuArch) -> SimpleNamespace:
+    """Return Triton's driver of an absent GPU: it knows the target, and cannot load or launch."""
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-    def __init__(self, arch: GpuArch) -> None:
-        from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-        major, minor = arch.capability
-        self._target = GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
+    major, minor = arch.capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
 
 
 @functools.cache
 def guard() -> None:
-    """Let PyTorch select a GPU that is not there, which its views and copies do, and its builds for CPUs refuse."""
+    """Let PyTorch select an absent GPU, which its views and copies do, and its builds for CPUs refuse."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return

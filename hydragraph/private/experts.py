@@ -1,8 +1,7 @@
-"""Traceable grouped product of experts, for releases of transformers without one.
+"""Traceable grouped product of experts.
 
-If PyTorch has no kernel for it, transformers uses its own operator. Until a release after 5.20 that operator's backward
-is a loop over token counts, which cannot be traced; later releases have an operator for it, which this module registers
-for the earlier ones.
+Until a release after 5.20 the backward of transformers' own operator is a loop over token counts, which cannot be
+traced; this module registers the operator that later releases have for it.
 """
 
 from __future__ import annotations

@@ -31,14 +31,8 @@ def storage_of(value: Tensor) -> int:
     return number
 
 
-def version_of(value: Tensor) -> int:
-    """Return the number of in-place writes to a tensor; custom compiled kernels are not counted."""
-    version: int = value._version
-    return version
-
-
 @dataclass
-class Encoder:
+class ValueEncoder:
     """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
 
     hints: list[int] = field(default_factory=list)  # sizes that the symbols had in the trace, by number
@@ -49,7 +43,7 @@ class Encoder:
         """Return a node's value as data; None for values that no reader of a graph needs (such as symbolic floats).
 
         Args:
-            storages: identifier of the storage of each tensor, if the tensors do not have it; see `storages`.
+            storages: identifier of the storage of each tensor, if the tensors do not have it.
 
         Raises:
             ValueError: a size depends on values.
@@ -79,11 +73,11 @@ class Encoder:
         return str(expression.xreplace(self._symbols))
 
 
-class Decoder:
+class ValueDecoder:
     """Decoder of data into values of a new trace.
 
     Args:
-        hints: the hints of an `Encoder`.
+        hints: the hints of a `ValueEncoder`.
     """
 
     def __init__(self, hints: Sequence[int]) -> None:
@@ -135,15 +129,14 @@ def size_of(size: object, hints: Sequence[int]) -> int:
                 raise ValueError("too long")
             size = int(_evaluated(ast.parse(size, mode="eval").body, numbers))
         except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
-            raise ValueError(
-                f"the size {size[:80]!r} is not an expression of {', '.join(numbers) or 'numbers'}"
-            ) from error
+            known = ", ".join(numbers) or "numbers"
+            raise ValueError(f"the size {size[:80]!r} is not an expression of {known}") from error
     if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
         raise ValueError(f"{size!r} is not a size")
     return size
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Dtype and sizes of a tensor.
 
     Attributes:
@@ -159,11 +152,11 @@ class Form(NamedTuple):
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
-def form_in(data: Data) -> Form | None:
-    """Return the form of a single tensor, read from its data, or None for any other value."""
+def form_in(data: Data) -> TensorForm | None:
+    """Return the form of a single tensor, read from its data, or None."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
-    return Form(getattr(torch, data[1]), tuple(data[3]))
+    return TensorForm(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:

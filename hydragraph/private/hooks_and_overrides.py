@@ -27,26 +27,27 @@ _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks"
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
+def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, kind in tables.items():
+        for hook in (getattr(owner, prefix + name, None) or {}).values():
+            yield kind, hook
+
+
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a module's own hooks with their kinds, except those that only record outputs or reparametrise."""
-    for name, kind in _OF_MODULES.items():
-        for hook in (getattr(module, name, None) or {}).values():
-            if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
-                yield kind, hook
+    for kind, hook in _hooks(module, _OF_MODULES):
+        if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
+            yield kind, hook
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
     """Yield the hooks of a parameter or buffer with their kinds."""
-    for name, kind in _OF_TENSORS.items():
-        for hook in (getattr(tensor, name, None) or {}).values():
-            yield kind, hook
+    return _hooks(tensor, _OF_TENSORS)
 
 
 def global_hooks() -> Iterator[tuple[str, Any]]:
     """Yield the global module hooks of the process."""
-    for name, kind in _OF_MODULES.items():
-        for hook in getattr(module_state, f"_global{name}", {}).values():
-            yield kind, hook
+    return _hooks(module_state, _OF_MODULES, "_global")
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -76,35 +77,19 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     def hook(*_: Any, **__: Any) -> Any:
         raise refuse("a gradient hook on a tensor, which is not traced", "remove it from forward")
 
-    enter = torch.autocast.__enter__
+    def refused_if(owner: Any, name: str, changes: Callable[..., bool], what: str, remedy: str) -> Any:
+        """Patch a function that a model may call only without a change."""
+        original = getattr(owner, name)
 
-    def entered(region: torch.autocast) -> Any:
-        if region._enabled:
-            raise refuse("a torch.autocast region", "cast by hand (x.to(dtype)), or pass dtype= alone")
-        return enter(region)
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            if changes(*arguments, **keywords):
+                raise refuse(what, remedy)
+            return original(*arguments, **keywords)
 
-    switch = torch.set_autocast_enabled
+        return mock.patch.object(owner, name, guarded)
 
-    def switched(*arguments: Any, **keywords: Any) -> Any:
-        if any(value is True for value in [*arguments, *keywords.values()]):
-            raise refuse("torch.set_autocast_enabled", "cast by hand (x.to(dtype)), or pass dtype= alone")
-        return switch(*arguments, **keywords)
-
-    enter_hooks = saved_tensors_hooks.__enter__
-
-    def entered_hooks(region: saved_tensors_hooks) -> Any:
-        if type(region) is saved_tensors_hooks:  # PyTorch's own (checkpoints, save_on_cpu) return the values unchanged
-            raise refuse(
-                "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
-            )
-        return enter_hooks(region)
-
-    enter_inference = torch.inference_mode.__enter__
-
-    def entered_inference(region: torch.inference_mode) -> Any:
-        if region.mode:
-            raise refuse("a torch.inference_mode() region", "use torch.no_grad()")
-        return enter_inference(region)
+    def switches_on(*arguments: Any, **keywords: Any) -> bool:
+        return any(value is True for value in [*arguments, *keywords.values()])
 
     grad_fn: Any = torch._C.TensorBase.grad_fn
 
@@ -113,11 +98,15 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
 
+    enter, cast = "__enter__", "cast by hand (x.to(dtype)), or pass dtype= alone"
+    saved, unhook = "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
+    inference = "a torch.inference_mode() region"
     with (
-        mock.patch.object(torch.autocast, "__enter__", entered),
-        mock.patch.object(torch, "set_autocast_enabled", switched),
-        mock.patch.object(saved_tensors_hooks, "__enter__", entered_hooks),
-        mock.patch.object(torch.inference_mode, "__enter__", entered_inference),
+        refused_if(torch.autocast, enter, lambda region: region._enabled, "a torch.autocast region", cast),
+        refused_if(torch, "set_autocast_enabled", switches_on, "torch.set_autocast_enabled", cast),
+        # PyTorch's own subclasses (checkpoints, save_on_cpu) return the values unchanged.
+        refused_if(saved_tensors_hooks, enter, lambda region: type(region) is saved_tensors_hooks, saved, unhook),
+        refused_if(torch.inference_mode, enter, lambda region: region.mode, inference, "use torch.no_grad()"),
         mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
         mock.patch.object(Function, "apply", classmethod(own_backward)),
         mock.patch.object(Tensor, "register_hook", hook),
@@ -128,11 +117,8 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 def own_backward_refused(name: str) -> tuple[str, str]:
     """Return the description and the remedy for a custom torch.autograd.Function."""
-    return (
-        f"torch.autograd.Function {name}, whose backward is not traced",
-        "write its forward with operators that have this gradient (x + (y - x).detach() has the value of y and the "
-        "gradient of x)",
-    )
+    remedy = "write its forward with operators of this gradient (x + (y - x).detach() has y's value and x's gradient)"
+    return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 
 
 def own_backward_of(result: Tensor) -> str | None:
@@ -170,7 +156,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return the class of a tensor that overrides PyTorch's operators, as a subclass may, or None."""
+    """Return the class of a tensor that overrides PyTorch's operators, or None."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -184,7 +170,7 @@ def shares_elements_with_itself(tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the first byte of a tensor's memory and the one after its last, or None if it has none."""
+    """Return the first byte of a tensor's memory and the one after its last, or None."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -193,14 +179,9 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Return how many hooks a module alone has, also those that only note; called at every step, so it is quick."""
+    """Return how many hooks a module has itself; called at every step, so it is quick."""
     own = module.__dict__
-    return (
-        len(own["_forward_hooks"])
-        + len(own["_forward_pre_hooks"])
-        + len(own["_backward_hooks"])
-        + len(own["_backward_pre_hooks"])
-    )
+    return sum(len(own[name]) for name in _OF_MODULES)
 
 
 def number_of_tensor_hooks(tensor: Any) -> int:
@@ -210,5 +191,5 @@ def number_of_tensor_hooks(tensor: Any) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the counter of a tensor's changes in place, which `tensor.data` does not reach; -1: it has none."""
+    """Return the counter of a tensor's changes in place (not through `tensor.data`); -1: it has none."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,6 +1,6 @@
-"""Access to unstable internals of Inductor: symbolic sizes, its compiler, and its cache on disk.
+"""Unstable internals of Inductor: symbolic sizes, its compiler, and its cache on disk.
 
-`versions` lists the supported releases. Inductor is imported where it is used, because that takes seconds.
+Inductor is imported where it is used, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def compile_graph(
     sizes = list(trace.symbols.values())
     fakes = [trace.fake(value) for value in inputs]
     traced = _decompose(graph, sizes, fakes, trace.mode)
-    results = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+    results = traced.graph.output_node().args[0]
     for result, output in zip(results, outputs, strict=True):
-        if isinstance(output, Tensor) and _text(result.meta["val"].stride()) != _text(trace.fake(output).stride()):
+        if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
-    # Ranks of one machine compile concurrently, and each C++ compiler would take a core from the others.
+    # Ranks of one machine compile concurrently, each on its own core.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
@@ -154,18 +154,13 @@ def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTenso
     with mode, torch.no_grad():
         traced = make_fx(function, decomposition_table=select_decomp_table())(sizes, inputs)
     traced.graph.set_codegen(fx.graph.CodeGen())
-    output = next(n for n in traced.graph.nodes if n.op == "output")
+    output = traced.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     traced.recompile()
     return traced
 
 
-def _text(strides: Sequence[int]) -> list[str]:
-    return [str(s) for s in strides]
-
-
 def _condition(guards: str | None) -> Condition:
-    """Make a function that checks the assumptions which Inductor's code makes about sizes."""
     code = compile(guards or "True", "<what Inductor assumed>", "eval")
 
     def holds(sizes: Sequence[int]) -> bool:

@@ -1,7 +1,6 @@
 """Operators registered with PyTorch: their type, properties, arguments and results.
 
-The class of an operator (`torch.ops.aten.mm.default`) and its schema have no public name in releases 2.11 to 2.15,
-though none of these changed them; `torch.Tag` is public.
+Their class and schema have no public name in releases 2.11 to 2.15, though none of these changed them.
 """
 
 from __future__ import annotations
@@ -16,12 +15,16 @@ from torch import fx
 PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # an operator, and all overloads of one name
 
 
+def aten_operators(names: str) -> frozenset[Any]:
+    """Return PyTorch operators by name: "mean.dim", or "clone" for an overload called default."""
+    parts = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts)
+
+
 class OperatorArgument(NamedTuple):
     """One argument of an operator call.
 
     Attributes:
-        name: name in the operator's schema.
-        value: value that the node passes.
         aliased: whether the result is or contains a view of it, or the operator writes into it.
         written: whether the operator writes into it.
     """
@@ -81,13 +84,22 @@ def has_tag(target: object, *tags: torch.Tag) -> bool:
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield the arguments that a node passes, with their schema; none if it does not call an operator."""
+    """Yield the arguments that a node passes to an operator, with their schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             if i < len(node.args) or argument.name in node.kwargs:  # including out=
                 alias = argument.alias_info
                 yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
+
+
+def argument_of(node: fx.Node, *names: str) -> Any:
+    """Return the first argument with one of these names that an operator takes, or its default; None if it has none."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for i, argument in enumerate(node.target._schema.arguments):
+            if argument.name in names:
+                return node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+    return None
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 def drop_all() -> None:
     """Forget all process groups, including the default one, so that new ones can be made; this does not wait.
 
-    gloo's destructor waits for pending operations, and a broken one may never end: a separate thread waits, without
-    holding the GIL. Group names are counted from 0 again, even if making a group was abandoned: ranks that meet must
-    count alike.
+    gloo's destructor waits for pending operations, which may never end, so a separate thread waits. Group names are
+    counted
+    from 0 again, as ranks that meet must count alike.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -63,7 +63,6 @@ def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """Return a group's NCCL backend, or None."""
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:

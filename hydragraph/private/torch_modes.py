@@ -23,18 +23,12 @@ def own_modes(where: str) -> Iterator[None]:
     device = torch.get_default_device()
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            raise Unsupported(
-                f"it is called under torch.autocast for {torch.get_autocast_dtype(kind)}",
-                where=where,
-                remedy="leave autocast around it: what the model computes in is said once, by compile's dtype=",
-            )
+            what = f"it is called under torch.autocast for {torch.get_autocast_dtype(kind)}"
+            remedy = "leave autocast around it: what the model computes in is said once, by compile's dtype="
+            raise Unsupported(what, where=where, remedy=remedy)
     if torch.get_default_dtype() is not torch.float32:
-        raise Unsupported(
-            f"torch's default dtype is {torch.get_default_dtype()}",
-            where=where,
-            remedy="set it back with torch.set_default_dtype(torch.float32) once the model is built: dtype= says what "
-            "is computed in, and the state that is trained is fp32",
-        )
+        remedy = "set it back with torch.set_default_dtype(torch.float32) once the model is built, and pass dtype="
+        raise Unsupported(f"torch's default dtype is {torch.get_default_dtype()}", where=where, remedy=remedy)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))

@@ -1,7 +1,4 @@
-"""Access to unstable internals of PyTorch for tracing: fake tensors, symbolic shapes, partitioners.
-
-`versions` lists the supported releases. Everything else in hydragraph goes through this package.
-"""
+"""Access to unstable internals of PyTorch for tracing: fake tensors, symbolic shapes, partitioners."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -22,22 +20,13 @@ from torch._guards import SLoc, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-)
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
-_CASTS = frozenset(
-    {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout}
-)
+from hydragraph.private.operator_schemas import aten_operators, has_tag
+
+_CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
+_ALIASES = aten_operators("detach alias")  # autograd leaves the first behind until PyTorch 2.13, the second since
 
 
 @dataclass(frozen=True)
@@ -77,10 +66,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision has the same outcome for all sizes from 3, tried for many and for the sizes it names.
-
-    PyTorch itself treats smaller sizes specially, as it checks every size for 1 to broadcast.
-    """
+    """Return whether a decision has the same outcome for all sizes from 3, tried for many, and for those it names."""
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
@@ -146,11 +132,7 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace without optimisations that only pay off for repeated sizes, as each operator's sizes are seen once.
-
-    These are the cache of fake results, which symbolic sizes miss, garbage collection among the millions of objects of
-    an imported torch, and the stack traces of nodes, which nothing reads: together over a third of a capture.
-    """
+    """Trace without the cache of fake results, garbage collection and stack traces: a third of a capture."""
     collects = gc.isenabled()
     traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 has no such setting
     gc.disable()
@@ -168,8 +150,7 @@ def one_pass() -> Iterator[None]:
 def _any_convolution() -> Iterator[None]:
     """Trace convolutions for any number of rows.
 
-    To learn the layout of a result, PyTorch chooses a kernel for the example's sizes and guards that choice. But the
-    kernels for few rows and for many return the same layout.
+    PyTorch guards the kernel chosen for the example's sizes, but all kernels return the same layout.
     """
     choose: Any = torch._C._select_conv_backend
 
@@ -178,36 +159,26 @@ def _any_convolution() -> Iterator[None]:
         with environments[0].suppress_guards() if environments else contextlib.nullcontext():
             return choose(rows, *arguments, **options)
 
-    torch._C._select_conv_backend = chosen
-    try:
+    with mock.patch.object(torch._C, "_select_conv_backend", chosen):
         yield
-    finally:
-        torch._C._select_conv_backend = choose
 
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Make PyTorch's own passes generate the Python code of graphs on their first call, not after each change.
-
-    A joint graph is changed about ten times before it is run, if ever: a compiled or saved one never is.
-    """
+    """Make PyTorch's own passes generate the Python code of graphs on their first call, not after each change."""
     with _use_lazy_graph_module(True):
         yield
 
 
 @contextlib.contextmanager
 def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Make symbols without recording the line of code that requested them.
+    """Make symbols without recording the line of code that requested them: it imports Inductor, half a second."""
 
-    To find that line PyTorch imports torch.export and Inductor, which a rank that starts from a folder does not need:
-    together half a second per rank.
-    """
-    here: Any = env
-    here._get_stack_summary = lambda is_debug=False, framework_loc=None: (SLoc(framework_loc, None), "")
-    try:
+    def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
+        return SLoc(framework_loc, None), ""
+
+    with mock.patch.object(env, "_get_stack_summary", summary):
         yield
-    finally:
-        del here._get_stack_summary
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
@@ -225,9 +196,8 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 def meta_as_cpu() -> Iterator[None]:
     """Make the meta device, where models are traced, behave like the CPU.
 
-    transformers checks in every rotary embedding whether its device autocasts, and only later releases guard this for
-    meta. PyTorch's Python kernel of nll_loss takes its arguments in a different order than the operator, so that on
-    meta a loss per token (reduction="none") has the shape of their sum (seen in 2.13).
+    transformers asks in rotary embeddings whether it autocasts. PyTorch's Python kernel of nll_loss confuses its
+    arguments there, so that a loss per token has the shape of their sum (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
@@ -237,11 +207,10 @@ def meta_as_cpu() -> Iterator[None]:
     def enabled(device_type: str | None = None) -> bool:
         return asked() if device_type is None else asked("cpu" if device_type == "meta" else device_type)
 
-    torch.is_autocast_enabled = enabled
     try:
-        yield
+        with mock.patch.object(torch, "is_autocast_enabled", enabled):
+            yield
     finally:
-        torch.is_autocast_enabled = asked
         if kernel is not None:
             loss.py_kernels[torch._C.DispatchKey.Meta] = kernel
             loss._dispatch_cache.clear()
@@ -273,7 +242,8 @@ def trace_joint(
     The gradient of an input that is not differentiable, or that is unused, is None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    primals, tangents = _split(_fake_inputs(mode, [*inputs, *outputs], hints), len(inputs))
+    fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
+    primals, tangents = fakes[: len(inputs)], fakes[len(inputs) :]
     learning = [i for i, spec in enumerate(inputs) if spec.differentiable]
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
@@ -282,16 +252,13 @@ def trace_joint(
         ends = [i for i, result in enumerate(results) if result.requires_grad]
         if not ends:
             return [*results, *gradients]
-        arriving = [tangents[i] for i in ends]
-        computed = torch.autograd.grad(
-            [results[i] for i in ends], [primals[i] for i in learning], arriving, allow_unused=True
-        )
+        leaving, arriving = [results[i] for i in ends], [tangents[i] for i in ends]
+        computed = torch.autograd.grad(leaving, [primals[i] for i in learning], arriving, allow_unused=True)
         for i, gradient in zip(learning, computed, strict=True):
             gradients[i] = gradient
         return [*results, *gradients]
 
-    # Without Python's dispatcher, composite operators (linear, matmul) are decomposed in C++, which reads sizes as
-    # numbers and so bakes them in.
+    # Without Python's dispatcher, composite operators are decomposed in C++, which bakes sizes in as numbers.
     with mode, enable_python_dispatcher():
         traced = make_fx(joint)(primals, tangents)
         if any(writes(n) for n in traced.graph.nodes):
@@ -300,18 +267,13 @@ def trace_joint(
     for i, node in enumerate(placeholders):
         kind, index = ("primals", i) if i < len(primals) else ("tangents", i - len(primals))
         node.name = node.target = f"{kind}_{index + 1}"
-    _drop_aliases(traced.graph)
+    for node in list(traced.graph.nodes):
+        if node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
     traced.graph.set_codegen(fx.graph.CodeGen())
     traced.recompile()
     return traced, [n.meta["val"] for n in placeholders]
-
-
-def _drop_aliases(graph: fx.Graph) -> None:
-    """Remove aliases left behind by autograd (`detach` until PyTorch 2.13, `alias` since)."""
-    for node in list(graph.nodes):
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 def writes(node: fx.Node) -> bool:
@@ -320,18 +282,11 @@ def writes(node: fx.Node) -> bool:
 
 
 def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace a graph again without in-place operators, which some derivatives contain (std, norm).
-
-    Partitioners would assign a value written in place to neither forward nor backward.
-    """
+    """Trace a graph again without in-place operators, which some derivatives contain and partitioners cannot assign."""
     with torch.no_grad():  # gradients are already part of it
         functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
     functional.graph.eliminate_dead_code()
     return functional
-
-
-def _split(values: list, at: int) -> tuple[list, list]:
-    return values[:at], values[at:]
 
 
 def partition(
@@ -339,29 +294,21 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
-    results = next(n for n in joint.graph.nodes if n.op == "output").args[0]
+    results = joint.graph.output_node().args[0]
     for node in ancestors_of(results[:outputs]):  # tag used by the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
-    # Imported late: it imports much of AOTAutograd and Inductor, and a rank that starts from a folder does not
-    # partition.
-    from functorch import compile as cutting
+    # Imported late: it imports much of Inductor, and a rank that starts from a folder does not partition.
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
 
-    partitioners: Mapping[str, Callable] = {
-        "min_cut": cutting.min_cut_rematerialization_partition,
-        "default": cutting.default_partition,
-    }
-    # Their own search for repeated operators imports Inductor's pattern matcher, which takes as long as tracing a
-    # block.
+    cut = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}[partitioner]
+    # Their own search for repeated operators imports Inductor's pattern matcher, which takes as long as a trace.
     with torch._functorch.config.patch(cse=False):
-        return partitioners[partitioner](joint, inputs, num_fwd_outputs=outputs)
+        return cut(joint, inputs, num_fwd_outputs=outputs)
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Eliminate common subexpressions, as the partitioners expect.
-
-    A value that shares memory with a result is kept: if two results were the same tensor, it would be added to twice.
-    """
-    results = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    """Eliminate common subexpressions, as the partitioners expect; two results must not become the same tensor."""
+    results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -375,7 +322,6 @@ def _drop_repeats(graph: fx.Graph) -> None:
 
 
 def _memory(node: fx.Node) -> list[int]:
-    """Return an identifier of the memory of a node's value; empty if it is not a tensor."""
     if "storages" in node.meta:  # graphs decoded from data have separately made tensors
         return list(node.meta["storages"])
     value = node.meta.get("val")
@@ -384,13 +330,11 @@ def _memory(node: fx.Node) -> list[int]:
 
 def draws(node: fx.Node) -> bool:
     """Return whether an operator's result differs between calls: random numbers, or uninitialised memory."""
-    target = node.target
-    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    return random or "empty" in str(target)
+    return has_tag(node.target, torch.Tag.nondeterministic_seeded) or "empty" in str(node.target)
 
 
 def _operands_key(value: Any) -> Any:
-    """Return a key that equal operands share: nodes by identity, numbers by type and digits (0.0 is not -0.0)."""
+    """Return a key that equal operands share: nodes by identity, numbers by type and digits."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, tuple | list):
@@ -403,12 +347,8 @@ def _operands_key(value: Any) -> Any:
 def recompute(
     joint: fx.GraphModule, outputs: int, saved: Collection[str] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph so that only inputs and some values are saved; the backward computes all else again.
-
-    Both graphs have the form of those of `partition`; the saved values are those named in `saved` and the `primals_*`
-    that the backward takes.
-    """
-    results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
+    """Split a joint graph like `partition`, saving only inputs that the backward takes and the values in `saved`."""
+    results = list(joint.graph.output_node().args[0])
     backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
@@ -420,17 +360,14 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
     """Copy the nodes that some outputs need.
 
     Args:
-        keep: prefix of the placeholders that are kept even if no node uses them; "" keeps only those in use.
+        keep: prefix of the placeholders that are kept even if unused; "": none.
         given: names of nodes that become placeholders.
     """
     graph = fx.Graph()
     copied = {}
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    for node in nodes:
-        if node.op == "placeholder":
-            copied[node] = graph.node_copy(node)
-    for node in nodes:
-        if node.name in given and node not in copied:
+    for node in nodes:  # placeholders come first
+        if node.op == "placeholder" or node.name in given:
             copied[node] = graph.placeholder(node.name)
             copied[node].meta = dict(node.meta)
     for node in nodes:
@@ -438,19 +375,21 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     graph.output(tuple(outputs(copied)))
     graph.eliminate_dead_code()
-    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
-        if not (keep and node.name.startswith(keep)):
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users and not (keep and node.name.startswith(keep)):
             graph.erase_node(node)
     return fx.GraphModule(joint, graph)
 
 
-def ancestors_of(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that some results depend on, and the results; without placeholders."""
+def ancestors_of(
+    results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
+) -> set[fx.Node]:
+    """Return some results and the nodes that they depend on, of those that `through` admits: no placeholders."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node not in ancestors and node.op != "placeholder":
+        if node not in ancestors and through(node):
             ancestors.add(node)
             pending += node.all_input_nodes
     return ancestors

@@ -27,7 +27,7 @@ from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, wei
 from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
-from hydragraph.private.graph_values import Form
+from hydragraph.private.graph_values import TensorForm
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.home_state import HomeState
@@ -684,7 +684,7 @@ def loss_dtype(program: Program) -> torch.dtype:
     return dtype
 
 
-def _output(graph: fx.GraphModule) -> Form:
+def _output(graph: fx.GraphModule) -> TensorForm:
     """Return the form of a graph's first output; its value would cost half a second, including symbols."""
     form = form_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
     assert form is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.kernels.adamw import AdamW
-from hydragraph.private.graph_values import version_of
+from hydragraph.private.hooks_and_overrides import version_of
 from hydragraph.runtime.home_state import HomeState
 
 
