@@ -5,14 +5,12 @@ A model with experts may take the tokens of an expert by a mask, compute them an
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-Their number depends on values, and a graph needs sizes that follow from the number of tokens. `with_all_rows` rewrites
-such a graph: the expert computes every token, and where the mask is False its result is not used.
+Their number depends on values, which a graph cannot have. `with_all_rows` rewrites it to compute every token:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves of the new
-graph. Its cost is that of every expert on every token. A row that is not selected must have finite gradients as well:
-`y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves, and if rows
+that are not selected have finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import VIEWS
-from hydragraph.private.operator_schemas import has_tag
+from hydragraph.private.operator_schemas import argument_of, aten_operators, has_tag
 from hydragraph.private.tracing import fake_mode_of, symbol_name, symbols_in
 
 _LOG = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
-_PLACES = frozenset({aten.where.default, aten.nonzero_numpy.default})  # operators that list the places of a mask
+_PLACES = aten_operators("where nonzero_numpy")  # operators that list the places of a mask
 # Operators that make a list [n, 1] of places along one dimension a vector.
-_FLATTENED = VIEWS | {aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints}
+_FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
@@ -53,8 +51,7 @@ class _Selection:
 
     Attributes:
         mask: the mask, with the dimension of tokens first.
-        dims: the dimensions of the original mask in this order.
-        sizes: their sizes.
+        dims, sizes: the dimensions of the original mask in this order, and their sizes.
     """
 
     mask: fx.Node
@@ -68,11 +65,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a block's graph without selections of rows, or the same graph if it has none.
-
-    Args:
-        where: name of the block, for a message.
-    """
+    """Return a block's graph without selections of rows, or the same graph if it has none."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -100,7 +93,6 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _mask_of(indices: Sequence[fx.Node | None]) -> fx.Node | None:
-    """Return the boolean mask if it is the only index."""
     only = indices[0] if len(indices) == 1 else None
     return only if only is not None and value_of(only).dtype is torch.bool else None
 
@@ -132,24 +124,29 @@ class _Rewriting:
             self._indices[node] = self._lists[arguments[0]], self._dimension(node)
         elif target in SAME and arguments[0] in self._indices:
             self._indices[node] = self._indices[arguments[0]]
-        elif target is aten.index.Tensor and self._is_selection(arguments[1]):
-            self._replace(node, *self._taken(node, arguments[0], self._chosen(arguments[1], node)))
-        elif target is aten.index_select.default and arguments[2] in self._indices:
-            chosen = self._at(arguments[1], arguments[0], arguments[2])
-            self._replace(node, *self._taken(node, arguments[0], chosen))
-        elif target is aten.index_put.default and self._is_selection(arguments[1]):
-            adds = bool([*arguments[3:], node.kwargs.get("accumulate", False)][0])
-            self._put(node, arguments[0], self._chosen(arguments[1], node), arguments[2], adds)
-        elif target in (aten.index_add.default, aten.index_copy.default) and arguments[2] in self._indices:
-            if node.kwargs.get("alpha", 1) != 1:
-                raise _Unchanged("index_add with alpha")
-            chosen = self._at(arguments[1], arguments[0], arguments[2])
-            self._put(node, arguments[0], chosen, arguments[3], target is aten.index_add.default)
-        else:
+        elif (chosen := self._choice(node)) is None:
             self._follow(node)
+        elif target in (aten.index.Tensor, aten.index_select.default):
+            self._replace(node, *self._taken(node, arguments[0], chosen))
+        elif argument_of(node, "alpha") not in (None, 1):
+            raise _Unchanged("index_add with alpha")
+        else:
+            values = arguments[2 if target is aten.index_put.default else 3]
+            adds = target is aten.index_add.default or bool(argument_of(node, "accumulate"))
+            self._put(node, arguments[0], chosen, values, adds)
+
+    def _choice(self, node: fx.Node) -> tuple[_Selection, dict[int, int]] | None:
+        """Return the selection of the rows that an operator takes or writes; see `_chosen`."""
+        arguments = operands(node)
+        if node.target in (aten.index.Tensor, aten.index_put.default) and self._is_selection(arguments[1]):
+            return self._chosen(arguments[1], node)
+        by_index = (aten.index_select.default, aten.index_add.default, aten.index_copy.default)
+        if node.target in by_index and arguments[2] in self._indices:
+            selection, along = self._indices[arguments[2]]
+            return selection, {along: arguments[1] % len(shape(arguments[0]))}
+        return None
 
     def _selection(self, mask: fx.Node, place: fx.Node) -> _Selection:
-        """Return the selection of a mask, which has one dimension of tokens."""
         known = next((each for each in self._selections if _is_computed_alike(each, mask)), None)
         if known is not None:
             return self._selections[known]
@@ -200,10 +197,6 @@ class _Rewriting:
             raise _Unchanged("places of several masks, or along dimensions that are apart")
         return next(iter(selections.values())), dims
 
-    def _at(self, dim: int, indexed: fx.Node, index: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        selection, along = self._indices[index]
-        return selection, {along: dim % len(shape(indexed))}
-
     def _taken(
         self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
     ) -> tuple[fx.Node, _Selection]:
@@ -232,14 +225,8 @@ class _Rewriting:
             return result, selection
 
     def _put(
-        self,
-        node: fx.Node,
-        into: fx.Node,
-        chosen: tuple[_Selection, dict[int, int]],
-        values: fx.Node,
-        adds: bool,
+        self, node: fx.Node, into: fx.Node, chosen: tuple[_Selection, dict[int, int]], values: fx.Node, adds: bool
     ) -> None:
-        """Replace writing or adding rows at the places of a mask."""
         selection, dims = chosen
         self._check_sizes(into, selection, dims)
         if selection.several - dims.keys() and not adds:
@@ -250,7 +237,8 @@ class _Rewriting:
         equal = self._selected_by(values) is None and width <= len(rest) and not (position or adds)
         if not equal and (self._rows.get(values) is not selection or width != len(rest) + 1):
             raise _Unchanged("rows are written at the places of another mask, or are broadcast")
-        back = _inverse([*(dims[d] for d in selection.dims if d in dims), *rest])
+        front = [dims[d] for d in selection.dims if d in dims]
+        back = [[*front, *rest].index(d) for d in range(len(shape(into)))]
         with self._graph.inserting_before(node):
             mask = selection.mask
             for _ in rest:
@@ -278,8 +266,8 @@ class _Rewriting:
             raise _Unchanged("a mask selects from a value of other sizes")
 
     def _follow(self, node: fx.Node) -> None:
-        """Recompute the sizes of what is computed from selected rows."""
-        if any(n in self._indices or n in self._lists for n in node.all_input_nodes if not _reads_size(node)):
+        places = [n for n in node.all_input_nodes if n in self._indices or n in self._lists]
+        if places and node.target is not aten.sym_size.int:
             raise _Unchanged(f"places of a mask are read by {node.target}")
         selections = {id(s): s for n in node.all_input_nodes if (s := self._selected_by(n)) is not None}
         if not selections:
@@ -336,7 +324,6 @@ class _Rewriting:
         raise _Unchanged("a size that no value has")
 
     def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-        """Insert an operator as part of the module of `place`."""
         node = self._graph.call_function(target, arguments)
         with self._mode:
             value = target(*fx.map_arg(arguments, value_of))  # type: ignore[arg-type]
@@ -345,7 +332,7 @@ class _Rewriting:
 
 
 def _is_computed_alike(one: Any, other: Any) -> bool:
-    """Return whether two values result from the same operators on the same nodes, as `x > 0` written twice does."""
+    """Return whether two values result from the same operators on the same nodes."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_is_computed_alike, one, other))
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
@@ -356,18 +343,10 @@ def _is_computed_alike(one: Any, other: Any) -> bool:
 
 
 def _sizes(value: Any) -> list[Any]:
-    """Return the sizes of a value: of each tensor in it, or itself if it is a number."""
+    """Return the sizes of all tensors in a value, or itself if it is a number."""
     if isinstance(value, Tensor):
         return list(value.shape)
     return [size for part in value for size in _sizes(part)] if isinstance(value, tuple | list) else [value]
-
-
-def _reads_size(node: fx.Node) -> bool:
-    return node.target is aten.sym_size.int
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(d) for d in range(len(order))]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,21 +1,19 @@
 """Proof, from its graph, that a loss that picks tokens or reads sequence bounds is a sum of separate terms.
 
-Such a loss has values with one dimension whose size the graph does not determine: tokens, picked tokens, or sequences.
-Each value is one of four kinds:
+Values of such a loss have a dimension whose size the graph does not determine. They are of four kinds:
 
     constant    the same for every batch
     bounds      computed from cu_seqlens and positions in the row alone: which sequence a token belongs to
     terms       one row for each token, picked token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. Terms become
-a total only through a sum, and only sums and factors may follow a total. The rows that an index picks are not proved;
-the numeric check compares them.
+Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. Only sums and
+factors may follow a total. The rows that an index picks are left to the numeric check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -23,43 +21,39 @@ from torch import Tensor, fx
 from hydragraph.frontend.token_axes import LOSSES, MADE, classes_apart, keeps
 from hydragraph.frontend.token_order import ARANGES, Rows
 from hydragraph.ir.graph_data import value_of
-from hydragraph.passes.graph_node import operands
+from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
+from hydragraph.private.operator_schemas import argument_of, aten_operators
 
 aten = torch.ops.aten
 
-# Operators that take rows of their operand, or add rows up, according to an index, a mask or counts.
-_TAKES = frozenset(
-    {
-        *(aten.index.Tensor, aten.index_select.default, aten.masked_select.default),
-        *(aten.index_add.default, aten.scatter_add.default, aten.repeat_interleave.self_Tensor),
-        aten.index_put.default,
-    }
+# Operators that take rows, or add rows up, according to an index, a mask or counts.
+_TAKES = aten_operators(
+    "index.Tensor index_select masked_select index_add scatter_add repeat_interleave.self_Tensor index_put"
 )
 # Operators that may read positions in the packed row, because they turn these into indices.
-_FINDS = frozenset(
-    {
-        *(aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.repeat_interleave.Tensor, aten.sub.Tensor),
-        *(aten.repeat_interleave.self_Tensor, aten.index.Tensor, aten.index_select.default, aten.diff.default),
-        *(aten.slice.Tensor, aten.select.int, aten.cumsum.default, aten.narrow.default, aten.cat.default),
-    }
-)
+_FINDS = aten_operators("""
+    bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
+    index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
+""")
 _WHOLE_ROW = "weighs tokens by where they stand in the packed row, which depends on what is packed together"
 _ACROSS = "computes a term from several tokens or sequences"
 _BEHIND = "takes a sum over tokens, behind which only sums and factors may stand"
 
-Adds = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool]
-Stays = Callable[[fx.Node, Container[fx.Node]], bool]
+SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
+_ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
+_KEPT = aten_operators("neg clone alias detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
+# Operators that commute with a sum.
+_LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
+_CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
+_SUM = 2  # a reduction
 
 
-def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds, linear: Stays) -> str | None:
+def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
     """Return the first operator that keeps a loss from being a sum of separate terms and what it does, or None.
 
     Args:
-        nodes: nodes of the loss's graph.
         bounds: the placeholders cu_seqlens and max_length, if they are used.
-        sums: returns whether an operator sums the rows of its first operand.
-        linear: returns whether an operator on totals, and on values without rows, yields a total.
     """
     told = set(bounds)  # kind "bounds"
     totals: set[fx.Node] = set()
@@ -72,7 +66,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
             continue
         inputs = node.all_input_nodes
         if any(n in totals for n in inputs):
-            if any(_has_rows(n) or n in told for n in inputs) or not linear(node, totals):
+            if any(_has_rows(n) or n in told for n in inputs) or not stays_a_sum(node, totals):
                 return f"{node.target} {_BEHIND}"
             totals.add(node)
         elif node.target in ARANGES and _has_rows(node):
@@ -87,13 +81,13 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node], sums: Adds
             if node.target is not aten.sub.Tensor:
                 running.add(node)
         elif any(map(_has_rows, inputs)):
-            problem = _of_terms(node, told, totals, sums)
+            problem = _of_terms(node, told, totals)
             if problem is not None:
                 return f"{node.target} {problem}"
     return None
 
 
-def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Adds) -> str | None:
+def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
     """Return what is wrong with an operator on terms; record the total if it makes one."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
@@ -106,7 +100,7 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Add
     if any(n in told and (not _has_rows(n) or _origins(n) & set(ARANGES)) for n in inputs):
         return _WHOLE_ROW
     row_of = {n: Rows(dims[0], 1) for n, dims in rows.items()}
-    if sums(node, row_of):
+    if sums_rows(node, row_of):
         totals.add(node)
         return None
     if not _has_rows(node):
@@ -118,7 +112,7 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node], sums: Add
 
 
 def _runs_on(node: fx.Node) -> bool:
-    """Return whether an operator is a running sum along rows; one along features keeps rows separate."""
+    """Return whether an operator is a running sum along rows."""
     if node.target is not aten.cumsum.default:
         return False
     return _row_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
@@ -139,7 +133,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
-    """Return whether rows are taken or added up according to a mask or bounds rather than token values."""
+    """Return whether rows are taken or added up according to a mask or bounds."""
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         # A mask with several dimensions replaces as many dimensions of the operand.
@@ -148,7 +142,8 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))
     if node.target is aten.masked_select.default:
         return True
-    indices = [n for n in node.all_input_nodes if n is not arguments[0] and not _is_floating(n)]
+    others = [n for n in node.all_input_nodes if n is not arguments[0]]
+    indices = [n for n in others if (kind := _dtype(n)) is not None and not kind.is_floating_point]
     return bool(indices) and all(n in told for n in indices)
 
 
@@ -156,13 +151,8 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(value_of(node), "dtype", None)
 
 
-def _is_floating(node: fx.Node) -> bool:
-    kind = _dtype(node)
-    return kind is None or kind.is_floating_point
-
-
 def _origins(node: fx.Node) -> set[object]:
-    """Return the operators that produce a value, looking back through casts, views and pointwise operators only."""
+    """Return the operators that produce a value, through casts, views and pointwise operators only."""
     seen: set[object] = {node.target}
     pending = [node]
     while pending:
@@ -187,3 +177,41 @@ def _row_dims(node: fx.Node) -> list[int]:
 def _tensor(node: fx.Node) -> object:
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value
+
+
+def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
+    """Return whether an operator on sums over tokens, and on values without tokens, yields a sum."""
+    others = [n for n in node.all_input_nodes if n not in summed]
+    if node.target in _ADDED:
+        numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
+        return not any(numbers) and all(_is_zero(n) for n in others)
+    if node.target in SCALED:
+        factors = [a for a in operands(node)[:2] if a in summed]
+        return len(factors) == 1 and ("mul" in str(node.target) or operands(node)[0] in summed)
+    return node.target in _LINEAR
+
+
+def sums_rows(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
+    """Return whether an operator sums the rows of its first operand."""
+    arguments = operands(node)
+    first = arguments[0] if arguments else None
+    if not isinstance(first, fx.Node) or first not in rows:
+        return False
+    dim = rows[first].dim
+    if node.target is aten.sum.default:
+        return True
+    if node.target is aten.sum.dim_IntList:
+        named = arguments[1]
+        return not named or any(axis % len(shape(first)) == dim for axis in named)
+    if node.target in _CLASSES:
+        return argument_of(node, "reduction") == _SUM and dim != min(1, len(shape(first)) - 1)
+    if argument_of(node, "reduction") == _SUM:
+        return all(rows.get(n, rows[first]) == rows[first] for n in node.all_input_nodes)
+    return node.target is aten.dot.default and all(n in rows for n in node.all_input_nodes)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Return whether a value is all zeros, the initial value of a sum."""
+    if node.target in (aten.full.default, aten.scalar_tensor.default):
+        return bool(operands(node)[-1] == 0)
+    return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)

@@ -1,22 +1,21 @@
 """Order in which the rows of a value represent tokens: routing to experts permutes tokens and puts them back.
 
-Each row of a value with tokens is computed from one token. Orders, for 3 tokens a b c with 2 experts each:
+Orders, for 3 tokens a b c with 2 experts each:
 
     a b c           1          a row for each token
     a a b b c c     2          two rows for each token, as in a flattened [T, 2]
     b a c a c b     a sort     as sorted by some value of the rows above, such as the chosen experts
 
-An operator that keeps rows separate does so in every order; if it has several operands, their orders must be equal. The
-results of sort and arange hold positions of rows (`Points`) and may only be used to index rows: used as data they would
-leak information about other tokens. The number of rows with each sorted value (`histc`) may only be used to find where
-an expert's rows end.
+An operator that keeps rows separate does so in every order, if those of its operands are equal. The results of sort and
+arange, positions of rows (`Points`), may only index rows: as data they would leak information about other tokens. The
+number of rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import is_grouped, operands, shape
 from hydragraph.passes.operator_rules import VIEWS
+from hydragraph.private.operator_schemas import argument_of, aten_operators
 from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten
@@ -47,18 +47,13 @@ class Points(NamedTuple):
     to: Order
 
 
-SAME = frozenset(
-    {
-        *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default),
-        *(aten.contiguous.default, aten.lift_fresh_copy.default, aten.to.dtype_layout, aten.to.device),
-    }
-)
-_SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
-ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
+SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone alias detach contiguous lift_fresh_copy")
+_SORTS = aten_operators("sort sort.stable argsort argsort.stable")
+ARANGES = aten_operators("arange arange.start arange.start_step")
 # Operators whose second result holds indices along a dimension.
-_CHOICES = frozenset({aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable})
-_CHOSEN = frozenset({aten.argmax.default, aten.argsort.default, aten.argsort.stable})
-_QUOTIENTS = frozenset({aten.floor_divide.default, aten.div.Tensor_mode})
+_CHOICES = aten_operators("topk max.dim sort sort.stable")
+_CHOSEN = aten_operators("argmax argsort argsort.stable")
+_QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
 
 
 class Routing:
@@ -76,56 +71,47 @@ class Routing:
         self._counts: dict[fx.Node, fx.Node] = {}
         # index after the last row with each of these values -> the sort.
         self._ends: dict[fx.Node, fx.Node] = {}
+        # All of these but sort keys reveal positions or counts of other tokens.
+        self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
+
+        self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (
+            (SAME, self._same),
+            ({operator.getitem}, self._part_of_sort),
+            (_SORTS, self._sort),
+            (ARANGES, self._arange),
+            (_QUOTIENTS, self._quotient),
+            ({aten.index_put.default, aten.scatter.src}, self._inverse),
+            ({aten.index.Tensor, aten.index_select.default}, self._chosen),
+            ({aten.repeat_interleave.self_int}, self._repeated),
+            ({aten.index_add.default}, self._summed),
+            ({aten.histc.default}, self._count),
+            ({aten.cumsum.default}, self._end),
+        )
 
     def follow(self, node: fx.Node) -> bool:
         """Return whether a node is part of routing, and record its result."""
-        target = node.target
-        if target in SAME:
-            return self._same(node)
-        if target is operator.getitem:
-            return self._part_of_sort(node)
-        if target in _SORTS:
-            return self._sort(node)
-        if target in ARANGES:
-            return self._arange(node)
-        if target in _QUOTIENTS:
-            return self._quotient(node)
-        if target in (aten.index_put.default, aten.scatter.src):
-            return self._inverse(node)
-        if target in (aten.index.Tensor, aten.index_select.default):
-            return self._chosen(node)
-        if target is aten.repeat_interleave.self_int:
-            return self._repeated(node)
-        if target is aten.index_add.default:
-            return self._summed(node)
-        if target is aten.histc.default:
-            return self._count(node)
-        if target is aten.cumsum.default and self._first(node) in self._counts:
-            self._ends[node] = self._counts[self._first(node)]
-            return True
+        handler = next((handler for targets, handler in self._handlers if node.target in targets), None)
+        if handler is not None:
+            return handler(node)
         return is_grouped(node) and self._grouped(node)
 
     def tells(self, node: fx.Node) -> bool:
         """Return whether a value reveals positions of other tokens or counts of them."""
-        return any(node in notes for notes in (self._points, self._counters, self._counts, self._ends))
+        return any(node in notes for notes in self._tells)
 
     def _first(self, node: fx.Node) -> Any:
         return operands(node)[0]
 
     def _flat(self, value: Any) -> Order | None:
-        """Return the order of the rows of a vector, or None if it has none."""
         rows = self._rows.get(value) if isinstance(value, fx.Node) else None
         return rows.order if rows is not None and len(shape(value)) == 1 else None
 
     def _same(self, node: fx.Node) -> bool:
-        """Copy the facts about a value to its copy in another dtype."""
         first = self._first(node)
-        kinds_of_notes: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
-        for notes in kinds_of_notes:
+        for notes in self._tells:
             if first in notes:
                 notes[node] = notes[first]
                 return True
-        # A copy of a sorted value is handled like any other copy; in addition, it is sorted.
         if first in self._sorted:
             self._sorted[node] = self._sorted[first]
         return False
@@ -155,17 +141,13 @@ class Routing:
         return True
 
     def _is_permutation(self, value: Any) -> bool:
-        """Return whether an index points exactly once to each row of an order with a fixed number of rows per token."""
+        """Return whether an index points exactly once to each row of an order."""
         points = self._points.get(value)
         return points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
 
     def _arange(self, node: fx.Node) -> bool:
         times = multiple_of(shape(node)[0], self._tokens)
-        start = ([0, *operands(node)] if node.target is aten.arange.default else operands(node))[0]
-        step = 1
-        if node.target is aten.arange.start_step and len(operands(node)) > 2:
-            step = operands(node)[2]
-        if times is None or start != 0 or step != 1:
+        if times is None or (argument_of(node, "start") or 0) != 0 or (argument_of(node, "step") or 1) != 1:
             return False
         self._counters[node] = times
         return True
@@ -173,7 +155,7 @@ class Routing:
     def _quotient(self, node: fx.Node) -> bool:
         """Handle dividing the position of a row by the number of rows per token, or by a divisor of it."""
         first, by = operands(node)[:2]
-        floors = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
+        floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
         if along is None or not floors or type(by) is not int or type(to) is not int or by < 1 or to % by:
             return False
@@ -184,8 +166,8 @@ class Routing:
         """Handle inverting an order: the number of each row is written at the row's position."""
         index: Any = None
         if node.target is aten.index_put.default:
-            _, indices, values, *more = operands(node)
-            index = indices[0] if len(indices) == 1 and not any(more) else None
+            _, indices, values = operands(node)[:3]
+            index = indices[0] if len(indices) == 1 and not argument_of(node, "accumulate") else None
         else:
             _, dim, place, values = operands(node)
             index = place if dim == 0 else None
@@ -196,7 +178,6 @@ class Routing:
         return True
 
     def _chosen(self, node: fx.Node) -> bool:
-        """Handle taking the rows that an index points to."""
         first, *rest = operands(node)
         if node.target is aten.index_select.default:
             dim, index = rest
@@ -215,10 +196,9 @@ class Routing:
         return True
 
     def _repeated(self, node: fx.Node) -> bool:
-        """Handle repeating each row."""
-        first, times, *rest = operands(node)
+        first, times = operands(node)[:2]
         repeated = self._rows.get(first)
-        dim = rest[0] if rest else node.kwargs.get("dim")
+        dim = argument_of(node, "dim")
         if repeated is None or type(repeated.order) is not int or type(times) is not int or type(dim) is not int:
             return False
         if dim % len(shape(first)) != repeated.dim:
@@ -227,7 +207,6 @@ class Routing:
         return True
 
     def _summed(self, node: fx.Node) -> bool:
-        """Handle adding rows to the rows that they point to."""
         into, dim, index, rows = operands(node)
         points = self._points.get(index)
         if points is None or self._rows.get(rows) != Rows(dim, points.along):
@@ -240,15 +219,18 @@ class Routing:
         return True
 
     def _count(self, node: fx.Node) -> bool:
-        """Handle counting the rows with each of the numbers 0, 1, 2, ..."""
-        named: dict[str, Any] = dict(zip(("input", "bins", "min", "max"), operands(node), strict=False))
-        options = {"bins": 100, "min": 0, "max": 0, **named, **node.kwargs}
-        sort = self._sorted.get(options["input"])
-        if sort is None or options["min"] != 0 or options["max"] != options["bins"] - 1:
+        sort = self._sorted.get(self._first(node))
+        if sort is None or not _ascends(sort) or not _is_choice(self._first(sort)):
             return False
-        if not _ascends(sort) or not _is_choice(self._first(sort)):
+        if argument_of(node, "min") != 0 or argument_of(node, "max") != argument_of(node, "bins") - 1:
             return False
         self._counts[node] = sort
+        return True
+
+    def _end(self, node: fx.Node) -> bool:
+        if self._first(node) not in self._counts:
+            return False
+        self._ends[node] = self._counts[self._first(node)]
         return True
 
     def _grouped(self, node: fx.Node) -> bool:
@@ -266,10 +248,7 @@ class Routing:
 
 
 def _ascends(sort: fx.Node) -> bool:
-    """Return whether a sort is ascending."""
-    at = 3 if "stable" in str(sort.target) else 2
-    arguments = operands(sort)
-    return not (arguments[at] if len(arguments) > at else sort.kwargs.get("descending", False))
+    return not argument_of(sort, "descending")
 
 
 def _is_choice(value: Any) -> bool:
@@ -286,8 +265,6 @@ def _is_choice(value: Any) -> bool:
 
 def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -> Rows | None:
     """Return the rows of a reshaped value, or None if its tokens are split up.
-
-    The number of elements before the token dimension must not change.
 
     Args:
         dim: dimension of the result whose size depends on the number of tokens.
@@ -309,5 +286,4 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
 
 
 def _elements(sizes: Any) -> int | None:
-    """Return the number of elements of these sizes, or None if it depends on the batch."""
     return None if any(symbol_name(size) is not None for size in sizes) else math.prod(map(int, sizes))

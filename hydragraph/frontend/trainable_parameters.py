@@ -14,68 +14,44 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Template
+from hydragraph.private.operator_schemas import aten_operators
+from hydragraph.private.tracing import ancestors_of
 
 _LOG = logging.getLogger(__name__)
-# Maximum number of parameters listed in a warning.
 _NAMED = 10
 
-aten = torch.ops.aten
-
 # The dtypes that an fp32 master weight can represent.
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operators whose results do not depend on the values of their operands, from autograd's point of view.
-CONSTANT = frozenset(
-    {
-        aten.detach.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
-        aten.new_empty.default,
-    }
-)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Operators whose results do not depend on the values of their operands for autograd.
+_CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters that are not floating-point (master weights are) or that have no shape yet."""
+    """Raise Unsupported for parameters that are not floating-point or have no shape yet."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise Unsupported(
-                "a tensor that waits for a first input to have a shape",
-                where=name,
-                remedy="call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)",
-            )
+            remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
+            raise Unsupported("a tensor that waits for a first input to have a shape", where=name, remedy=remedy)
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter and parameter.numel() == 0:
             raise Unsupported("a parameter without elements", where=name, remedy="remove it from the model")
-        if parameter.dtype not in FLOATS:
-            raise Unsupported(
-                f"a parameter of {parameter.dtype}, where master weights are fp32",
-                where=name,
-                remedy="make it a buffer (register_buffer) if it is a constant, or dequantise the model",
-            )
+        if parameter.dtype not in _FLOATS:
+            what = f"a parameter of {parameter.dtype}, where master weights are fp32"
+            remedy = "make it a buffer (register_buffer) if it is a constant, or dequantise the model"
+            raise Unsupported(what, where=name, remedy=remedy)
 
 
 def reached(graph: fx.GraphModule) -> set[fx.Node]:
     """Return the placeholders of a forward graph that receive a gradient from its results."""
-    # Backwards from the results, stopping at operators that autograd treats as constant.
-    pending: list[Any] = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-    seen: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in seen and node.target not in CONSTANT and _differentiable(value_of(node)):
-            seen.add(node)
-            pending += node.all_input_nodes
-    return {node for node in seen if node.op == "placeholder"}
 
+    def passes_on(node: fx.Node) -> bool:
+        value = value_of(node)
+        several = value if isinstance(value, (tuple, list)) else (value,)
+        differentiable = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
+        return differentiable and node.target not in _CONSTANT
 
-def _differentiable(value: Any) -> bool:
-    """Return whether a node's value, or one of its values, can have a gradient."""
-    several = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
+    results: Any = graph.graph.output_node().args[0]
+    return {node for node in ancestors_of(results, passes_on) if node.op == "placeholder"}
 
 
 def learning(
@@ -85,7 +61,6 @@ def learning(
 
     Args:
         blocks: in order; the loss is the result of the last.
-        templates: by name, at least those of these blocks.
         parameters: all parameters of the model, by canonical name.
     """
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
@@ -97,7 +72,7 @@ def learning(
         names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
-            # The loss does not depend on this block's hidden state, so no earlier block contributes to it.
+            # No earlier block contributes to the loss.
             break
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
