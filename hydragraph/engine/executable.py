@@ -50,7 +50,7 @@ from hydragraph.engine.step_agreement import Call, Promise
 from hydragraph.engine.strategy_history import Past
 from hydragraph.errors import RankFailure, Stopped, Unsupported
 from hydragraph.frontend.check.stage_check import StageCheck
-from hydragraph.frontend.compiled_folder.load import Compiled
+from hydragraph.frontend.compiled_folder.load import CompiledFolder
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.loss_module import loss_buffers
@@ -232,7 +232,7 @@ class Executable:
         backend: str | None = None,
         check: str = "off",
         home: Home | None = None,
-        library: Compiled | None = None,
+        library: CompiledFolder | None = None,
         variants: Variants | None = None,
         joining: bool = False,
         deterministic: bool = False,

@@ -1,9 +1,6 @@
-"""Description of a model without its weights, as texts that are the same in every process.
+"""Descriptions of a model's parts as texts that are the same in every process.
 
-`structure` (`module_digest`) is valid in one process only.
-
-A library class is described by its name, as the library's version determines the rest; any other class by the source of
-its file. If something cannot be described (code without source, hooks, closures), nothing is.
+Library code is described by its name, as the version determines the rest; other code by the source of its file.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,25 +25,6 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 
 class Unknown(Exception):  # noqa: N818
     """Raised for an object that cannot be described as text."""
-
-
-def described(model: nn.Module) -> Iterator[str]:
-    """Yield the description of each module: its class, its attributes, and sources not covered by a version.
-
-    Raises:
-        Unknown: it cannot be described.
-    """
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):
-        yield config.to_json_string(use_diff=False)
-        yield str(getattr(config, "_attn_implementation", ""))
-    seen: set[type] = set()
-    for name, module in model.named_modules():
-        yield f"{name} {type(module).__module__}.{type(module).__qualname__}"
-        yield repr(attributes(name, module))
-        for kind in (k for k in type(module).__mro__ if k not in seen and not is_known(k.__module__)):
-            seen.add(kind)
-            yield "" if kind is object else source_digest(kind)
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
@@ -67,8 +45,7 @@ def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def is_known(module: str) -> bool:
-    """Return whether a Python module belongs to a library whose version determines what it does."""
+def _is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
 
 
@@ -85,7 +62,7 @@ def _value(value: object) -> str:
         return described_function(value)
     if isinstance(value, functools.partial):
         return f"partial{_value((value.func, value.args, value.keywords))}"
-    if isinstance(value, type) or is_known(type(value).__module__):
+    if isinstance(value, type) or _is_known(type(value).__module__):
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
@@ -96,7 +73,7 @@ def described_function(function: Callable[..., Any]) -> str:
     """Describe a function: by name if it belongs to a library or to hydragraph, otherwise by its source.
 
     Raises:
-        Unknown: it is not a plain function (perhaps with fixed arguments, `functools.partial`), or it is a closure.
+        Unknown: it is a closure, or not a plain function, perhaps with fixed arguments (`functools.partial`).
     """
     if isinstance(function, functools.partial):
         return _value(function)
@@ -105,16 +82,12 @@ def described_function(function: Callable[..., Any]) -> str:
     if function.__closure__:
         raise Unknown(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"
-    covered = is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
+    covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
     return name if covered else f"{name} {source_digest(function)}"
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of the whole file that defines a class or a function.
-
-    Raises:
-        Unknown: it is not defined in a file.
-    """
+    """Return the SHA-256 of the file that defines a class or a function; raise Unknown if there is none."""
     file = getattr(sys.modules.get(thing.__module__), "__file__", None)
     if not file:
         raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")

@@ -1,14 +1,22 @@
-"""Files in the user's cache folder, `$XDG_CACHE_HOME/hydragraph` or `~/.cache/hydragraph`, that spare later runs work.
+"""Files in the user's cache folder, `$XDG_CACHE_HOME/hydragraph` or `~/.cache/hydragraph`.
 
 A file that cannot be read counts as missing, and one that cannot be written is not kept: both only cost time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import tempfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+_LARGEST = 1 << 28  # bytes of JSON in one file
+Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,17 +48,38 @@ def write(path: Path, content: bytes) -> None:
         _LOG.info("%s is not kept: %s", path, error)
 
 
+def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
+    """Build something from what `write_packed` wrote, or return None if that is missing or invalid."""
+    packed = read(path)
+    if packed is None:
+        return None
+    try:
+        return build(zlib.decompressobj().decompress(packed, _LARGEST))
+    except (ValueError, zlib.error) as error:
+        _LOG.info("%s is not used: %s", path, error)
+        return None
+
+
+def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
+    """Write data, unless JSON cannot represent it, and keep at most `most` files of its kind."""
+    try:
+        content = json.dumps(data(), allow_nan=False)
+    except ValueError as error:
+        _LOG.info("%s is not kept: %s", path, error)
+        return
+    write(path, zlib.compress(content.encode(), 3))
+    evict(path.parent.name, most)
+
+
 def evict(kind: str, most: int) -> None:
-    """Delete the files used longest ago if there are more than `most`, until three quarters of that number are left."""
+    """Delete the files used longest ago if there are more than `most`, down to three quarters of that."""
     files = list(folder(kind).rglob("*"))
     if len(files) <= most:
         return
     used: list[tuple[float, Path]] = []
     for path in files:
-        try:
+        with contextlib.suppress(OSError):  # another process has deleted it
             if path.is_file():
                 used.append((path.stat().st_mtime, path))
-        except OSError:
-            continue  # another process has deleted it
     for _, path in sorted(used)[: len(used) - most * 3 // 4]:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Cache of passed checks in the user's cache folder: a correct program need not be checked again.
+"""Cache of passed checks in the user's cache folder.
 
-Only the fact that something passed is stored, under a fingerprint of everything the outcome depends on. If that cannot
-be determined (code without source, hooks, closures), nothing is stored.
+Only the fact that something passed is stored, under a key that covers everything the outcome depends on, if that
+can be determined (no hooks, closures or code without source).
 """
 
 from __future__ import annotations
@@ -9,41 +9,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import torch
 
 import hydragraph
+from hydragraph.errors import Unsupported
 from hydragraph.frontend import user_cache
 from hydragraph.frontend.check.numeric_check import CheckedModel
-from hydragraph.frontend.model_description import Unknown, described, described_function
+from hydragraph.frontend.compiled_folder.manifest import versions
+from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__
 
 
-def folder() -> Path:
-    """Return the folder of the cache."""
-    return user_cache.folder("checks")
-
-
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return 32 hex digits that cover everything a check's outcome depends on, or None if that cannot be determined."""
+    """Return a key that covers everything a check's outcome depends on, or None if that cannot be determined."""
     program = subject.program
-    digest = hashlib.sha256()
     try:
-        for part in (
-            *(mode, subject.blocks, program.fingerprint, program.origin, torch.__version__, __version__, _own_source()),
-            getattr(sys.modules.get("transformers"), "__version__", ""),
-            *(template.content for template in program.templates.values()),
-            *(f"{n} {tuple(p.shape)} {p.requires_grad} {p.is_meta}" for n, p in subject.model.named_parameters()),
-            *described(subject.model),
-            described_function(subject.loss),
-            sorted((n, str(t.dtype), tuple(t.shape)) for n, t in (subject.example or {}).items()),
-        ):
-            digest.update(f"{part!r}\n".encode())
-    except Unknown:
+        record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
+    except Unsupported:
         return None
-    return digest.hexdigest()[:32]
+    on_meta = [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
+    contents = [template.content for template in program.templates.values()]
+    return key_of(repr((mode, program.fingerprint, program.origin, record, versions(), on_meta, contents)))
 
 
 def key_of(content: str) -> str:
@@ -54,7 +42,7 @@ def key_of(content: str) -> str:
 
 @functools.cache
 def _own_source() -> str:
-    """Return a digest of hydragraph's files, by size and time: during development the version number stays the same."""
+    """Return a digest of hydragraph's files, by size and time: the version number stays the same during development."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
@@ -63,11 +51,15 @@ def _own_source() -> str:
 def recall(key: str) -> str | None:
     """Return the line stored for a fingerprint that passed before, or None."""
     try:
-        return str(json.loads(user_cache.read(folder() / f"{key}.json") or b"")["line"])
+        return str(json.loads(user_cache.read(_path(key)) or b"")["line"])
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def remember(key: str, line: str) -> None:
     """Store that something passed; if it cannot be written, the check is repeated next time."""
-    user_cache.write(folder() / f"{key}.json", json.dumps({"line": line}).encode())
+    user_cache.write(_path(key), json.dumps({"line": line}).encode())
+
+
+def _path(key: str) -> Path:
+    return user_cache.folder("checks") / f"{key}.json"

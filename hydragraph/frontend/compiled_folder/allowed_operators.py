@@ -1,7 +1,7 @@
 """Allow-list of the operators that graphs of a compiled folder may call.
 
-No operator on the list reads or writes files, draws random numbers, or mutates its inputs. `save` rejects a graph that
-calls anything else and names the call; such a model is traced at every start.
+None reads or writes files, draws random numbers, or mutates its inputs. `save` rejects a graph that calls anything
+else; such a model is traced at every start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hydragraph.kernels.varlen_attention  # noqa: F401
 from hydragraph.ir.graph_data import PYTHON, known_target
 from hydragraph.private.operator_schemas import signature_of
 
-# PyTorch operators by name, with all overloads that do not mutate their inputs.
 _ATEN = """
 elementwise
     abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
@@ -80,8 +79,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of the runtime's collectives object, and of the running sum that a gradient is added to, with their number of
-# arguments including self.
+# Methods of the runtime's collectives, and of the running sum of a gradient, with their number of arguments.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
@@ -98,15 +96,12 @@ _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Reject a call whose target is not on the list, or whose arguments are invalid.
+    """Raise ValueError for a call whose target is not on the list, or whose arguments are invalid.
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
         given: positional arguments, as data.
         by_name: keyword arguments, or only their names if their values are unknown.
-
-    Raises:
-        ValueError: says what is wrong.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
@@ -126,22 +121,14 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     if unknown or missing:
         what = f"gives it {min(unknown)}" if unknown else f"does not give it {min(missing)}"
         raise ValueError(f"it calls {name} and {what}")
-    given_by_name = by_name if isinstance(by_name, Mapping) else {}
-    for argument, kind, value in zip(signature.names, signature.types, given, strict=False):
-        _check_argument(name, argument, kind, value)
+    values = dict(zip(signature.names, given, strict=False)) | (by_name if isinstance(by_name, dict) else {})
     for argument, kind in zip(signature.names, signature.types, strict=True):
-        if argument in given_by_name:
-            _check_argument(name, argument, kind, given_by_name[argument])
-
-
-def _check_argument(name: str, argument: str, kind: str, value: object) -> None:
-    if not _fits(kind, value):
-        what = "a tensor" if kind == "Tensor" else kind
-        raise ValueError(f"it calls {name} with {value!r:.80} where that takes {what} ({argument})")
+        if argument in values and not _fits(kind, values[argument]):
+            what = "a tensor" if kind == "Tensor" else kind
+            raise ValueError(f"it calls {name} with {values[argument]!r:.80} where that takes {what} ({argument})")
 
 
 def _fits(kind: str, value: object) -> bool:
-    """Return whether an argument, as data, matches a type of PyTorch's schema."""
     if kind.startswith("Optional["):
         return value is None or _fits(kind[9:-1], value)
     if kind.startswith("List["):

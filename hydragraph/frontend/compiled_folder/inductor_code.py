@@ -1,7 +1,6 @@
 """Inductor's compiled code in a compiled folder: the only file of the folder that is code.
 
-PyTorch packs the content of its cache, including kernels, into one file, and unpacks it elsewhere. Anyone who can write
-that file can run code where it is loaded, so it is written and loaded only if the user passes `--trust`.
+Writing that file means running code where it is loaded, so it is written and loaded only with `--trust`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write what Inductor compiled in this process or found in its cache; return whether there was anything."""
+    """Write what Inductor compiled or found in its cache; return whether there was anything."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False

@@ -1,4 +1,4 @@
-"""Read a compiled folder: verify all files against the manifest, and validate all data, without executing any of it."""
+"""Read a compiled folder: verify all files and validate all data, without executing any of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.frontend.compiled_folder.manifest import (
     ALWAYS,
     GPU,
     NAME,
-    Manifest,
+    FolderManifest,
     Refused,
     own_code,
     read_file,
@@ -36,17 +36,11 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
-    """Contents of a compiled folder: a `Library` of variants, built on demand.
-
-    Attributes:
-        folder: its path.
-        manifest: its manifest.
-        program: the captured program.
-    """
+class CompiledFolder:
+    """Contents of a compiled folder: a `Library` of variants, built on demand."""
 
     folder: Path
-    manifest: Manifest
+    manifest: FolderManifest
     program: Program
     _files: Mapping[str, bytes] = field(repr=False)
     _known: dict[str, Variant] = field(default_factory=dict, repr=False)
@@ -76,11 +70,7 @@ class Compiled:
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Return whether the numeric check was already made when the folder was written, and log this.
-
-        Args:
-            mode: the mode requested now: "auto", "full" or "off".
-        """
+        """Return whether the folder was checked in this mode when it was written, and log this."""
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
             _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
@@ -96,15 +86,14 @@ def load(
     dtype: torch.dtype | None = None,
     ranks: int | None = None,
     trust: bool = False,
-) -> Compiled:
+) -> CompiledFolder:
     """Read a compiled folder.
 
     Args:
         model: record of the model that the folder must belong to (`model_record`); None: do not check.
         dtype: required compute dtype; None: the folder's.
         ranks: number of ranks; None: the strategies in the folder do not matter.
-        trust: pass the code that the folder may contain to Inductor
-            (`hydragraph.frontend.compiled_folder.inductor_code`); it can do anything that this process may.
+        trust: pass the code that the folder may contain to Inductor; it can do anything that this process may.
 
     Raises:
         Refused: the folder is stale, damaged, or belongs to something else; the message names the difference and the
@@ -127,9 +116,7 @@ def load(
         raise Refused(folder, f"{NAME} does not name {min(missing):.200}")
     try:
         program = program_of(read_json(contents[PROGRAM], PROGRAM))
-    except Malformed as error:
-        raise Refused(folder, str(error)) from None
-    except ValueError as error:  # raised by the classes that make up a program
+    except ValueError as error:
         raise Refused(folder, f"{PROGRAM}: {error}") from None
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder anew with the other one"
@@ -143,10 +130,10 @@ def load(
     seconds = time.perf_counter() - began
     count = len(manifest.variants)
     _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
-    return Compiled(folder, manifest, program, graphs)
+    return CompiledFolder(folder, manifest, program, graphs)
 
 
-def _refuse_other_model(folder: Path, manifest: Manifest, model: ModelRecord) -> None:
+def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
         raise Refused(folder, "it does not say which model it is of: a process wrote it for others beside it")
     found = differences(manifest.model, model)
@@ -155,7 +142,7 @@ def _refuse_other_model(folder: Path, manifest: Manifest, model: ModelRecord) ->
         raise Refused(folder, f"it was compiled from another model: {'; '.join(found[:3])}{more}")
 
 
-def _refuse_more(folder: Path, manifest: Manifest) -> None:
+def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
     """Reject unlisted files: a reader would take them for part of the folder."""
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     there = {path.relative_to(folder).as_posix() for path in files}
@@ -166,8 +153,7 @@ def _refuse_more(folder: Path, manifest: Manifest) -> None:
         raise Refused(folder, f"it holds {more[0]:.200}{others}, which {NAME} does not name", remedy)
 
 
-def _refuse_stale(folder: Path, manifest: Manifest) -> None:
-    """Reject a folder written by other versions."""
+def _refuse_stale(folder: Path, manifest: FolderManifest) -> None:
     for name in ALWAYS:
         if name not in manifest.versions:
             raise Refused(folder, f"it does not say with which version of {name} it was compiled")

@@ -19,8 +19,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,9 +47,7 @@ class Refused(ValueError):  # noqa: N818
     """Raised for a compiled folder that a run cannot start from.
 
     Args:
-        folder: path of the folder.
-        what: what is wrong with it.
-        remedy: how to fix it.
+        what, remedy: what is wrong with the folder, and how to fix it.
     """
 
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
@@ -63,13 +61,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """Location of a variant, and a description for readers.
-
-    Attributes:
-        file: its path in the folder.
-        blocks: the blocks that use it.
-        kind: kind of its stage, such as tp2s.
-    """
+    """Location of a variant; for readers, its blocks and its kind of stage, such as tp2s."""
 
     file: str
     blocks: tuple[str, ...]
@@ -77,7 +69,7 @@ class VariantEntry:
 
 
 @dataclass(frozen=True)
-class File:
+class ExpectedFile:
     """Expected size and SHA-256 of a file."""
 
     bytes: int
@@ -99,12 +91,12 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether no comparison with the model is needed; "full" does not trust the folder's own claims."""
+        """Return whether no comparison is needed; "full" does not trust the folder's own claims."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class FolderManifest:
     """Contents of `manifest.json`; see the module docstring."""
 
     versions: Mapping[str, str]
@@ -113,10 +105,9 @@ class Manifest:
     model: ModelRecord | None
     check: Check
     variants: Mapping[str, VariantEntry]
-    files: Mapping[str, File]
+    files: Mapping[str, ExpectedFile]
 
     def text(self) -> str:
-        """Return the file's text; equal manifests have equal texts."""
         content = {"format": FORMAT, **asdict(self)}
         body = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         digest = hashlib.sha256(body.encode()).hexdigest()
@@ -124,12 +115,8 @@ class Manifest:
         return body.removesuffix("\n}") + last
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read a folder's manifest, which must be byte-for-byte as written.
-
-    Raises:
-        Refused: it is missing, was changed, or was written by a later hydragraph.
-    """
+def read_manifest(folder: Path) -> FolderManifest:
+    """Read a folder's manifest; raise Refused if it is missing, was changed, or is of another format."""
     try:
         # Reading a pipe may block forever, and a link may lead anywhere.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
@@ -142,7 +129,11 @@ def read_manifest(folder: Path) -> Manifest:
         data = read_json(written, NAME)
         if isinstance(data, dict) and data.get("format") != FORMAT:
             raise Refused(folder, f"its format is {data.get('format')!r:.40}, and this hydragraph reads {FORMAT}")
-        manifest = _manifest_of(data)
+        names = [field.name for field in fields(FolderManifest)]
+        data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
+        manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)
+        if manifest.model is not None:
+            record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
     except Malformed as error:
         raise Refused(folder, f"{NAME} is damaged: {error}") from None
     if manifest.text().encode() != written:
@@ -150,68 +141,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest_of(value: object) -> Manifest:
-    data = record_schema.fields(
-        value, ("format", "versions", "code", "ranks", "model", "check", "variants", "files", "sha256"), NAME
-    )
-    check = record_schema.fields(data["check"], ("mode", "model", "stages"), f"{NAME}: check")
-    model = None if data["model"] is None else record_schema.fields(data["model"], PARTS, f"{NAME}: model")
-    return Manifest(
-        _texts_by_name(data["versions"], "versions"),
-        record_schema.text(data["code"], NAME),
-        None if data["ranks"] is None else record_schema.whole(data["ranks"], f"{NAME}: ranks", 1),
-        None if model is None else {part: _texts_by_name(each, f"model: {part}") for part, each in model.items()},
-        Check(
-            record_schema.text(check["mode"], NAME),
-            record_schema.text(check["model"], NAME),
-            _texts_by_name(check["stages"], "check: stages"),
-        ),
-        {key: _entry_of(each) for key, each in _mapping(data["variants"], "variants").items()},
-        {path: _file_of(each) for path, each in _mapping(data["files"], "files").items()},
-    )
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        example = '{"NAME": ...}, as hydragraph compile writes it'
-        raise Malformed(f"{NAME}: {where}: expected a mapping of names, but it is {value!r:.80}: give {example}")
-    return value
-
-
-def _texts_by_name(value: object, where: str) -> Mapping[str, str]:
-    return {name: record_schema.text(each, f"{NAME}: {where}") for name, each in _mapping(value, where).items()}
-
-
-def _entry_of(value: object) -> VariantEntry:
-    where = f"{NAME}: a variant"
-    data = record_schema.fields(value, ("file", "blocks", "kind"), where)
-    return VariantEntry(
-        record_schema.text(data["file"], where),
-        record_schema.texts(data["blocks"], where),
-        record_schema.text(data["kind"], where),
-    )
-
-
-def _file_of(value: object) -> File:
-    where = f"{NAME}: a file"
-    data = record_schema.fields(value, ("bytes", "sha256"), where)
-    return File(record_schema.whole(data["bytes"], where), record_schema.text(data["sha256"], where))
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def files_of(folder: Path) -> dict[str, File]:
-    """Return size and SHA-256 of every file of a folder except the manifest, sorted by path."""
+def files_of(folder: Path) -> dict[str, ExpectedFile]:
+    """Return size and SHA-256 of every file of a folder except the manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
-    return {path.relative_to(folder).as_posix(): _file(path.read_bytes()) for path in paths}
+    return {path.relative_to(folder).as_posix(): _expected(path.read_bytes()) for path in paths}
 
 
-def _file(content: bytes) -> File:
-    return File(len(content), hashlib.sha256(content).hexdigest())
+def _expected(content: bytes) -> ExpectedFile:
+    return ExpectedFile(len(content), hashlib.sha256(content).hexdigest())
 
 
-def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
+def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
     """Return the content of a file, which must match the manifest.
 
     Raises:
@@ -233,7 +176,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, File]) -> bytes:
         content = place.read_bytes()
     except OSError as error:
         raise Refused(folder, f"{path} cannot be read ({error.strerror or error})") from None
-    if _file(content) != expected:
+    if _expected(content) != expected:
         raise Refused(folder, f"{path} was changed after it was written: its SHA-256 is another")
     return content
 
@@ -265,7 +208,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions that graphs depend on, by name; packages that were not imported had no influence.
+    """Return the versions of imported packages that graphs depend on, by name.
 
     Args:
         arch: the GPU architecture that kernels were compiled for; None: the folder has none.
@@ -276,18 +219,13 @@ def versions(arch: str | None = None) -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package that graphs depend on, imported or not, or the name of this machine's `GPU`.
-
-    It is "" if there is none.
-    """
+    """Return the version of a package, or the name of this machine's `GPU`; "" if there is none."""
+    if name == GPU:
+        return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":
         return platform.python_version().rpartition(".")[0]
     if name == "hydragraph":
         return __version__
-    if name == "torch":
-        return str(torch.__version__)
-    if name == GPU:
-        return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     try:
         return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -296,15 +234,10 @@ def version_of(name: str) -> str:
 
 @functools.cache
 def own_code() -> str:
-    """Return a SHA-256 of hydragraph's files that make graphs: during development the version stays the same."""
+    """Return a SHA-256 of hydragraph's files that make graphs."""
     root = Path(str(hydragraph.__file__)).parent
     digest = hashlib.sha256()
-    for path in sorted(_sources(root)):
+    for path in sorted(path for name in _MAKERS for path in (root / name).rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _sources(root: Path) -> Iterable[Path]:
-    for name in _MAKERS:
-        yield from [root / name] if name.endswith(".py") else (root / name).rglob("*.py")

@@ -4,7 +4,7 @@
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of all modules of that class
     code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
-            function of the libraries -> SHA-256 of the function in its place
+            library function -> SHA-256 of the function in its place
 
 Weights do not count, and neither do settings that only text generation uses.
 """
@@ -28,7 +28,6 @@ ModelRecord = Mapping[str, Mapping[str, str]]
 
 # Settings that record where a config came from, or that only text generation uses.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
-# The same for attributes of transformers models.
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
@@ -40,11 +39,7 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return the record of a model; arguments as for `capture`.
-
-    Raises:
-        Unsupported: part of the model cannot be described, so a folder could not be matched with it.
-    """
+    """Return the record of a model; raise Unsupported if part of it cannot be described. Arguments as for `capture`."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:
@@ -62,11 +57,9 @@ def model_record(
             "code": _code(model),
         }
     except Unknown as error:
-        raise Unsupported(
-            f"{error}, so that a compiled folder could not be told from another model's",
-            where=type(model).__name__,
-            remedy="leave that out of the model and its loss, or train without a compiled folder",
-        ) from None
+        what = f"{error}, so that a compiled folder could not be told from another model's"
+        remedy = "leave that out of the model and its loss, or train without a compiled folder"
+        raise Unsupported(what, where=type(model).__name__, remedy=remedy) from None
 
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
@@ -153,28 +146,18 @@ def _code(model: nn.Module) -> Mapping[str, str]:
     methods = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     for place, value in LibraryCode(model).patches:
         if place.rpartition(".")[0] not in methods and place not in methods:
-            found[place] = _replacement(place, value)
+            if not isinstance(value, FunctionType) or value.__closure__:
+                raise Unknown(f"{place} is {value!r}")
+            found[place] = _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
     return found
-
-
-def _replacement(place: str, value: Any) -> str:
-    """Return a digest of what stands in place of a library's function."""
-    if isinstance(value, FunctionType) and not value.__closure__:
-        return _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
-    raise Unknown(f"{place} is {value!r}")
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
     """Return the current methods of a class: one may have been replaced after its file was read."""
-    functions = {name: _function(value) for name, value in vars(kind).items()}
-    return [
-        (name, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for name, f in functions.items() if f
-    ]
-
-
-def _function(value: object) -> FunctionType | None:
-    inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-    return inner if isinstance(inner, FunctionType) else None
+    values = vars(kind).items()
+    inner = {n: getattr(v, "__func__", None) or getattr(v, "fget", None) or v for n, v in values}
+    functions = {name: value for name, value in inner.items() if isinstance(value, FunctionType)}
+    return [(n, f"{f.__module__}.{f.__qualname__} {_instructions(f.__code__)}") for n, f in functions.items()]
 
 
 def _instructions(code: CodeType) -> str:

@@ -9,16 +9,16 @@ variant_of(data, spec)    -> the same Variant, which must match the spec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_type_hints
 
 from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
 from hydragraph.frontend.compiled_folder.record_schema import Malformed
 from hydragraph.ir.graph_data import decode, encode
-from hydragraph.ir.layout import GradientKind
-from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
-from hydragraph.ir.program import Block, Program, Template
+from hydragraph.ir.parameter import Bucket, Parameter
+from hydragraph.ir.program import Program, Template
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names, start_of
 from hydragraph.passes.graph_passes import VariantSpec
 
@@ -37,13 +37,13 @@ def program_data(program: Program) -> Data:
         "model": program.model,
         "dtype": str(program.dtype).removeprefix("torch."),
         "causal": program.causal,
-        "heads": list(program.heads),
+        "heads": program.heads,
         "unplaced": program.unplaced,
-        "positions": list(program.positions) if program.positions is not None else None,
+        "positions": program.positions,
         "origin": program.origin,
         "fingerprint": program.fingerprint,
-        "blocks": [_block_data(block) for block in program.blocks],
-        "aux": _block_data(program.aux),
+        "blocks": [asdict(block) for block in program.blocks],
+        "aux": asdict(program.aux),
         "parameters": [_parameter_data(parameter) for parameter in program.parameters.values()],
         "buckets": [_bucket_data(bucket) for bucket in program.buckets],
         "templates": [_template_data(template) for template in program.templates.values()],
@@ -56,29 +56,23 @@ def program_of(value: object) -> Program:
     Raises:
         Malformed: names the field that is wrong.
     """
-    where = "program"
-    names = "model dtype causal heads unplaced positions origin fingerprint blocks aux parameters buckets templates"
-    data = record_schema.fields(value, names.split(), where)
-    templates = [_template_of(each) for each in record_schema.listed(data["templates"], f"{where}: templates")]
-    parameters = [_parameter_of(each) for each in record_schema.listed(data["parameters"], f"{where}: parameters")]
-    by_name = {parameter.name: parameter for parameter in parameters}
+    kinds = get_type_hints(Program)
+    plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
+    data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
+    parts = {name: record_schema.built(kinds[name], data[name], f"program: {name}") for name in plain}
+    templates = [_template_of(each) for each in record_schema.listed(data["templates"], "program: templates")]
+    listed = [_parameter_of(each) for each in record_schema.listed(data["parameters"], "program: parameters")]
+    parameters = {parameter.name: parameter for parameter in listed}
+    buckets = [_bucket_of(each, parameters) for each in record_schema.listed(data["buckets"], "program: buckets")]
     program = Program(
-        model=record_schema.text(data["model"], f"{where}: model"),
-        dtype=record_schema.dtype(data["dtype"], f"{where}: dtype"),
-        causal=record_schema.flag(data["causal"], f"{where}: causal"),
-        blocks=tuple(_block_of(each) for each in record_schema.listed(data["blocks"], f"{where}: blocks")),
-        aux=_block_of(data["aux"]),
         templates={template.name: template for template in templates},
-        parameters=by_name,
-        buckets=tuple(_bucket_of(each, by_name) for each in record_schema.listed(data["buckets"], f"{where}: buckets")),
-        heads=record_schema.wholes(data["heads"], f"{where}: heads", 1),
-        unplaced=None if data["unplaced"] is None else record_schema.whole(data["unplaced"], f"{where}: unplaced"),
-        positions=_positions_of(data["positions"]),
-        origin=record_schema.text(data["origin"], f"{where}: origin"),
+        parameters=parameters,
+        buckets=tuple(buckets),
+        **parts,
     )
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
-        raise Malformed(f"{where}: its fingerprint is {program.fingerprint}, and it says {data['fingerprint']!r:.80}")
+        raise Malformed(f"program: its fingerprint is {program.fingerprint}, and it says {data['fingerprint']!r:.80}")
     return program
 
 
@@ -102,68 +96,26 @@ def _check_program(program: Program) -> None:
     held = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
     if sorted(held) != sorted(program.parameters):
         raise Malformed("program: its buckets do not hold every parameter once")
+    if 0 in program.heads:
+        raise Malformed("program: it has a number of heads that is 0")
     program.outline  # noqa: B018  it checks names of blocks and buckets
 
 
-def _block_data(block: Block) -> Data:
-    return {
-        "name": block.name,
-        "template": block.template,
-        "parameters": list(block.parameters),
-        "buffers": list(block.buffers),
-        "aux": list(block.aux),
-    }
-
-
-def _block_of(value: object) -> Block:
-    where = "program: a block"
-    data = record_schema.fields(value, ("name", "template", "parameters", "buffers", "aux"), where)
-    return Block(
-        record_schema.text(data["name"], where),
-        record_schema.text(data["template"], where),
-        record_schema.texts(data["parameters"], where),
-        record_schema.texts(data["buffers"], where),
-        record_schema.wholes(data["aux"], where),
-    )
-
-
 def _parameter_data(parameter: Parameter) -> Data:
-    rule = parameter.rule
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "aliases": list(parameter.aliases),
-        "trainable": parameter.trainable,
-        "cut": None
-        if rule is None
-        else {"dim": rule.dim, "segments": list(rule.segments), "unit": rule.unit, "heads": rule.heads},
-    }
+    data = asdict(parameter)
+    data["cut"] = data.pop("rule")
+    return data
 
 
 def _parameter_of(value: object) -> Parameter:
     where = "program: a parameter"
     data = record_schema.fields(value, ("name", "shape", "aliases", "trainable", "cut"), where)
-    rule = None
-    if data["cut"] is not None:
-        cut = record_schema.fields(data["cut"], ("dim", "segments", "unit", "heads"), f"{where}: cut")
-        rule = ShardRule(
-            record_schema.whole(cut["dim"], where),
-            record_schema.wholes(cut["segments"], where, 1),
-            record_schema.whole(cut["unit"], where, 1),
-            record_schema.flag(cut["heads"], where),
-        )
-    return Parameter(
-        record_schema.text(data["name"], where),
-        record_schema.wholes(data["shape"], where, 1),
-        record_schema.texts(data["aliases"], where),
-        rule,
-        record_schema.flag(data["trainable"], where),
-    )
+    return record_schema.record(Parameter, {"rule" if name == "cut" else name: data[name] for name in data}, where)
 
 
 def _bucket_data(bucket: Bucket) -> Data:
     names = [parameter.name for parameter in bucket.parameters]
-    return {"name": bucket.name, "parameters": names, "blocks": list(bucket.blocks), "learns": bucket.learns}
+    return {"name": bucket.name, "parameters": names, "blocks": bucket.blocks, "learns": bucket.learns}
 
 
 def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
@@ -181,23 +133,15 @@ def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
     )
 
 
-def _positions_of(value: object) -> tuple[int, str] | None:
-    if value is None:
-        return None
-    where = "program: positions"
-    limit, setting = (*record_schema.listed(value, where), None, None)[:2]
-    return record_schema.whole(limit, where), record_schema.text(setting, where)
-
-
 def _template_data(template: Template) -> Data:
     content: Any = template.content
     return {
         "name": template.name,
         "digest": content[0],
-        "traced": list(content[-1]),
-        "parameters": list(template.parameters),
-        "buffers": list(template.buffers),
-        "inputs": list(template.inputs),
+        "traced": content[-1],
+        "parameters": template.parameters,
+        "buffers": template.buffers,
+        "inputs": template.inputs,
         "graph": encode(template.graph),
     }
 
@@ -208,13 +152,9 @@ def _template_of(value: object) -> Template:
     name = record_schema.text(data["name"], where)
     where = f"program: template {name[:6]}"
     (graph,) = _built(record_schema.check_graphs(data["graph"], 1, where), where)
-    template = Template(
-        name,
-        graph,
-        record_schema.texts(data["parameters"], where),
-        record_schema.texts(data["buffers"], where),
-        record_schema.texts(data["inputs"], where),
-    )
+    kinds = get_type_hints(Template)
+    names = {n: record_schema.built(kinds[n], data[n], where) for n in ("parameters", "buffers", "inputs")}
+    template = Template(name=name, graph=graph, **names)
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(_placeholders(graph)) != takes:
         raise Malformed(f"{where}: its graph has {len(_placeholders(graph))} placeholders for {takes} names")
@@ -234,54 +174,34 @@ def variant_data(variant: Variant) -> Data:
     Raises:
         ValueError: its graphs cannot be represented as data.
     """
+    names = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary")
     return {
-        "inputs": list(variant.inputs),
-        "outputs": variant.outputs,
-        "needs": list(variant.needs),
-        "gradients": list(variant.gradients),
-        "added": list(variant.added),
+        **{name: getattr(variant, name) for name in names},
         "kinds": {name: kind.value for name, kind in variant.kinds.items()},
-        "vocabulary": list(variant.vocabulary),
         "graphs": encode(variant.forward, variant.backward),
     }
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant from data.
+    """Build a variant from data, which must match its spec.
 
     Args:
-        spec: the spec that the variant must match.
         where: description of the variant, for errors.
 
     Raises:
         Malformed: names the field that is wrong.
     """
-    names = ("inputs", "outputs", "needs", "gradients", "added", "kinds", "vocabulary", "graphs")
-    data = record_schema.fields(value, names, where)
+    kinds = get_type_hints(Variant)
+    plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
+    data = record_schema.fields(value, (*plain, "graphs"), where)
     graphs = record_schema.check_graphs(data["graphs"], 2, where)
-    kinds = record_schema.fields(data["kinds"], spec.template.parameters, f"{where}: kinds")
+    record_schema.fields(data["kinds"], spec.template.parameters, f"{where}: kinds")
+    parts = {name: record_schema.built(kinds[name], data[name], f"{where}: {name}") for name in plain}
     forward, backward = _built(graphs, where)
-    variant = Variant(
-        forward,
-        backward,
-        record_schema.texts(data["inputs"], where),
-        record_schema.whole(data["outputs"], where, 1),
-        record_schema.texts(data["needs"], where),
-        record_schema.texts(data["gradients"], where),
-        {name: _kind_of(kinds[name], where) for name in spec.template.parameters},
-        record_schema.texts(data["vocabulary"], where),
-        record_schema.texts(data["added"], where),
-    )
+    variant = Variant(forward=forward, backward=backward, **parts)
     _check_variant(variant, spec, where)
     _check_shapes(graphs["graphs"][0], spec, where)
     return variant
-
-
-def _kind_of(value: object, where: str) -> GradientKind:
-    try:
-        return GradientKind(value)
-    except ValueError as error:
-        raise Malformed(f"{where}: {error}") from None
 
 
 def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
@@ -289,10 +209,8 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     template = spec.template
     starts = [start_of(name) for name in variant.vocabulary]
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
-    if not set(variant.vocabulary) <= set(template.parameters) or variant.inputs not in (
-        tuple(plain),
-        (*plain, COLLECTIVES),
-    ):
+    known = set(variant.vocabulary) <= set(template.parameters)
+    if not known or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
         raise Malformed(f"{where}: its inputs are not those of the template")
     saved = saved_names(len(_output_of(variant.forward)) - variant.outputs)
     if len(_placeholders(variant.forward)) != len(variant.inputs) or variant.outputs != 1:

@@ -2,19 +2,23 @@
 
 A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). The checks: names are plain
 and unique, a node depends only on earlier nodes, its target is on the allow-list and is called with valid arguments
-(`hydragraph.frontend.compiled_folder.allowed_operators`), dtypes, devices and sizes are valid, and constants are small.
+(`allowed_operators`), dtypes, devices and sizes are valid, and constants are small.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import keyword
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import fx
@@ -22,6 +26,11 @@ from torch import fx
 from hydragraph.frontend.compiled_folder.allowed_operators import ON_COLLECTIVES, ON_SUMS, check_call
 from hydragraph.passes.differentiate import COLLECTIVES
 from hydragraph.private.graph_values import LARGEST_SIZE, size_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Record = TypeVar("Record", bound=DataclassInstance)
 
 LARGEST_CONSTANT = 1 << 24  # bytes
 MOST_NODES = 1 << 18  # per graph
@@ -59,6 +68,14 @@ def fields(value: object, names: Collection[str], where: str) -> Mapping[str, An
     return value
 
 
+def mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Check that a value is a mapping, and return it."""
+    if not isinstance(value, dict):
+        example = '{"NAME": ...}, as hydragraph compile writes it'
+        _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
+    return value
+
+
 def listed(value: object, where: str) -> list[Any]:
     """Check that a value is a list, and return it."""
     if not isinstance(value, list):
@@ -86,7 +103,7 @@ def whole(value: object, where: str, least: int = 0) -> int:
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Check that a value is a list of integers of at least `least`, and return them as a tuple."""
+    """Check that a value is a list of integers of at least `least`, and return them."""
     return tuple(whole(each, where, least) for each in listed(value, where))
 
 
@@ -104,15 +121,48 @@ def dtype(value: object, where: str) -> torch.dtype:
     return _DTYPES[value]
 
 
+def record(kind: type[Record], value: object, where: str) -> Record:
+    """Build a dataclass from a mapping with exactly its fields, each of the annotated type."""
+    types = _types(kind)
+    data = fields(value, types, where)
+    parts = {name: built(types[name], data[name], f"{where}: {name}") for name in types}
+    try:
+        return kind(**parts)
+    except ValueError as error:
+        raise Malformed(f"{where}: {error}") from None
+
+
+def built(kind: Any, value: object, where: str) -> Any:
+    """Build a value of an annotated type."""
+    inner = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return None if value is None else built(inner[0], value, where)
+    if get_origin(kind) is tuple:
+        entries = listed(value, where)
+        kinds = inner[:1] * len(entries) if inner[-1] is Ellipsis else inner
+        if len(entries) != len(kinds):
+            _refuse(where, f"expected {len(kinds)} values, but there are {len(entries)}")
+        return tuple(built(part, each, where) for part, each in zip(kinds, entries, strict=True))
+    if get_origin(kind) is Mapping:
+        return {name: built(inner[1], each, f"{where}: {name}") for name, each in mapping(value, where).items()}
+    if is_dataclass(kind) and isinstance(kind, type):
+        return record(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if value not in [member.value for member in kind]:
+            _refuse(where, f"{value!r:.80} is not a {kind.__name__}")
+        return kind(value)
+    return _SCALARS[kind](value, where)
+
+
+_types = functools.cache(get_type_hints)
+_SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: whole, bool: flag, torch.dtype: dtype}
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Validate the data of the graphs of one trace, and return it.
-
-    Args:
-        count: required number of graphs.
-        where: description of the graphs, for errors.
+    """Validate the data of the `count` graphs of one trace, and return it.
 
     Raises:
         Malformed: names the node and what is wrong with it.
@@ -123,36 +173,21 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
         _refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
-    sizes = _Sizes(hints)
+    size = functools.cache(functools.partial(size_of, hints=hints))  # few distinct sizes, but many values
     for number, nodes in enumerate(graphs):
-        _Graph(f"{where}: graph {number}" if count > 1 else where, sizes).check(nodes)
+        _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
     return data
 
 
-class _Sizes:
-    """Cache of validated sizes; a graph has few distinct sizes, but many values."""
-
-    def __init__(self, hints: Sequence[int]) -> None:
-        self._hints = hints
-        self._known: dict[str, int] = {}
-
-    def check(self, size: object) -> int:
-        """Return a size's value in the traced example."""
-        if not isinstance(size, str):
-            return size_of(size, ())
-        if size not in self._known:
-            self._known[size] = size_of(size, self._hints)
-        return self._known[size]
-
-
 class _Graph:
-    """Validator for the nodes of one graph, in order."""
-
-    def __init__(self, where: str, sizes: _Sizes) -> None:
+    def __init__(self, where: str, size: Callable[[str], int]) -> None:
         self._where = where
-        self._sizes = sizes
+        self._size_of = size
         self._names: set[str] = set()
-        self._constants = 0
+
+    def _size(self, size: object) -> int:
+        """Return a size's value in the traced example."""
+        return self._size_of(size) if isinstance(size, str) else size_of(size, ())
 
     def check(self, nodes: object) -> None:
         entries = listed(nodes, self._where)
@@ -177,11 +212,11 @@ class _Graph:
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise Malformed("its arguments are no list, or those by name no mapping")
+            raise Malformed("its arguments are not a list, or those by name not a mapping")
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
-            "call_function": self._call_function,
+            "call_function": lambda target, *given: check_call(text(target, "its target"), *given),
             "call_method": self._call_method,
             "output": self._output,
         }
@@ -211,12 +246,9 @@ class _Graph:
         try:
             elements = base64.b64decode(text(content, "its elements"), validate=True)
         except binascii.Error as error:
-            raise Malformed(f"its elements are no base64: {error}") from None
+            raise Malformed(f"its elements are not base64: {error}") from None
         if len(elements) != size:
             raise Malformed(f"it has {len(elements)} bytes of elements for {size}")
-
-    def _call_function(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
-        check_call(text(target, "its target"), args, kwargs)
 
     def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         takes = ON_COLLECTIVES.get(target) or ON_SUMS.get(target) if isinstance(target, str) else None
@@ -268,11 +300,10 @@ class _Graph:
             raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}}{earlier}")
 
     def _value(self, value: Any) -> None:
-        """Check the description of a node's value."""
         if value is None:
             return
         if not isinstance(value, list):
-            self._sizes.check(value)
+            self._size(value)
         elif value and value[0] == "list":
             for each in value[1:]:
                 self._value(each)
@@ -281,8 +312,8 @@ class _Graph:
             dtype(kind, "its value")
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
                 raise Malformed(f"its value is on the device {device!r:.80}")
-            sizes = [self._sizes.check(size) for size in listed(shape, "the shape of its value")]
-            steps = [self._sizes.check(step) for step in listed(strides, "the strides of its value")]
+            sizes = [self._size(size) for size in listed(shape, "the shape of its value")]
+            steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
                 raise Malformed(f"its value has the shape {shape!r:.80} and the strides {strides!r:.80}")
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:

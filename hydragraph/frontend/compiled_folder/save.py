@@ -12,7 +12,7 @@ from hydragraph.frontend.compiled_folder import record_schema
 from hydragraph.frontend.compiled_folder.manifest import (
     NAME,
     Check,
-    Manifest,
+    FolderManifest,
     VariantEntry,
     files_of,
     own_code,
@@ -39,8 +39,7 @@ class NamedVariant:
     Attributes:
         name: name of its file, `graphs/{name}.json`.
         keys: keys of all specs that it implements (`VariantSpec.key`).
-        blocks: the blocks that use it.
-        kind: kind of the stage.
+        blocks, kind: the blocks that use it, and the kind of their stage.
         variant: its graphs, before compilation by a backend.
     """
 
@@ -52,14 +51,9 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the variants run by any rank of some strategies, each once; missing ones are compiled.
-
-    Args:
-        variants: variants of the eager backend.
-        strategies: strategies that fit their program.
-    """
+    """Return the variants run by any rank of some strategies, each once; missing ones are compiled."""
     program = variants.program
-    # Blocks with the same sharding and the same trainable parameters run the same graphs: the first represents them.
+    # Blocks with the same sharding and trainable parameters run the same graphs.
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}
     for block in program.blocks:
@@ -97,9 +91,9 @@ def save(
     """Write a program and variants into a folder, and finally a manifest of all files in the folder.
 
     Args:
-        folder: created if missing; other files in it are kept, and listed in the manifest.
+        folder: other files in it are kept, and listed in the manifest.
         model: record of the model; None: only callers that know the model may load the folder.
-        check: results of the check; None: nothing was compared.
+        check: results of the check, if it was made.
         ranks: number of ranks that the strategies in the folder are for; None: it has no strategies.
         arch: GPU architecture that the folder's kernels were compiled for, such as sm_90; None: it has none.
 
@@ -120,12 +114,12 @@ def save(
         record_schema.check_graphs(_as_read(data["graphs"]), 2, file)
         _write(folder / file, data)
         entries |= dict.fromkeys(named.keys, VariantEntry(file, named.blocks, named.kind))
-    manifest = Manifest(versions(arch), own_code(), ranks, model, check or Check(), entries, files_of(folder))
+    manifest = FolderManifest(versions(arch), own_code(), ranks, model, check or Check(), entries, files_of(folder))
     (folder / NAME).write_text(manifest.text(), encoding="utf-8")
 
 
 def _as_read(data: Mapping[str, Any]) -> Any:
-    """Return data as it would be read from a file, so that invalid data is rejected before writing."""
+    """Return data as it would be read from a file."""
     return json.loads(json.dumps(data, allow_nan=False))
 
 

@@ -196,7 +196,7 @@ def _first_layer(folder: Path) -> None:
         ("program.json", lambda data: data["blocks"][1].update(template="x"), "there is no template x"),
         ("program.json", lambda data: data["parameters"].pop(), "there is no parameter"),
         ("program.json", lambda data: data["buckets"].pop(), "do not hold every parameter once"),
-        ("program.json", lambda data: data["parameters"][0].update(shape=[0, 4]), "at least 1"),
+        ("program.json", lambda data: data["parameters"][0].update(shape=[0, 4]), "has no elements"),
         ("program.json", lambda data: data["templates"][0]["graph"]["graphs"][0].pop(0), "not an earlier node"),
         ("graphs/layer.0.tp1.json", lambda data: data.update(outputs=2), "another number of values"),
         ("graphs/layer.0.tp1.json", lambda data: data["inputs"].reverse(), "its inputs are not those"),
