@@ -1,4 +1,4 @@
-"""Numeric checks: compare a captured program, and a stage's graphs, with the unmodified model on short sequences.
+"""Numeric checks, before training: compare a captured program, and a stage's graphs, with the unmodified model.
 
-They run before training. Problems that numbers cannot reveal are rejected by the frontend or a pass instead.
+Problems that numbers cannot reveal are rejected by the frontend or a pass instead.
 """

@@ -1,8 +1,6 @@
-"""Scheduling of the check: it runs where a program is captured, on one rank per host, which informs the others."""
+"""Scheduling of the check: it runs on one rank per host, which informs the others."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from hydragraph.cluster.launch import World
 from hydragraph.errors import Unsupported
@@ -20,11 +18,7 @@ _latest: list[Variants] = []
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return the check mode that a user selected; YAML reads `off` as False.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
+    """Return the check mode that a user selected (YAML reads `off` as False); raise ValueError for any other."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"check is {asked!r}: use {', '.join(map(repr, MODES))}")
@@ -32,14 +26,7 @@ def mode_of(asked: str | bool) -> str:
 
 
 def check_here(subject: CheckedModel, asked: str | bool) -> str:
-    """Check a captured program in this process and log the result.
-
-    Returns:
-        a line about the check that passed, in this run or an earlier one; "" if the check is off.
-
-    Raises:
-        Unsupported: the program differs from its model, or could not be compared with it.
-    """
+    """Check a captured program in this process, and return a line about it; "" if the check is off."""
     mode = mode_of(asked)
     if mode == "off":
         return ""
@@ -59,28 +46,17 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; all ranks must call this with equal arguments.
-
-    Raises:
-        Unsupported: on every rank, if the check failed on any host.
-    """
+    """Check a captured program on one rank per host; an error there is raised on all ranks, which call this alike."""
     if mode_of(asked) == "off":
         return
-    error = _error(lambda: check_here(subject, asked)) if world.local_rank == 0 else None
-    errors = world.gather(error)
-    if error is not None:
-        raise error
-    for other in errors:
-        if other is not None:
-            raise other
-
-
-def _error(run: Callable[[], object]) -> Exception | None:
-    """Return the exception that a function raised, in a picklable form."""
-    try:
-        run()
-    except Unsupported as error:
-        return error
-    except Exception as error:  # not every exception can be pickled
-        return RuntimeError(f"check: {type(error).__name__}: {error}")
-    return None
+    own: Exception | None = None
+    if world.local_rank == 0:
+        try:
+            check_here(subject, asked)
+        except Unsupported as error:
+            own = error
+        except Exception as error:  # not every exception can be pickled
+            own = RuntimeError(f"check: {type(error).__name__}: {error}")
+    for failure in (own, *world.gather(own)):
+        if failure is not None:
+            raise failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +36,13 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Compute the loss of one sequence with a copy of the model, and its gradients.
+    """Return `times` the loss of one sequence, computed with a copy of the model.
 
     Args:
-        times: multiplicity of the sequence.
         done: called with each parameter's gradient once it is complete; the gradient is dropped afterwards.
-
-    Returns:
-        the loss multiplied by `times`.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
-        fields = batch if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        fields = _widened(batch, wide)
         value = loss(caller(model, fields)(model, fields), fields) * times
     if value.requires_grad:
         with _taken(model, done):
@@ -64,17 +60,16 @@ def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[No
         if gradient is not None:
             done(name, gradient)
 
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(functools.partial(take, name)) for name, p in trained]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
+                hooks.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _floating(value: Tensor, wide: torch.dtype) -> Tensor:
-    return value.to(wide) if value.is_floating_point() else value
+def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str, Tensor]:
+    return {n: v.to(wide) if wide is not None and v.is_floating_point() else v for n, v in batch.items()}
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Common:
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
         """Compute the shared inputs."""
-        fields = dict(batch) if wide is None else {n: _floating(v, wide) for n, v in batch.items()}
+        fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
         return cls(fields, runner(template.graph, wide)(*arguments))
@@ -109,16 +104,13 @@ def add_captured(
     batch: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor:
-    """Run some of a program's blocks forward and backward on a packed batch, on one device.
+    """Run some of a program's blocks forward and backward on a packed batch, on one device; return the summed loss.
 
     Args:
         ran: the first and the last block of the program, and any blocks between them to run, with their variants.
         tensors: parameters and buffers by name.
-        sums: gradient sums by parameter, which gradients are added to as over micro-batches; each has its own memory.
+        sums: gradient sums by parameter, which gradients are added to; each has its own memory.
         wide: compute dtype; None: as captured.
-
-    Returns:
-        the loss, summed over targets.
     """
     with torch.no_grad(), default_dtype(wide):
         common = Common.of(program, tensors, batch, wide)
@@ -140,7 +132,6 @@ def add_captured(
 
 
 def _local(program: Program, block: Block) -> dict[str, str]:
-    """Return a mapping from a template's names of parameters and buffers to the model's names."""
     template = program.templates[block.template]
     names = [*zip(template.parameters, block.parameters, strict=True)]
     return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
@@ -171,8 +162,7 @@ def backward(
             like = tensors[local[name]]
             sums[local[name]] = scratch_pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
-    # A gradient may be a view of a saved value or of another gradient (two weights read as one). Adding to it would
-    # change both, so a gradient becomes the sum only if its memory is not shared; otherwise it is copied.
+    # A gradient that views a saved value or another gradient must not become the sum.
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
@@ -181,7 +171,7 @@ def backward(
             before = gradient
         elif local[name] in sums:
             sums[local[name]].add_(gradient)
-        else:  # a gradient with its own memory can be added to
+        else:
             alone = holders[_place(gradient)] == 1 and gradient.untyped_storage().nbytes() == gradient.nbytes
             sums[local[name]] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
     return before

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,32 +16,26 @@ from hydragraph.passes.differentiate import Variant
 _END = "the end"
 
 
-class Meeting:
+class StageBarrier:
     """Rendezvous of a stage's `size` threads; every call exchanges the values of all of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size)
-        self._calls: list[tuple[str, tuple[int, ...]]] = [("", ())] * size
-        self._values: list[Any] = [None] * size
+        self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return the values of all ranks, in rank order.
-
-        Raises:
-            RuntimeError: ranks are in different calls, or pass values of different shapes.
-        """
-        # Two barriers: after the first all ranks have written; after the second all have read and may write again.
-        self._calls[index] = call, tuple(getattr(value, "shape", ()))
-        self._values[index] = value
+        """Return the values of all ranks, in rank order; raise RuntimeError if their calls or shapes differ."""
+        # After the first barrier all ranks have written; after the second all have read.
+        self._given[index] = call, value
         self._barrier.wait()
-        calls = list(self._calls)
-        values = list(self._values)
+        given = list(self._given)
         self._barrier.wait()
+        calls = [(name, tuple(getattr(each, "shape", ()))) for name, each in given]
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
             raise RuntimeError(f"ranks of a stage do not meet: {said}")
-        return values
+        return [each for _, each in given]
 
     def leave(self) -> None:
         """Release the ranks that wait for a failed rank."""
@@ -54,19 +49,19 @@ class EmulatedCollectives:
         calls: names of the calls made, in order.
     """
 
-    def __init__(self, meeting: Meeting, index: int) -> None:
-        self._meeting = meeting
+    def __init__(self, barrier: StageBarrier, index: int) -> None:
+        self._barrier = barrier
         self.index = index
-        self.size = meeting.size
+        self.size = barrier.size
         self.calls: list[str] = []
 
     def _all(self, call: str, x: Tensor) -> list[Tensor]:
         self.calls.append(call)
-        return self._meeting.exchange(self.index, call, x)
+        return self._barrier.exchange(self.index, call, x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the stage."""
-        return _sum(self._all("all_reduce", x))
+        return torch.stack(self._all("all_reduce", x)).sum(0)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """The elementwise maximum over the stage."""
@@ -78,7 +73,7 @@ class EmulatedCollectives:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along `dim` of the sum over the stage."""
-        return self.split(_sum(self._all("reduce_scatter", x)), dim)
+        return self.split(torch.stack(self._all("reduce_scatter", x)).sum(0), dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along `dim`; no exchange."""
@@ -90,16 +85,8 @@ class EmulatedCollectives:
     head_token_losses = head_token_losses
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
-
-
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate the Python code of graphs that several threads are about to run.
-
-    PyTorch generates it on the first call (`private.tracing.code_when_called`), and two first calls of one graph at a
-    time disturb each other.
-    """
+    """Generate the Python code of graphs that several threads are about to run: two first calls would interfere."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):
@@ -107,29 +94,22 @@ def generate_code(variants: Iterable[Variant]) -> None:
 
 
 def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:
-    """Call a function once per rank, in threads; return the results in rank order.
+    """Call a function once per rank, in threads; return the results in rank order, or raise the first rank's error."""
+    barrier = StageBarrier(size)
 
-    Raises:
-        Exception: the error of the first rank that failed on its own.
-    """
-    meeting = Meeting(size)
-    results = [None] * size
-    errors: list[Exception] = []
-
-    def work(index: int) -> None:
+    def work(index: int) -> Any:
         try:
-            results[index] = function(EmulatedCollectives(meeting, index))
-            meeting.exchange(index, _END)
-        except Exception as error:
-            errors.append(error)
-            meeting.leave()
+            result = function(EmulatedCollectives(barrier, index))
+            barrier.exchange(index, _END)
+        except Exception:
+            barrier.leave()
+            raise
+        return result
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # A failing rank breaks the barrier, which makes the others fail as well; their errors carry no information.
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, index) for index in range(size)]
+    # A failing rank breaks the barrier, so that the others fail as well.
+    errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
+    return [future.result() for future in futures]

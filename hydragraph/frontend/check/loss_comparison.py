@@ -16,8 +16,7 @@ class Bound:
 
     Attributes:
         own: limit for a gradient relative to its norm, and for the loss relative to itself.
-        all: additional allowance for a gradient, relative to the norm of all gradients: some true gradients are 0 (key
-            biases).
+        all: allowance relative to the norm of all gradients: some true gradients are 0 (key biases).
     """
 
     own: float
@@ -25,7 +24,7 @@ class Bound:
 
 
 # Two fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, two in fp64 by 1e-15 to 1e-12; errors are 1e-3
-# and more. A comparison that exceeds the first bound is repeated in fp64, so the first need not be wide.
+# and more. A difference above the first bound is repeated in fp64.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
@@ -56,10 +55,8 @@ class Difference:
         return self.error / self.norm if self.norm else math.inf if self.error else 0.0
 
 
-class Comparison:
-    """Running difference between computed and expected gradients, subtracted as the latter arrive.
-
-    Only one copy of each gradient is kept.
+class GradientComparison:
+    """Running difference between computed and expected gradients; one copy is kept.
 
     Args:
         computed: gradients by name; modified in place.
@@ -70,13 +67,13 @@ class Comparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # If both sides are finite, so is their difference; the expected side need not be read just for that.
+        # If both sides are finite, so is their difference.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
         """Subtract an expected gradient, or a summand of one; a gradient that was not computed counts as 0."""
-        # In place if the dtypes match, so that a large model never has a third copy of a gradient.
+        # In place if possible: a large model never has a third copy of a gradient.
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
@@ -88,18 +85,12 @@ class Comparison:
             self._left[name] = left - expected
 
     def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
-        """Return the worst difference, or None if expected values are not finite, as no verdict is possible then.
-
-        Args:
-            loss, expected: the losses.
-            tokens: token counts of the packed batches.
-        """
+        """Return the worst difference, or None if expected values are not finite."""
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
-        # A key bias cancels in softmax: its true gradient is 0, and the computed one is rounding error. This is small
-        # relative to the norm of all gradients, but 100% of its own norm.
+        # The gradient of a key bias, which cancels in softmax, is rounding error.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -117,9 +108,9 @@ class Comparison:
 def compare(
     computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
-    """Return the worst difference between tensors with the same name; see `Comparison`."""
+    """Return the worst difference between tensors with the same name; see `GradientComparison`."""
     norms = {name: _norm(value) for name, value in expected.items()}
-    comparison = Comparison({name: value.clone() for name, value in computed.items()}, norms)
+    comparison = GradientComparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():
         comparison.subtract(name, value)
     return comparison.worst(0.0, 0.0, bound, tokens)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.eager_and_captured import add_captured, run_alone
-from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Comparison, Difference
+from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
 from hydragraph.frontend.check.probe_sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
@@ -40,10 +40,7 @@ REMEDY = (
     "the model's own, tokens that meet outside of attention), or report it with the model's config; check='off' trains "
     "with the graph as it is"
 )
-
-
-# Remedy for a custom loss, which is the likelier cause.
-OF_LOSS = (
+_OF_LOSS = (
     "mask by labels != -100 whatever the loss adds up, have no terms across sequences, and keep no state in the loss; "
     f"where that is so, {REMEDY}"
 )
@@ -54,10 +51,8 @@ class CheckedModel:
     """Inputs of a check.
 
     Attributes:
-        model: the user's model.
-        program: the program captured from it.
-        loss: function of its outputs and a packed batch.
-        blocks: path of its list of blocks; None: as `capture` finds it.
+        loss: function of the model's outputs and a packed batch.
+        blocks: path of the model's list of blocks; None: as `capture` finds it.
         example: custom fields, as passed to `capture`.
     """
 
@@ -70,10 +65,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to compute both sides: weights and a dtype.
-
-    A correct program passes at least one attempt. A difference in fp64 with copied weights is final: no later attempt
-    is made.
+    """One way to compute both sides.
 
     Attributes:
         dtype: dtype of the weights.
@@ -92,29 +84,39 @@ class Attempt:
         """Maximum allowed difference between both sides."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
+    @property
+    def wide(self) -> torch.dtype | None:
+        return self.dtype if self.widened else None
+
+    @property
+    def kind(self) -> str:
+        """Name of the dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def is_training(self, dtype: torch.dtype) -> bool:
+        """Return whether training in a dtype computes exactly this."""
+        return not self.widened and self.dtype is dtype
+
 
 @dataclass(frozen=True)
 class Checked:
     """Result of a check.
 
     Attributes:
-        model: class name of the model.
         blocks, layers: number of blocks compared, and total number of blocks.
         tokens: number of tokens of each packed batch.
         worst: the largest gradient error, relative to the gradient's norm.
-        dtype: compute dtype.
-        seconds: duration.
         untouched: settings whose limit no sequence exceeded.
-        problem: why nothing could be compared; "" if something was.
+        problem: why no comparison was possible, or "".
     """
 
     model: str
-    blocks: int
     layers: int
-    tokens: tuple[int, ...]
-    worst: float
-    dtype: str
     seconds: float
+    blocks: int = 0
+    tokens: tuple[int, ...] = ()
+    worst: float = 0.0
+    dtype: str = ""
     untouched: tuple[tuple[str, int], ...] = ()
     problem: str = ""
 
@@ -130,8 +132,6 @@ class Checked:
 
 
 class _Unrunnable(Exception):  # noqa: N818
-    """Raised when one side, "alone" or "captured", cannot compute."""
-
     def __init__(self, side: str, error: Exception) -> None:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         super().__init__(f"{type(error).__name__}: {first[:200]}")
@@ -150,36 +150,33 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """
     began = time.perf_counter()
     program = subject.program
-    forms = Forms()
     variants = Variants(program, added=True) if variants is None else variants  # an empty Variants is falsy
-    groups = kept_together(subject, mode)
-    sizes = [_size(subject, group) for group in groups]
-    lengths = lengths_of(subject.model, program, max(sizes))
-    done: list[tuple[Difference, Attempt]] = []
-    problem = ""
-    with scratch_pages.reused() if max(sizes) > LARGE else nullcontext():
-        for group in groups:
-            difference = _pass(subject, variants, forms, group, lengths)
-            if isinstance(difference, str):
-                problem = problem or difference
-            else:
-                done.append(difference)
-    kept = sum(map(len, groups))
-    name = type(subject.model).__name__
-    seconds = time.perf_counter() - began
-    if problem or not done:
-        return Checked(name, 0, program.layers, (), 0.0, "", seconds, problem=problem)
-    worst, attempt = max(done, key=lambda pair: pair[0].ratio * pair[1].bound.own)
-    # Relative to the gradient's norm; for a zero gradient, relative to the error that the total norm allows.
-    error = worst.ratio * attempt.bound.own
-    kind = str(attempt.dtype).removeprefix("torch.")
-    return Checked(name, kept, program.layers, worst.tokens, error, kind, seconds, lengths.untouched)
+    groups = _groups(subject, mode)
+    most = max(_size(subject, group) for group in groups)
+    comparer = _Comparer(subject, variants, lengths_of(subject.model, program, most))
+    with scratch_pages.reused() if most > LARGE else nullcontext():
+        results = [comparer.compare(group) for group in groups]
+    checked = Checked(type(subject.model).__name__, program.layers, time.perf_counter() - began)
+    for result in results:
+        if isinstance(result, str):
+            return replace(checked, problem=result)
+    done = [result for result in results if not isinstance(result, str)]
+    # For a zero gradient, relative to the error that the total norm allows.
+    errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
+    worst, attempt = done[errors.index(max(errors))]
+    return replace(
+        checked,
+        blocks=sum(map(len, groups)),
+        tokens=worst.tokens,
+        worst=max(errors),
+        dtype=attempt.kind,
+        untouched=comparer.lengths.untouched,
+    )
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     """Yield how both sides are computed, in order, for a program of a given dtype."""
-    # The user's own weights come first, at low cost. If that fails, fp64 distinguishes rounding from an error, and its
-    # verdict is final; new weights are tried only if values are not finite (a model that was never initialised).
+    # fp64 distinguishes rounding from an error; new weights are for a model that was never initialised.
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -187,20 +184,23 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
     yield Attempt(first, copied=False, widened=dtype is torch.bfloat16, seed=3)
 
 
-def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
+def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    Under "auto" these are the first block of each template and set of trainable parameters, plus the last of each if
-    that costs little: gradual differences between blocks are largest between first and last.
+    Under "auto" these are the first block of each template and set of trainable parameters, and the last if it costs
+    little: gradual differences between blocks are largest there.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
-    names = [_kind(subject.program, block) for block in subject.program.blocks[1:-1]]
-    chosen = sorted({names.index(name) for name in names}) if mode == "auto" else list(range(len(names)))
+    chosen = list(range(len(sizes)))
     if mode == "auto":
-        last = sorted({len(names) - 1 - names[::-1].index(name) for name in names} - set(chosen))
+        trainable = {name: parameter.trainable for name, parameter in subject.program.parameters.items()}
+        # Blocks that are differentiated alike are of one kind.
+        kinds = [(b.template, *map(trainable.get, b.parameters)) for b in subject.program.blocks[1:-1]]
+        chosen = sorted({kinds.index(kind) for kind in kinds})
+        last = sorted({len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
-    # As many blocks at a time as fit, but at least one; a difference fails its group and is then located within it.
+    # A difference fails its group and is then located within it.
     groups: list[tuple[int, ...]] = []
     together = 0
     for i in chosen:
@@ -213,13 +213,7 @@ def kept_together(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     return groups
 
 
-def _kind(program: Program, block: Block) -> tuple[object, ...]:
-    """Return a key that is equal for blocks that are differentiated alike."""
-    return block.template, *(getattr(program.parameters[n], "trainable", True) for n in block.parameters)
-
-
 def _size(subject: CheckedModel, group: Sequence[int]) -> int:
-    """Return the number of parameters used while a group of blocks is compared."""
     used = {n for b in _kept(subject.program, group) for n in b.parameters}
     return sum(subject.program.parameters[n].size for n in used)
 
@@ -228,85 +222,113 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
     return [program.blocks[0], *(program.blocks[1 + i] for i in sorted(group)), program.blocks[-1]]
 
 
-def _pass(
-    subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths
-) -> tuple[Difference, Attempt] | str:
-    """Compare one group of blocks; return its worst difference, or why it is inconclusive.
+@dataclass(frozen=True)
+class _Comparer:
+    """Comparison of groups of blocks, given by index; `forms` are learned from the first block that computes."""
 
-    Raises:
-        Unsupported: both sides differ in every attempt that could be made.
-    """
-    failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
-    problem = "loss or gradients of the model alone are not finite with any weights that were tried"
-    for attempt in attempts(subject.program.dtype):
+    subject: CheckedModel
+    variants: Variants
+    lengths: Lengths
+    forms: Forms = field(default_factory=Forms)
+
+    def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
+        """Return the worst difference of a group, or why it is inconclusive; raise Unsupported if both sides differ."""
+        program = self.subject.program
+        failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
+        problem = "loss or gradients of the model alone are not finite with any weights that were tried"
+        for attempt in attempts(program.dtype):
+            try:
+                difference = self._attempt(group, attempt)
+            except _Unrunnable as error:
+                if error.side == "captured":
+                    failed.append((error, attempt))
+                    if attempt.is_training(program.dtype):
+                        break  # running with other dtypes does not help
+                elif not failed:
+                    problem = f"the model alone cannot compute a sequence on the CPU ({error})"
+                continue
+            if difference is None:
+                continue
+            if difference.ratio <= 1:
+                return difference, attempt
+            failed.append((difference, attempt))
+            if attempt.copied and attempt.dtype is torch.float64:
+                break  # rounding does not explain a difference in fp64, and the weights are the user's own
+        if not failed:
+            return problem
+        raise self._refusal(group, failed)
+
+    def _attempt(self, group: tuple[int, ...], attempt: Attempt) -> Difference | None:
+        subject, program, wide = self.subject, self.subject.program, attempt.wide
+        weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
+        model = reduced(subject.model, subject.blocks, group, self.forms, weights)
+        loss_function = wide_loss(subject.loss, wide)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()]) | loss_buffers(loss_function)
+        ids = ids_of(subject.model, program)
+        sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
+        packed = batches(sequences, attempt.seed if program.drops else None)
+        times = Counter(i for _, indices in packed for i in indices)
+        sums: dict[str, Tensor] = {}
+        loss = torch.zeros((), dtype=torch.float64)
+        failed: _Unrunnable | None = None
         try:
-            difference = _attempt(subject, variants, forms, group, lengths, attempt)
+            with _side("captured"):
+                ran = [(block, self.variants.get(block, StagePart())) for block in _kept(program, group)]
+                for batch, _ in packed:
+                    loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
         except _Unrunnable as error:
-            if error.side == "captured":
-                failed.append((error, attempt))
-                if not attempt.widened and attempt.dtype is subject.program.dtype:
-                    break  # training would use exactly this; running with other dtypes does not help
-            elif not failed:
-                problem = f"the model alone cannot compute a sequence on the CPU ({error})"
-            continue
-        if difference is None:
-            continue
-        if difference.ratio <= 1:
-            return difference, attempt
-        failed.append((difference, attempt))
-        if attempt.copied and attempt.dtype is torch.float64:
-            break  # rounding does not explain a difference in fp64, and the weights are the user's own
-    if not failed:
-        return problem
-    raise _refusal(subject, variants, forms, group, lengths, failed)
+            if attempt.is_training(program.dtype):
+                raise
+            failed = error  # inconclusive if the model alone does not run either
+        for name, parameter in program.parameters.items():
+            if not parameter.trainable:
+                sums.pop(name, None)
+        comparison = GradientComparison(sums)
+        expected = torch.zeros((), dtype=torch.float64)
+        with _side("alone"):
+            for i, sequence in enumerate(sequences):
+                with same_masks(model, program, keys_of(attempt.seed, [len(sequence)], [i]), subject.blocks):
+                    value = run_alone(model, loss_function, alone(sequence), times[i], wide, comparison.subtract)
+                expected = expected + value.double()
+        if failed is not None:
+            raise failed
+        tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
+        return comparison.worst(float(loss), float(expected), attempt.bound, tokens)
 
+    def _refusal(
+        self, group: tuple[int, ...], failed: Sequence[tuple[Difference | _Unrunnable, Attempt]]
+    ) -> Unsupported:
+        difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
+        where = self._where(group, attempt)
+        if isinstance(difference, _Unrunnable):
+            return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
+        what, itself = (
+            (f"the gradient of {difference.parameter}", "its norm") if difference.parameter else ("the loss", "itself")
+        )
+        tokens = " and ".join(map(str, difference.tokens))
+        return Unsupported(
+            f"packed and captured, {what} is {difference.relative:.2g} times {itself} off what the model computes of "
+            f"each sequence alone (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
+            f"tokens in {attempt.kind})",
+            where=where,
+            remedy=REMEDY if self.subject.loss is token_cross_entropy else _OF_LOSS,
+        )
 
-def _attempt(
-    subject: CheckedModel,
-    variants: Variants,
-    forms: Forms,
-    group: tuple[int, ...],
-    lengths: Lengths,
-    attempt: Attempt,
-) -> Difference | None:
-    """Compare both batches once; return None if the expected values are not finite."""
-    program = subject.program
-    wide = attempt.dtype if attempt.widened else None
-    weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
-    model = reduced(subject.model, subject.blocks, group, forms, weights)
-    loss_function = wide_loss(subject.loss, wide)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()]) | loss_buffers(loss_function)
-    sequences = draw_sequences(lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
-    packed = batches(sequences, attempt.seed if program.drops else None)
-    times = Counter(i for _, indices in packed for i in indices)
-    sums: dict[str, Tensor] = {}
-    loss = torch.zeros((), dtype=torch.float64)
-    failed: _Unrunnable | None = None
-    as_trained = not attempt.widened and attempt.dtype is program.dtype
-    try:
-        with _side("captured"):
-            ran = [(block, variants.get(block, StagePart())) for block in _kept(program, group)]
-            for batch, _ in packed:
-                loss = loss + add_captured(program, ran, tensors, sums, batch, wide).double()
-    except _Unrunnable as error:
-        # The failure is inconclusive if the model alone does not run either, so that side is computed as well, unless
-        # this is exactly what would be trained.
-        if as_trained:
-            raise
-        failed = error
-    for name in _frozen(program):
-        sums.pop(name, None)
-    comparison = Comparison(sums)
-    expected = torch.zeros((), dtype=torch.float64)
-    with _side("alone"):
-        for i, sequence in enumerate(sequences):
-            with same_masks(model, program, keys_of(attempt.seed, [len(sequence)], [i]), subject.blocks):
-                value = run_alone(model, loss_function, alone(sequence), times[i], wide, comparison.subtract)
-            expected = expected + value.double()
-    if failed is not None:
-        raise failed
-    tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
-    return comparison.worst(float(loss), float(expected), attempt.bound, tokens)
+    def _where(self, group: tuple[int, ...], attempt: Attempt) -> str:
+        """Name the part that differs on its own: outside the blocks, or the first such block."""
+        name = type(self.subject.model).__name__
+
+        def differs(kept: tuple[int, ...]) -> bool:
+            try:
+                difference = self._attempt(kept, attempt)
+            except (_Unrunnable, Unsupported):
+                return True
+            return difference is not None and difference.ratio > 1
+
+        if differs(()):
+            return f"{name} before its first block or after its last"
+        culprit = next((i for i in group if differs((i,))), None)
+        return f"{name}, layer.{culprit}" if culprit is not None else f"{name}, layers {', '.join(map(str, group))}"
 
 
 @contextmanager
@@ -320,69 +342,9 @@ def _side(name: str) -> Iterator[None]:
         raise _Unrunnable(name, error) from error
 
 
-def _frozen(program: Program) -> set[str]:
-    """Return the names of the parameters that the program does not train."""
-    return {n for n, p in program.parameters.items() if not getattr(p, "trainable", True)}
-
-
-def _refusal(
-    subject: CheckedModel,
-    variants: Variants,
-    forms: Forms,
-    group: tuple[int, ...],
-    lengths: Lengths,
-    failed: Sequence[tuple[Difference | _Unrunnable, Attempt]],
-) -> Unsupported:
-    """Describe the difference and the first block that differs when compared alone."""
-    difference, attempt = next(((f, a) for f, a in failed if isinstance(f, Difference)), failed[0])
-    where = _where(subject, variants, forms, group, lengths, attempt)
-    if isinstance(difference, _Unrunnable):
-        return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
-    what = (
-        f"the gradient of {difference.parameter} is {difference.relative:.2g} times its norm off"
-        if difference.parameter
-        else f"the loss is {difference.relative:.2g} times itself off"
-    )
-    tokens = " and ".join(map(str, difference.tokens))
-    kind = str(attempt.dtype).removeprefix("torch.")
-    return Unsupported(
-        f"packed and captured, {what} (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
-        f"tokens in {kind}) from what the model computes of each sequence alone",
-        where=where,
-        remedy=REMEDY if subject.loss is token_cross_entropy else OF_LOSS,
-    )
-
-
-def _where(
-    subject: CheckedModel, variants: Variants, forms: Forms, group: tuple[int, ...], lengths: Lengths, attempt: Attempt
-) -> str:
-    """Name the part that differs on its own: outside the blocks, or the first such block."""
-    name = type(subject.model).__name__
-
-    def differs(kept: tuple[int, ...]) -> bool:
-        try:
-            difference = _attempt(subject, variants, forms, kept, lengths, attempt)
-        except (_Unrunnable, Unsupported):
-            return True
-        return difference is not None and difference.ratio > 1
-
-    if differs(()):
-        return f"{name} before its first block or after its last"
-    culprit = next((i for i in group if differs((i,))), None)
-    return f"{name}, layer.{culprit}" if culprit is not None else f"{name}, layers {', '.join(map(str, group))}"
-
-
 def report(checked: Checked) -> None:
-    """Log a one-line summary of a check.
-
-    Raises:
-        Unsupported: nothing could be compared, so the graph is unverified.
-    """
+    """Log a summary of a check; raise Unsupported if no comparison was possible."""
     if checked.problem:
-        raise Unsupported(
-            f"not checked: {checked.problem}",
-            where=checked.model,
-            remedy="make loss and gradients of each single sequence finite on the CPU (a standard deviation of one "
-            "value is not), or train with the graph as it is by check='off'",
-        )
+        remedy = "make loss and gradients of each single sequence finite on the CPU, or pass check='off'"
+        raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)
     log.info("%s", checked)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
+from hydragraph.private.tracing import ancestors_of
 
 # Names of settings with a number of tokens beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
@@ -22,11 +23,8 @@ LONGEST = 512
 _WORK = 4e11
 # Lengths if no setting requires more: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
-# The same for large models, where every token is expensive.
 _FEW = (3, 7)
-# Number of tokens in excess of a setting, so that the range beyond the limit is compared.
 _BEYOND = 3
-# Models with more parameters are compared on two sequences instead of three.
 LARGE = 100_000_000
 
 
@@ -35,8 +33,7 @@ class Lengths:
     """Lengths of the compared sequences.
 
     Attributes:
-        tokens: length of each sequence; the second exceeds every limit that it can. There are only two sequences for
-            large blocks, where each takes a second.
+        tokens: length of each sequence; the second exceeds every limit that it can.
         untouched: limits that no sequence reaches, by the setting's name.
     """
 
@@ -45,13 +42,7 @@ class Lengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths.
-
-    Args:
-        model: the user's model.
-        program: the program captured from it.
-        parameters: number of parameters used at a time.
-    """
+    """Choose the lengths, given the number of parameters used at a time."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -64,7 +55,6 @@ def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the integers in the settings of a model's config and modules, by name."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         yield from _whole(config.to_dict())
@@ -81,7 +71,7 @@ def _whole(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
-    """Return the number of positions of a model, from each source, less what offsets may use of a table."""
+    """Return the numbers of positions of a model, less what offsets may use of a table."""
     named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
     tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
     short = [] if program.positions is None else [program.positions[0]]
@@ -89,7 +79,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the tables before the first block: number of rows, and the batch fields that select a row."""
+    """Return the rows of each table before the first block, and the batch fields that select a row."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]
@@ -97,11 +87,5 @@ def embeddings(program: Program) -> list[tuple[int, set[str]]]:
 
 def _read(node: fx.Node) -> set[str]:
     """Return the placeholders whose values, not only sizes, a value is computed from."""
-    seen: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        entry = pending.pop()
-        if entry not in seen:
-            seen.add(entry)
-            pending += [n for n in entry.all_input_nodes if isinstance(value_of(n), Tensor)]
-    return {n.name for n in seen if n.op == "placeholder"}
+    tensors = ancestors_of([node], lambda n: isinstance(value_of(n), Tensor))
+    return {n.name for n in tensors if n.op == "placeholder"}

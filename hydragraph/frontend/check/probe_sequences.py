@@ -97,7 +97,7 @@ def draw_sequences(
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
-    """Return the next tokens as labels; if labels are not token ids, random ones at the last and every third token."""
+    """Return the next tokens, or if labels are not token ids, random ones at the last and every third token."""
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
@@ -115,11 +115,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches of different sizes, each with the indices of its sequences; the second is padded.
-
-    Args:
-        key: key of dropout, for a model that has it.
-    """
+    """Return two packed batches, with the indices of their sequences; `key`: of dropout, if the model has it."""
     draws = None if key is None else Draws(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)

@@ -1,8 +1,7 @@
 """Weights for the comparison: none zero or all equal, so that every gradient is informative.
 
-A fresh model's weights would hide much: a matrix initialised to zero (LoRA's B, a layer scale) hides everything after
-it. The noise is one vector of prime length, repeated end to end from an offset that the parameter's name determines:
-this costs as much as copying, whereas drawing billions of random numbers takes a minute.
+The noise is one vector of prime length, repeated from an offset that the parameter's name determines: drawing billions
+of numbers takes a minute.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ _SHARED = 1 << 22
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Weights of one model, or of one block.
-
-    Large new matrices are views of shared memory at different offsets: no two are equal, and none may be written to.
+    """Weights of one model, or of one block. Large new matrices share memory and may not be written to.
 
     Attributes:
-        seed: determines the numbers, together with each parameter's name.
         wide: dtype of floating-point weights.
         copied: start from the parameters' values; otherwise from new ones.
     """
@@ -48,12 +44,7 @@ class DrawnWeights:
     _shared: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def drawn(self, value: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU that replaces a parameter.
-
-        Args:
-            value: the parameter; if it is on the meta device, only its shape is used.
-            name: name of the parameter.
-        """
+        """Return a tensor on the CPU that replaces a parameter; of one on the meta device, only the shape is used."""
         kind = self.wide if value.is_floating_point() else value.dtype
         new = value.is_meta or not self.copied
         if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:
@@ -73,7 +64,6 @@ class DrawnWeights:
 
     def _part(self, value: Tensor, name: str) -> Tensor:
         """Return a view of the shared memory whose standard deviation is that of a new matrix, within a factor of 2."""
-        # One noise vector for each of the deviations 1, 1/4, 1/16, ...
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         size = value.numel()
@@ -90,7 +80,6 @@ def _start(name: str) -> int:
 
 
 def _add_noise(flat: Tensor, start: int, seed: int, scale: float) -> None:
-    """Add noise of the given standard deviation to a flat tensor, in place."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(flat.dtype) * scale
     noise = noise.roll(start)

@@ -1,7 +1,6 @@
 """Copy of the user's model with only a few computing blocks: the others pass the hidden state on.
 
-It remains the user's model: the same modules, attributes, hooks and config, and the same number of blocks, so that code
-that depends on a block's index still works. Only the weights differ, and blocks that do not compute have none.
+Only the weights differ, and blocks that do not compute have none.
 """
 
 from __future__ import annotations
@@ -43,32 +42,19 @@ class Forms:
 
 
 def reduced(
-    model: nn.Module,
-    blocks: str | None,
-    kept: Collection[int],
-    forms: Forms,
-    weights: DrawnWeights,
+    model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
 ) -> nn.Module:
-    """Copy a model, with new weights for some of its blocks and for everything outside its blocks.
-
-    Args:
-        blocks: path of its list of blocks; None: as `capture` finds it.
-        kept: indices of the blocks that compute.
-        forms: form of blocks' outputs; learned from the first block that computes.
-        weights: source of the parameters' replacements.
+    """Copy a model, with new weights for the blocks that compute (`kept`, by index) and everything outside its blocks.
 
     Raises:
         Unsupported: names a buffer on the meta device that no initialiser sets.
     """
     path, layers = block_list(model, blocks)
-    left_out = {f"{path}.{i}." for i in range(len(layers)) if i not in kept}
-    names = {f"{path}.{i}." for i in range(len(layers))}
-    # A parameter that blocks share has several names: it is left out only if all of its blocks are.
-    users: dict[int, set[str | None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), set()).add(_prefix(name, names))
-    used = {key for key, prefixes in users.items() if not prefixes <= left_out}
-    memo = _tensors(model, lambda name, tensor: _prefix(name, names) in left_out and id(tensor) not in used, weights)
+    left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
+    # A parameter that blocks share has several names: it is left out only if all of them are.
+    names = model.named_parameters(remove_duplicate=False)
+    used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
+    memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)
     computing = {id(memo[key]) for key in used}
     memo |= computed(model)
     model_copy = copy.deepcopy(model, memo)
@@ -84,29 +70,19 @@ def reduced(
     return model_copy
 
 
-def _prefix(name: str, prefixes: Collection[str]) -> str | None:
-    return next((p for p in prefixes if name.startswith(p)), None)
-
-
 def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights: DrawnWeights) -> dict[int, Any]:
-    """Return the replacement of each parameter and buffer, as a memo for `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        if left_out(name, parameter):
-            value = torch.empty_like(parameter, device="meta")
-        else:
-            value = weights.drawn(parameter, name)
+        apart = left_out(name, parameter)
+        value = torch.empty_like(parameter, device="meta") if apart else weights.drawn(parameter, name)
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for hook in (parameter._backward_hooks or {}).values():
             memo[id(parameter)].register_hook(hook)
-    values: Mapping[str, Tensor] = initial_buffers(model) if _some_meta(model) else dict(model.named_buffers())
+    some_meta = any(buffer.is_meta for buffer in model.buffers())
+    values: Mapping[str, Tensor] = initial_buffers(model) if some_meta else dict(model.named_buffers())
     for name, buffer in model.named_buffers():
         memo[id(buffer)] = buffer if left_out(name, buffer) else widened(values[name], weights.wide)
     return memo
-
-
-def _some_meta(model: nn.Module) -> bool:
-    return any(buffer.is_meta for buffer in model.buffers())
 
 
 def _leave_out(block: nn.Module, forms: Forms, used: Collection[int]) -> None:

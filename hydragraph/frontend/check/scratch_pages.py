@@ -1,7 +1,6 @@
 """Memory for large tensors that are written once and then dropped, the dominant cost of checking wide blocks.
 
-Handing out a page costs the kernel more than computing the values on it. Huge pages reduce this to a fifth; and memory
-freed by one gradient is reused for the next, unless the allocator returns it in between.
+Huge pages reduce the cost of a new page to a fifth; and memory freed by one gradient is reused for the next.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Minimum size in bytes for which this pays off.
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and their values after it has adapted to large blocks: calling mallopt stops
-# this adaptation permanently.
+# Settings of glibc's malloc (man mallopt), and their values after it has adapted to large blocks, which calling mallopt
+# stops.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
@@ -51,7 +49,6 @@ def reused() -> Iterator[None]:
 
 
 def _glibc() -> Any:
-    """Return glibc's functions, or None with another C library."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:

@@ -1,8 +1,6 @@
 """Stage check: compare the graphs of a multi-rank stage with the whole block's, before a strategy is first trained.
 
-A captured block was compared with the model (`check.check`). Here the strategy's version of a block is compared with
-that block: sharded for a tensor-parallel degree, with its tokens split, recomputed, with head and loss in one operator.
-The ranks of a stage run side by side in this process.
+The whole block was compared with the model (`numeric_check`). The ranks of a stage run as threads of this process.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
-from hydragraph.ir.program import Block, Program, Template
+from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import COLLECTIVES, Variant
 from hydragraph.passes.place import place
 from hydragraph.passes.variants import Library, Variants, local_parameters, vocabulary_starts
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of parameters of a block: both sides hold them and their gradients in fp32, 4 GiB in all.
+# Maximum number of parameters of a block: both sides hold them and their gradients, 4 GiB in all.
 LARGEST = 1 << 28
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
@@ -48,24 +46,21 @@ REMEDY = (
     "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
     "the model's config; check='off' trains with the graphs as they are"
 )
-ANEW = "write the folder anew with hydragraph compile, and find out who changed it"
+_ANEW = "write the folder anew with hydragraph compile, and find out who changed it"
 
 
 class StageCheck:
-    """Checker of one program under strategies; comparisons that passed, now or in an earlier run, are not repeated.
+    """Checker of one program under strategies.
 
     Args:
-        program: captured, and compared with its model.
         buffers: the model's buffers by name.
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
-        passed: comparisons that had passed when a compiled folder was written, in the form of `passed`.
-        library: source of the ranks' graphs, if it is not trusted: everything it provides is compared, including the
-            plain unsharded block, identified by the content of its files.
+        passed: comparisons that had passed when a compiled folder was written.
+        library: source of the ranks' graphs, if it is not trusted: everything it provides is compared.
 
     Attributes:
-        passed: comparisons that need not be repeated: key -> description. Valid for programs of this model, and for
-            these versions of hydragraph and PyTorch.
+        passed: comparisons of this model that need not be repeated: key -> description.
     """
 
     def __init__(
@@ -87,7 +82,7 @@ class StageCheck:
         self._passed: set[Hashable] = set()
 
     def of(self, program: Program) -> StageCheck:
-        """Return a check of another program of the same model, which repeats no comparison that has passed."""
+        """Return a check of another program of the same model."""
         other = copy.copy(self)
         other._program = program
         other._whole, other._cut = self._whole.of(program), self._cut.of(program)
@@ -133,31 +128,29 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield all but the plain unsharded block, which was compared with the model; with a library, yield all."""
-        head = self._program.blocks[-1]
+        """Yield what was not compared with the model: all but the plain unsharded block, and with a library all."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
                 block = self._program.blocks[position]
-                made = form.tp > 1 or form.recompute or (self._fused_head and block is head)
-                if made or self._library is not None:
+                if form.tp > 1 or form.recompute or self._is_fused(block) or self._library is not None:
                     yield block, form
 
+    def _is_fused(self, block: Block) -> bool:
+        return self._fused_head and block is self._program.blocks[-1]
+
     def _key(self, block: Block, form: StageKind) -> Hashable:
-        """Return everything about the program that the outcome depends on."""
         program = self._program
         cut_shapes = tuple((p.shape, p.rule) for p in (program.parameters[n] for n in block.parameters))
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
-        fused = self._fused_head and block is program.blocks[-1]
+        fused = self._is_fused(block)
         # Whether anything before the block is trained, so that the block has a gradient to pass on.
         passes_on = program.outline.index[block.name] > program.outline.lowest
         key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
-        return key if self._library is None else (*key, self._read(self._library, block, form))
-
-    def _read(self, library: Library, block: Block, form: StageKind) -> Hashable:
-        """Return digests of the library files that provide a block's graphs to the ranks of a stage."""
-        return tuple(library.source(self._cut.spec(block, part)) for part in form.parts())
+        if self._library is None:
+            return key
+        return *key, tuple(self._library.source(self._cut.spec(block, part)) for part in form.parts())
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
         """Return the worst gradient error relative to its norm, or None if no finite values could be compared."""
@@ -182,12 +175,10 @@ class StageCheck:
         raise _refusal(block, form, *failed[-1], self._library)
 
     def _attempt(self, block: Block, form: StageKind, attempt: Attempt) -> Difference | None:
-        """Compare the whole block with all ranks of a stage, once."""
-        wide = attempt.dtype if attempt.widened else None
+        wide = attempt.wide
         parameters = local_parameters(self._program, block, self._program.templates[block.template])
         whole = self._whole.get(block, StagePart())
-        parts = form.parts()
-        variants = [self._cut.get(block, part) for part in parts]
+        variants = [self._cut.get(block, part) for part in form.parts()]
         generate_code(variants)
         with torch.no_grad(), default_dtype(wide):
             values = self._values(block, form, attempt)
@@ -195,7 +186,7 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        # If ranks hold a whole gradient each, all copies must be equal: each is compared under a separate name.
+        # Each copy of a gradient that ranks hold whole is compared under a separate name.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():
@@ -203,22 +194,21 @@ class StageCheck:
                 key = f"{name} on rank {i}" if i else name
                 computed[key] = part
                 expected[key] = value
-        return compare(computed, expected, attempt.bound, (tokens_of(values),))  # the loss is included as an output
+        return compare(computed, expected, attempt.bound, (_tokens_of(values),))  # the loss is included as an output
 
     def _values(self, block: Block, form: StageKind, attempt: Attempt) -> dict[str, Any]:
-        """Draw a packed batch, a hidden state and weights: all inputs of a block's template, by their names there."""
-        program = self._program
-        wide = attempt.dtype if attempt.widened else None
+        """Draw a packed batch, a hidden state and weights: all inputs of a block's template, by name."""
+        program, wide = self._program, attempt.wide
         template = program.templates[block.template]
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
         draws = Draws(attempt.seed, range(len(sequences))) if program.drops else None
         batch = pack(sequences, form.tp, several=True, draws=draws)
         values = Common.of(program, self._buffers, batch, wide).inputs(program, block)
         values |= {n: self._buffers[b] for n, b in zip(template.buffers, block.buffers, strict=True)}
-        tokens = tokens_of(batch)
+        tokens = _tokens_of(batch)
         generator = torch.Generator().manual_seed(attempt.seed + 1)
         if "hidden" in template.inputs:
-            like = _value(template, "hidden")
+            (like,) = (value_of(n) for n in template.graph.graph.nodes if n.name == "hidden")
             sizes = [s if isinstance(s, int) else tokens for s in like.shape]
             values["hidden"] = torch.randn(sizes, generator=generator, dtype=wide or like.dtype)
         weights = DrawnWeights(attempt.seed, wide or program.dtype, copied=False)
@@ -227,16 +217,8 @@ class StageCheck:
         return values
 
 
-def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Return the number of tokens of a packed batch."""
+def _tokens_of(batch: Mapping[str, Tensor]) -> int:
     return int(batch["cu_seqlens"][-1])
-
-
-def _value(template: Template, name: str) -> Tensor:
-    """Return the traced value of one of a template's inputs."""
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
-    value: Tensor = value_of(nodes[-len(template.inputs) :][template.inputs.index(name)])
-    return value
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
@@ -253,7 +235,6 @@ def _tangent(out: Tensor, seed: int) -> Tensor:
 
 
 def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: torch.dtype | None) -> dict[str, Tensor]:
-    """Run a variant forward and backward; return its output and gradients by local name."""
     out, *saved = runner(variant.forward, wide)(*(inputs[n] for n in variant.inputs))
     sums: dict[str, Tensor] = {}
     local = {name: name for name in inputs}
@@ -266,10 +247,8 @@ class _Stage:
     """One block on all ranks of a stage.
 
     Attributes:
-        form: kind of the stage.
-        parameters: local name -> parameter.
+        parameters, inputs: of the whole block, by local name.
         variants: variant of each rank.
-        inputs: inputs of the whole block, by name.
         wide: compute dtype; None: as captured.
     """
 
@@ -307,11 +286,10 @@ class _Stage:
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 raise ValueError(f"the gradient of {name} has shape {tuple(part.shape)}, its shard {tuple(expected)}")
-            flat = parameter.canonical(part)
-            at = 0
-            for a, b in parameter.intervals(self.form.tp, index):
-                total[a:b] += flat[at : at + b - a]
-                at += b - a
+            intervals = parameter.intervals(self.form.tp, index)
+            pieces = parameter.canonical(part).split([b - a for a, b in intervals])
+            for (a, b), piece in zip(intervals, pieces, strict=True):
+                total[a:b] += piece
         return [parameter.natural(total)]
 
 
@@ -319,16 +297,10 @@ def _refusal(
     block: Block, form: StageKind, difference: Difference | Exception, attempt: Attempt, library: Library | None
 ) -> Unsupported:
     where = f"{block.name} under <{form.text}>" + (f" in {library}" if library is not None else "")
-    remedy = REMEDY if library is None else ANEW
+    remedy = REMEDY if library is None else _ANEW
     if isinstance(difference, Exception):
-        first = (str(difference).splitlines() or [""])[0]
-        return Unsupported(
-            f"its graphs do not run ({type(difference).__name__}: {first[:200]})", where=where, remedy=remedy
-        )
-    kind = str(attempt.dtype).removeprefix("torch.")
+        why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"
+        return Unsupported(f"its graphs do not run ({why})", where=where, remedy=remedy)
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
-    return Unsupported(
-        f"{what} is {difference.relative:.2g} times its norm off what the whole block computes (in {kind})",
-        where=where,
-        remedy=remedy,
-    )
+    off = f"{difference.relative:.2g} times its norm off what the whole block computes (in {attempt.kind})"
+    return Unsupported(f"{what} is {off}", where=where, remedy=remedy)

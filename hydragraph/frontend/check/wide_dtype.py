@@ -1,8 +1,6 @@
-"""Widening: run code written for narrow dtypes in one wide dtype on both sides, to leave only mathematical differences.
+"""Widening: run code written for narrow dtypes in one wide dtype on both sides of a comparison.
 
-A graph captured for bfloat16 and a model that casts to float32 internally both round. If two computations that should
-be equal round differently, no bound separates wrong from right; so casts to narrower dtypes become casts to the wide
-one.
+If two computations that should be equal round differently, no bound separates wrong from right.
 """
 
 from __future__ import annotations
@@ -22,9 +20,13 @@ _CASTS = (Tensor.half, Tensor.bfloat16, Tensor.float)
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
-def narrower(wide: torch.dtype) -> frozenset[torch.dtype]:
-    """Return the floating-point dtypes that `wide` replaces."""
-    return frozenset(_ORDER[: _ORDER.index(wide)])
+def _replaced(value: Any, wide: torch.dtype) -> Any:
+    narrower = isinstance(value, torch.dtype) and value in _ORDER[: _ORDER.index(wide)]
+    return wide if narrower else value
+
+
+def _all_replaced(args: Any, kwargs: Any, wide: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(_replaced(v, wide) for v in args), {n: _replaced(v, wide) for n, v in (kwargs or {}).items()}
 
 
 def widened(value: Tensor, wide: torch.dtype) -> Tensor:
@@ -38,16 +40,12 @@ class _Wide(TorchFunctionMode):
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()
         self._wide = wide
-        self._narrow = narrower(wide)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return args[0].to(self._wide)
-        wider = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._replaced, args), **wider)
-
-    def _replaced(self, value: Any) -> Any:
-        return self._wide if isinstance(value, torch.dtype) and value in self._narrow else value
+        args, kwargs = _all_replaced(args, kwargs, self._wide)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -74,17 +72,12 @@ class _Widened(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, wide: torch.dtype) -> None:
         super().__init__(graph)
         self._wide = wide
-        self._narrow = narrower(wide)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator; `half_to_float` requests a widening that is already done."""
         if target in _SOFTMAX:
             args = (*args[:2], False)
-        wider = {name: self._replaced(value) for name, value in kwargs.items()}
-        return super().call_function(target, tuple(map(self._replaced, args)), wider)
-
-    def _replaced(self, value: Any) -> Any:
-        return self._wide if isinstance(value, torch.dtype) and value in self._narrow else value
+        return super().call_function(target, *_all_replaced(args, kwargs, self._wide))
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:

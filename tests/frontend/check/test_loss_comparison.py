@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Comparison, compare
+from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, GradientComparison, compare
 
 WIDE = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
 
@@ -46,7 +46,7 @@ def test_a_gradient_that_was_not_found_counts_as_zero() -> None:
 
 
 def test_summands_and_dtypes_may_differ() -> None:
-    comparison = Comparison({"a": torch.tensor([3.0, 4.0], dtype=torch.float32)})
+    comparison = GradientComparison({"a": torch.tensor([3.0, 4.0], dtype=torch.float32)})
     comparison.subtract("a", torch.tensor([1.0, 4.0], dtype=torch.float64))
     comparison.subtract("a", torch.tensor([2.0, 0.0], dtype=torch.float64))
     found = comparison.worst(2.0, 2.0, DOUBLE, (3, 4))
@@ -55,7 +55,7 @@ def test_summands_and_dtypes_may_differ() -> None:
 
 
 def test_the_loss_is_compared_too() -> None:
-    found = Comparison({}).worst(2.0, 2.1, SINGLE, ())
+    found = GradientComparison({}).worst(2.0, 2.1, SINGLE, ())
     assert found is not None
     assert (found.parameter, found.ratio > 1) == ("", True)
     assert found.relative == pytest.approx(0.1 / 2.1)
