@@ -1,8 +1,6 @@
-"""Equivalence of blocks, determined from the operators that each runs, in order, on shapes alone.
+"""Equivalence of blocks, determined from the operators that each runs on shapes alone.
 
-A block is run once on the meta device, and every operator is recorded with its operands. That takes milliseconds,
-whereas a trace takes tenths of a second, and covers everything: attributes of any name, layer indices, closures,
-classes made in functions, and tables outside the block. Blocks with equal records have equal graphs.
+A run on the meta device takes milliseconds, a trace tenths of a second. Blocks with equal records have equal graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.module_digest import LAYER_INDEX
-from hydragraph.frontend.skeleton import Site
+from hydragraph.frontend.skeleton import BlockCall, FlatBlock
 from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
@@ -26,33 +24,25 @@ from hydragraph.private.tracing import meta_as_cpu, symbol_name
 _LARGEST = 1 << 20
 
 
-def kind_of(site: Site, hints: dict[str, int]) -> str | None:
+def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
     """Return a digest of a block's computation, or None if it cannot be recorded and needs its own trace.
 
     Args:
-        site: the block and the arguments it was called with.
         hints: example values of symbolic sizes, by symbol.
-
-    Raises:
-        Unsupported: it does something that a trace cannot capture, or behaves differently in each call.
     """
-    notes = _noted(site, hints)
+    notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
 
-def is_without_index(site: Site, hints: dict[str, int]) -> bool:
-    """Return whether a block's computation is independent of its index attributes (`LAYER_INDEX`).
-
-    Blocks that differ only in these then compute the same, without running each. The block is run with its index
-    replaced by an object that may be passed on, but not used in computations, comparisons or lookups.
-    """
-    plain = _noted(site, hints)
-    places = [(vars(m), name) for m in site.module.modules() for name in LAYER_INDEX if name in vars(m)]
+def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
+    """Return whether a block computes the same if its index attributes can only be passed on (`LAYER_INDEX`)."""
+    plain = _noted(call, hints)
+    places = [(vars(m), name) for m in call.module.modules() for name in LAYER_INDEX if name in vars(m)]
     kept = [attributes[name] for attributes, name in places]
     try:
         for attributes, name in places:
             attributes[name] = _Nowhere()
-        return plain is not None and _noted(site, hints) == plain
+        return plain is not None and _noted(call, hints) == plain
     except Unsupported:
         return False
     finally:
@@ -61,8 +51,6 @@ def is_without_index(site: Site, hints: dict[str, int]) -> bool:
 
 
 class _Nowhere:
-    """Object that can only be passed on."""
-
     def _used(self, *_: object) -> Any:
         raise TypeError("a layer's index is used")
 
@@ -70,27 +58,24 @@ class _Nowhere:
     __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
 
 
-def refuse_state(site: Site, hints: dict[str, int]) -> None:
+def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
     """Run a block twice more; raise Unsupported if the runs differ."""
-    _refuse_difference(_noted(site, hints), _noted(site, hints), site.name)
+    _refuse_difference(_noted(call, hints), _noted(call, hints), call.name)
 
 
-def refuse_state_around(opaque: AbstractContextManager[nn.Module], batch: Mapping[str, Tensor], where: str) -> None:
-    """Run the model around its blocks, and the loss; raise Unsupported if repeated calls differ.
-
-    Args:
-        opaque: `skeleton.with_opaque_blocks`.
-        batch: a packed batch on the meta device.
-    """
+def refuse_state_around(
+    module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
+) -> None:
+    """Run the model around its `opaque` blocks, and the loss, on a meta batch; raise Unsupported if calls differ."""
     notes = []
     try:
-        with meta_as_cpu(), opaque as module:
+        with meta_as_cpu(), opaque:
             module(batch)  # first calls may create state that later calls reuse
             for _ in range(2):
                 noted = _Notes(module, list(batch.values()))
                 with noted:
                     result = module(batch)
-                notes.append(None if noted.unknown else [*noted.lines, noted.text(result)])
+                notes.append(noted.all(result))
     except Exception:  # code that needs values cannot run on shapes; other errors are found by the trace
         return
     refuse_own_backward(result, where)
@@ -101,35 +86,33 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
     if first is None or second is None or first == second:
         return
     differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
-    raise Unsupported(
-        f"its forward does something else in each call ({differing[:120]}), and a graph does the same always",
-        where=where,
-        remedy="compute from its arguments alone: no counters, clocks or random numbers of Python",
-    )
+    what = f"its forward does something else in each call ({differing[:120]}), and a graph does the same always"
+    remedy = "compute from its arguments alone: no counters, clocks or random numbers of Python"
+    raise Unsupported(what, where=where, remedy=remedy)
 
 
-def _noted(site: Site, hints: dict[str, int]) -> list[str] | None:
+def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
     arguments = []
-    for tensor in site.inputs:
+    for tensor in call.inputs:
         sizes = [hints.get(name) if (name := symbol_name(s)) else int(s) for s in tensor.shape]
         if any(size is None for size in sizes):
             return None
         grad = tensor.is_floating_point()
         arguments.append(torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=grad))  # type: ignore[arg-type]
-    notes = _Notes(site.module, arguments)
+    notes = _Notes(call.module, arguments)
     try:
-        with watched(site.name, site.module), notes:
-            result = site.flat()(*arguments)
+        with watched(call.name, call.module), notes:
+            result = FlatBlock(call)(*arguments)
     except Unsupported:
         raise
     except Exception:  # code that needs values cannot run on shapes
         return None
-    refuse_own_backward(result, site.name)
-    return None if notes.unknown else [*notes.lines, notes.text(result)]
+    refuse_own_backward(result, call.name)
+    return notes.all(result)
 
 
 class _Notes(TorchDispatchMode):
-    """Recorder of every operator call, which identifies each tensor by its origin."""
+    """Recorder of operator calls, which identifies each tensor by its origin."""
 
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -152,6 +135,10 @@ class _Notes(TorchDispatchMode):
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")
         return result
 
+    def all(self, result: Any) -> list[str] | None:
+        """Return all lines and the result, or None if some tensor's origin is unknown."""
+        return None if self.unknown else [*self.lines, self.text(result)]
+
     def _name(self, result: Any) -> None:
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and id(tensor) not in self._names:
@@ -159,7 +146,6 @@ class _Notes(TorchDispatchMode):
                 self._kept.append(tensor)
 
     def text(self, value: Any) -> str:
-        """Describe an operand: tensors by name, everything else by type and value."""
         if isinstance(value, Tensor):
             return self._names.get(id(value)) or self._constant(value)
         if isinstance(value, tuple | list):

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,19 @@ from hydragraph.frontend.loss_reduction import refuse_mean, refuse_unsummed
 from hydragraph.frontend.mixed_dtypes import refuse_mixed_dtypes
 from hydragraph.frontend.module_digest import outline, structure
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
-from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded, placeholder
+from hydragraph.frontend.parameter_shards import agree, annotated_template, excluded
 from hydragraph.frontend.peft_adapters import refuse_untried
 from hydragraph.frontend.recurrent_layers import packed_recurrences
 from hydragraph.frontend.repeated_blocks import block_list, entries, meta_copy, separate_repeated
-from hydragraph.frontend.skeleton import Site, capture_skeleton, meta_batch, node_inputs, with_opaque_blocks
-from hydragraph.frontend.skeleton_parts import extract, template_of
+from hydragraph.frontend.skeleton import (
+    BlockCall,
+    TracedModel,
+    capture_skeleton,
+    meta_batch,
+    node_inputs,
+    opaque_blocks,
+)
+from hydragraph.frontend.skeleton_parts import extract, identifier, template_of
 from hydragraph.frontend.templates import capture_template
 from hydragraph.frontend.token_mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
 from hydragraph.frontend.trainable_parameters import learning, refuse_other_dtypes
@@ -63,8 +70,6 @@ def capture(
 ) -> Program:
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
-    The programs of library models are kept in the user's cache folder (`compiled_folder.program_cache`).
-
     Args:
         model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU;
             it is not changed. A custom module is called with the fields of the packed batch that its forward's
@@ -72,13 +77,13 @@ def capture(
             hidden state, [1, T, H] or [T, H], first and return it, and tokens interact only in
             `hydragraph.varlen_attention`.
         dtype: compute dtype.
-        example: a packed batch of any size. It has input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1]
-            int32 and max_length, 0-d int64, and all of these may be omitted; any additional entry, [1, T, ...], is a
-            custom field for forward or loss, and each sequence then supplies it as a tensor [L, ...].
+        example: a packed batch of any size: input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1] int32
+            and max_length, 0-d int64, which may all be omitted; any additional entry, [1, T, ...], is a custom field
+            for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
-            over positions whose label is not -100. A step divides it by the number of targets in the global mini-batch.
-            Positions with label -100 must not contribute: padding is a separate sequence with such labels. A module may
-            have buffers, which steps never change, and no parameters. Default: cross-entropy of the logits.
+            over positions whose label is not -100; others, such as padding, must not contribute. A step divides it by
+            the number of targets in the global mini-batch. A module may have constant buffers, and no parameters.
+            Default: cross-entropy of the logits.
         blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
 
     Raises:
@@ -87,7 +92,12 @@ def capture(
     check_torch()
     check_model(model, "capture")
     where = type(model).__name__
-    _refuse(model, dtype)
+    if dtype not in DTYPES:
+        raise Unsupported(f"dtype {dtype}", where=where, remedy=f"use one of {', '.join(map(str, DTYPES))}")
+    refuse_untried(model)
+    refuse_other_dtypes(model)
+    refuse_unseen(model)
+    huggingface.refuse_unsupported(model)
     refuse_trained(loss)
     tensor_names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensor_names, where)
@@ -125,31 +135,27 @@ def _captured(
     separate_repeated(layers)
     keys = {id(block): structure(block, index=False) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
-    chosen_loss = meta_loss(loss or token_cross_entropy)
+    traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
-        opaque = with_opaque_blocks(copied, layers, outline, call, chosen_loss)
-        refuse_state_around(opaque, meta_batch(sizes, fields), where)
+        refuse_state_around(traced, opaque_blocks(layers, outline, []), meta_batch(sizes, fields), where)
     with packed_recurrences(copied) if is_huggingface else nullcontext():
-        exported, sites = capture_skeleton(copied, layers, outline, call, chosen_loss, sizes, fields)
-        pieces = _slice_skeleton(exported, sites, where, tuple(fields), sizes)
-        templates = _capture_layers(sites, keys, pieces.sizes, where)
-    _prove(pieces, templates, where, dtype)
+        exported, calls = capture_skeleton(traced, layers, outline, sizes, fields)
+        pieces = _slice_skeleton(exported, calls, where, tuple(fields), sizes)
+        pieces = replace(pieces, layers=_capture_layers(calls, keys, pieces.sizes, where))
+    for name, template in pieces.unique.items():
+        refuse_mixed_dtypes(template, name, dtype)
+        prove_sizes(template.graph, name, exported=True)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        # This names the cause in terms of the model (it counts positions itself), not just an arange that counts
-        # through a row.
-        huggingface.refuse_own_positions(where, _used_fields(pieces, templates))
-    _refuse_leaks(pieces, templates, where, own_loss=loss is not None)
+        # Names the cause in terms of the model, not just an arange that counts through a row.
+        huggingface.refuse_own_positions(where, pieces.used_fields())
+    _refuse_leaks(pieces, own_loss=loss is not None)
     if is_huggingface:
-        huggingface.refuse_uncaptured(where, _used_fields(pieces, templates), templates)
-    return _assemble(model, dtype, path, pieces, templates)
+        huggingface.refuse_uncaptured(where, pieces.used_fields(), pieces.layers)
+    return _assemble(model, dtype, path, pieces)
 
 
 def check_model(model: object, call: str) -> None:
-    """Check that the `model` argument is a module.
-
-    Raises:
-        TypeError: it is not a module; a name or a path has to be loaded first.
-    """
+    """Check that the `model` argument is a module; raise TypeError if it is something else, such as a name."""
     if isinstance(model, nn.Module):
         return
     name = isinstance(model, str)
@@ -157,241 +163,213 @@ def check_model(model: object, call: str) -> None:
     raise TypeError(f"{call}: model is {type(model).__name__}{f' {model!r}' if name else ''}; {remedy}")
 
 
-def _refuse(model: nn.Module, dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        raise Unsupported(
-            f"dtype {dtype}",
-            where=type(model).__name__,
-            remedy=f"use one of {', '.join(map(str, DTYPES))}",
-        )
-    refuse_untried(model)
-    refuse_other_dtypes(model)
-    refuse_unseen(model)
-    huggingface.refuse_unsupported(model)
-
-
 @dataclass(frozen=True)
 class _Pieces:
-    """Skeleton split into templates, and the inputs of each block."""
+    """Model split into templates, and the inputs of each block.
 
+    Attributes:
+        feeds: block -> index of the aux output for each of its other tensor inputs.
+        sizes: symbols of the token count and the sequence count, in this order, with example values.
+    """
+
+    model: str
     embed: Template
     aux: Template
     head: Template
-    feeds: dict[str, list[int]]  # block -> index of the aux output for each of its other tensor inputs
-    sizes: dict[str, int]  # symbols of the token count and the sequence count, with example values
+    feeds: dict[str, list[int]]
+    sizes: dict[str, int]
+    layers: Mapping[str, Template] = field(default_factory=dict)
+
+    @property
+    def around(self) -> dict[str, Template]:
+        """The templates other than blocks, by description."""
+        return {
+            f"{self.model} before its first block": self.embed,
+            f"{self.model} beside its blocks": self.aux,
+            f"{self.model} after its last block": self.head,
+        }
+
+    @property
+    def unique(self) -> dict[str, Template]:
+        """All templates, a block's under the first that uses it."""
+        first: dict[str, str] = {}
+        for name, template in self.layers.items():
+            first.setdefault(template.name, name)
+        return self.around | {name: self.layers[name] for name in first.values()}
+
+    def fed(self, block: str) -> dict[str, fx.Node]:
+        """Return a block's inputs besides the hidden state -> the values of `aux` that feed them."""
+        outputs: Any = self.aux.graph.graph.output_node().args[0]
+        return {name: outputs[self.feeds[block][i]] for i, name in _others(self.layers[block])}
+
+    def used_fields(self) -> set[str]:
+        """Return the fields of the packed batch that the model reads before its head."""
+        used = {node: None for block in self.layers for node in self.fed(block).values()}
+        aux = extract(self.aux.graph, list(used), {})
+        return {*self.embed.inputs, *(n.name for n in aux.graph.find_nodes(op="placeholder"))}
+
+
+def _others(template: Template) -> list[tuple[int, str]]:
+    return [(int(name.removeprefix("other.")), name) for name in template.inputs if name.startswith("other.")]
 
 
 def _slice_skeleton(
     exported: torch.export.ExportedProgram,
-    sites: Sequence[Site],
+    calls: Sequence[BlockCall],
     model: str,
     fields: Sequence[str],
     example: Mapping[str, int],
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
-    calls = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # Consecutive blocks are connected only by the hidden state; their other inputs are computed separately (`aux`),
-    # once per micro-batch on every stage, so these may depend only on the batch and on buffers.
+    nodes = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+    # Other inputs of blocks than the hidden state are computed once per micro-batch on every stage (`aux`), so these
+    # may depend only on the batch and on buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
-    for node in calls:
+    for node in nodes:
         hidden, others = node_inputs(node)
         if previous is not None and hidden is not previous:
-            raise Unsupported(
-                "something stands between two blocks",
-                where=str(node.args[2]),
-                remedy="move it into the block, or name another nn.ModuleList with blocks='path.to.list'",
-            )
+            remedy = "move it into the block, or name another nn.ModuleList with blocks='path.to.list'"
+            raise Unsupported("something stands between two blocks", where=str(node.args[2]), remedy=remedy)
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node
-    if len(calls) == 1:  # one node for all blocks
-        places = feeds[str(calls[0].args[2])]
-        feeds = {
-            site.name: [places[i] for i in (range(len(places)) if site.feeds is None else site.feeds)] for site in sites
-        }
     if previous is None:
         raise Unsupported("its loss is computed without its blocks", where=model, remedy="return a loss of its outputs")
-    names = _names(signature, fields)
-    result = next(n for n in skeleton.graph.nodes if n.op == "output").args[0]
-    first, _ = node_inputs(calls[0])
-    embed = template_of(extract(skeleton, [first], {}), *names, "the model before its first block")
-    aux = template_of(extract(skeleton, outputs, {}), *names, "what blocks need besides the hidden state")
-    head = template_of(
-        extract(skeleton, [result[0]], {previous: "hidden"}),
-        names[0],
-        names[1],
-        {**names[2], "hidden": "hidden"},
-        "the model after its last block",
-    )
-    if INPUTS.keys() & set(aux.inputs):
-        raise Unsupported(
-            "dropout of a value that blocks share",
-            where=model,
-            remedy="set that dropout probability to 0, or apply it inside the blocks",
-        )
-    placed = [n.target for piece in (aux, head) for n in piece.graph.graph.nodes]
-    if aux.parameters or torch.ops.hydragraph.block.default in placed:
-        raise Unsupported(
-            "blocks share a value that depends on parameters or on other blocks",
-            where=model,
-            remedy="carry it in the hidden state: torch.cat both on the last dimension before the first block, split "
-            "it off in every block and return both, and drop it before the head",
-        )
-    return _Pieces(embed, aux, head, feeds, _sizes(skeleton, names[2], example))
-
-
-def _names(signature: Any, fields: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Return the mappings from placeholder to name: of parameters, of buffers and of batch fields."""
+    if len(nodes) == 1:  # one node for all blocks
+        places = feeds[str(previous.args[2])]
+        feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: name_in_program("_loss", v).removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
-    return parameters, buffers, dict(zip(signature.user_inputs, fields, strict=True)) | INPUTS
+    inputs: dict[Any, str] = dict(zip(signature.user_inputs, fields, strict=True))
+    inputs |= {**INPUTS, "hidden": "hidden"}
+
+    def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
+        return template_of(extract(skeleton, results, renamed), (parameters, buffers, inputs), where)
+
+    result: Any = skeleton.graph.output_node().args[0]
+    embed = piece([node_inputs(nodes[0])[0]], {}, "the model before its first block")
+    aux = piece(outputs, {}, "what blocks need besides the hidden state")
+    head = piece([result[0]], {previous: "hidden"}, "the model after its last block")
+    if INPUTS.keys() & set(aux.inputs):
+        remedy = "set that dropout probability to 0, or apply it inside the blocks"
+        raise Unsupported("dropout of a value that blocks share", where=model, remedy=remedy)
+    placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
+    if aux.parameters or torch.ops.hydragraph.block.default in placed:
+        what = "blocks share a value that depends on parameters or on other blocks"
+        remedy = "carry it in the hidden state: torch.cat both on the last dimension, which blocks split and return"
+        raise Unsupported(what, where=model, remedy=remedy)
+    shapes = {inputs.get(n.name): value_of(n).shape for n in skeleton.graph.find_nodes(op="placeholder")}
+    tokens, bounds = symbol_name(shapes["input_ids"][1]), symbol_name(shapes["cu_seqlens"][0])
+    assert tokens is not None
+    assert bounds is not None
+    return _Pieces(model, embed, aux, head, feeds, {tokens: example["T"], bounds: example["N+1"]})
 
 
 def _capture_layers(
-    sites: Sequence[Site], keys: Mapping[int, str], hints: dict[str, int], model: str
+    calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
     """Trace each block that differs from those before it; return the template of every block.
 
     Args:
-        keys: id of a block -> its structure without the index. Blocks with the same structure that are called alike and
-            compute nothing with their index are equal. Other blocks are compared by what they compute.
-        model: name of the model, for progress messages.
+        keys: id of a block -> its structure without the index. Blocks of one structure that are called alike and
+            compute nothing with their index are equal; others are compared by what they compute.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    for number, site in enumerate(sites, start=1):
-        log.doing(f"capturing {model}", number, len(sites))
-        # Three ways to recognise that two blocks share a template, cheapest first: structure, behaviour, equal graphs.
-        built = ("built", keys[id(site.module)] + site.called())
+    for number, call in enumerate(calls, start=1):
+        log.doing(f"capturing {model}", number, len(calls))
+        # Recognise that two blocks share a template, cheapest first: by structure, behaviour, equal graphs.
+        built = ("built", keys[id(call.module)] + call.called())
         if built not in template_of:
-            kind = kind_of(site, hints)
-            does = ("does", kind or site.name)
+            kind = kind_of(call, hints)
+            does = ("does", kind or call.name)
             if does not in template_of:
                 if kind is not None:
-                    refuse_state(site, hints)
-                template = capture_template(site, hints)
-                # Equal graphs are one template, even if their blocks were distinguished before.
+                    refuse_state(call, hints)
+                template = capture_template(call, hints)
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
-            templates[site.name] = template_of[does]
+            templates[call.name] = template_of[does]
             # Checked at the second block of a structure: a single block does not profit.
             seen[built] += 1
-            if seen[built] == 2 and is_without_index(site, hints):
+            if seen[built] == 2 and is_without_index(call, hints):
                 template_of[built] = template_of[does]
         else:
-            templates[site.name] = template_of[built]
+            templates[call.name] = template_of[built]
     return templates
 
 
-def _sizes(skeleton: fx.GraphModule, fields: Mapping[str, str], example: Mapping[str, int]) -> dict[str, int]:
-    """Return the symbols of the token count and the sequence count, in this order, with example values."""
-    shapes = {fields.get(n.name): value_of(n).shape for n in skeleton.graph.nodes if n.op == "placeholder"}
-    tokens = symbol_name(shapes["input_ids"][1])
-    bounds = symbol_name(shapes["cu_seqlens"][0])
-    assert tokens is not None
-    assert bounds is not None
-    return {tokens: example["T"], bounds: example["N+1"]}
-
-
-def _prove(pieces: _Pieces, layers: Mapping[str, Template], model: str, dtype: torch.dtype) -> None:
-    """Check that each template runs with the dtypes it was traced with and for any number of tokens."""
-    unique = {template.name: (template, name) for name, template in reversed(list(layers.items()))}
-    around = [(pieces.embed, f"{model} before its first block"), (pieces.aux, f"{model} beside its blocks")]
-    for template, where in [*around, *unique.values(), (pieces.head, f"{model} after its last block")]:
-        refuse_mixed_dtypes(template, where, dtype)
-        prove_sizes(template.graph, where, exported=True)
-
-
-def _refuse_leaks(pieces: _Pieces, layers: Mapping[str, Template], model: str, own_loss: bool) -> None:
-    """Check that packed sequences cannot interact: every operator must be known to keep tokens apart.
-
-    Args:
-        own_loss: the loss is custom; `refuse_unsummed` checks how it sums over tokens.
+def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
+    """Check that packed sequences cannot interact; `refuse_unsummed` checks how a custom loss (`own_loss`) sums over
+    tokens.
     """
     tokens = next(iter(pieces.sizes))
-    checked = set()
-    behind = f"{model} after its last block"
-    refuse_other_bounds(pieces.embed, f"{model} before its first block", {name: name for name in pieces.embed.inputs})
-    refuse_other_bounds(pieces.head, behind, {name: name for name in pieces.head.inputs})
-    refuse_unproven(pieces.embed, tokens, f"{model} before its first block")
-    refuse_unproven(pieces.aux, tokens, f"{model} beside its blocks")
-    if own_loss:
-        refuse_mixing(pieces.head.graph, None, behind)
-        refuse_mean(pieces.head, behind)
-        refuse_unsummed(pieces.head, tokens, behind)
-    else:
-        refuse_unproven(pieces.head, tokens, behind)
-    for name, template in layers.items():
-        if template.name not in checked:
-            refuse_other_bounds(template, name, _given_fields(pieces, name, template))
-            hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
+    around = pieces.around
+    for where, template in pieces.unique.items():
+        symbol: str | None = tokens
+        if where in around:
+            given = {name: name for name in template.inputs}
+        else:
+            fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
+            given = {name: field for name, field in fields.items() if field is not None}
+            hidden = next((n for n in template.graph.graph.find_nodes(op="placeholder") if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
-            if symbol is None:
-                refuse_mixing(template.graph, None, name)
-            else:
-                refuse_unproven(template, symbol, name)
-            checked.add(template.name)
+        refuse_other_bounds(template, where, given)
+        if template is pieces.head and own_loss:
+            refuse_mixing(template.graph, None, where)
+            refuse_mean(template, where)
+            refuse_unsummed(template, tokens, where)
+        elif symbol is None:
+            refuse_mixing(template.graph, None, where)
+        else:
+            refuse_unproven(template, symbol, where)
 
 
-def _given_fields(pieces: _Pieces, block: str, template: Template) -> dict[str, str]:
-    """Return placeholder -> field for the inputs of a block that are unmodified fields of the packed batch."""
-    outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
-    others = [name for name in template.inputs if name.startswith("other.")]
-    fed = {name: field_of(outputs[pieces.feeds[block][int(name.removeprefix("other."))]]) for name in others}
-    return {placeholder(name): field for name, field in fed.items() if field is not None}
-
-
-def _assemble(
-    model: nn.Module,
-    dtype: torch.dtype,
-    path: str,
-    pieces: _Pieces,
-    layers: Mapping[str, Template],
-) -> Program:
-    # So far names were relative to a block; from here on they are the model's, with the first name for tied parameters.
-    canonical = _canonical_names(model)
-    raw = {"embed": pieces.embed, **layers, "head": pieces.head}
+def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) -> Program:
+    # Names become the model's, with the first name for tied parameters.
+    first = {id(p): n for n, p in model.named_parameters()}
+    canonical = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    raw = {"embed": pieces.embed, **pieces.layers, "head": pieces.head}
     blocks = []
     for name, template in raw.items():
         prefix = f"{path}.{name.removeprefix('layer.')}." if name.startswith("layer.") else ""
-        used = [int(i.removeprefix("other.")) for i in template.inputs if i.startswith("other.")]
         blocks.append(
             Block(
                 name,
                 template.name,
                 tuple(canonical[prefix + p] for p in template.parameters),
                 tuple(prefix + b for b in template.buffers),
-                tuple(pieces.feeds[name][i] for i in used) if used else (),
+                tuple(pieces.feeds[name][i] for i, _ in _others(template)),
             )
         )
     templates = {t.name: t for t in raw.values()}
-    parameters = dict(model.named_parameters())
-    aliases: dict[str, list[str]] = {n: [] for n in parameters}
+    aliases: dict[str, list[str]] = {n: [] for n in first.values()}
     for alias, name in canonical.items():
         if alias != name:
             aliases[name].append(alias)
-    # All blocks that use a parameter must shard it alike; only then can the placeholders be inserted.
     shard = agree(blocks, templates)
-    described = {
-        n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad) for n, p in parameters.items()
+    parameters = {
+        n: Parameter(n, tuple(p.shape), tuple(aliases[n]), shard.get(n), p.requires_grad)
+        for n, p in model.named_parameters()
     }
-    whole = {n for n in described if n not in shard}
+    whole = {n for n in parameters if n not in shard}
     annotated = {n: annotated_template(t, excluded(t, blocks, whole)) for n, t in templates.items()}
     heads = {uncut_heads(t.graph.graph) for t in templates.values()} - {0}
+    is_huggingface = huggingface.is_huggingface(model)
     return Program(
         model=type(model).__name__,
         dtype=dtype,
-        causal=_is_causal(model, layers),
+        causal=_is_causal(model, pieces.layers),
         blocks=tuple(blocks),
         aux=Block("aux", pieces.aux.name, (), pieces.aux.buffers),
         templates={**annotated, pieces.aux.name: pieces.aux},
-        parameters=described,
-        buckets=_buckets(blocks, described, learning(blocks, templates, described)),
+        parameters=parameters,
+        buckets=_buckets(blocks, parameters, learning(blocks, templates, parameters)),
         heads=tuple(sorted(heads)),
-        unplaced=huggingface.unplaced_id(model) if huggingface.is_huggingface(model) else None,
-        positions=huggingface.positions(model) if huggingface.is_huggingface(model) else None,
+        unplaced=huggingface.unplaced_id(model) if is_huggingface else None,
+        positions=huggingface.positions(model) if is_huggingface else None,
         origin=origin(model),
     )
 
@@ -404,19 +382,6 @@ def origin(model: nn.Module) -> str:
     return hashlib.sha256(f"{structure(model)}\n{settings}\n{frozen}".encode()).hexdigest()[:12]
 
 
-def _used_fields(pieces: _Pieces, layers: Mapping[str, Template]) -> set[str]:
-    """Return the fields of the packed batch that the model reads before its head."""
-    outputs = next(n for n in pieces.aux.graph.graph.nodes if n.op == "output").args[0]
-    used = {
-        outputs[pieces.feeds[name][int(i.removeprefix("other."))]]
-        for name, template in layers.items()
-        for i in template.inputs
-        if i.startswith("other.")
-    }
-    aux = extract(pieces.aux.graph, list(used), {})
-    return {*pieces.embed.inputs, *(n.name for n in aux.graph.nodes if n.op == "placeholder")}
-
-
 def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
     """Return whether labels are the next tokens: attention is causal, except for some classes of transformers."""
     if huggingface.is_huggingface(model):
@@ -425,19 +390,12 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
     return all(operands(n)[5] for n in calls)
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return every parameter name, including tied aliases -> its first name."""
-    first = {id(p): n for n, p in model.named_parameters()}
-    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-
-
 def _buckets(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
     """Group parameters into buckets, in block order: those used by one block together, each tied parameter by itself.
 
-    Parameters without a gradient (not in `learns`) get separate buckets, so that these are never pushed; parameters
-    used by no block come last.
+    Those without a gradient (not in `learns`) are apart, as they are never pushed; unused ones come last.
     """
     users: dict[str, list[str]] = {}
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Agreement on how each parameter is sharded across all blocks that use it, and annotation of the templates."""
+"""Agreement on how each parameter is sharded across all blocks that use it, and annotation of templates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from hydragraph.frontend.skeleton_parts import identifier
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
@@ -21,15 +22,10 @@ def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
-def placeholder(name: str) -> str:
-    """Return the name of a parameter's placeholder inside a template."""
-    return name.replace(".", "_")
-
-
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
     """Return the placeholders of a template that represent, in any block, a parameter that must stay whole."""
     return {
-        placeholder(local)
+        identifier(local)
         for block in blocks
         if block.template == template.name
         for local, name in zip(template.parameters, block.parameters, strict=True)
@@ -40,10 +36,10 @@ def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> se
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
     """Return the rule of every sharded parameter.
 
-    A parameter that its blocks would shard differently (or that only some would shard) stays whole in all of them; that
-    may force other parameters to stay whole as well, so the analysis repeats until the set no longer changes.
+    A parameter that its blocks would shard differently, such as an embedding tied to a head, stays whole in all of
+    them;
+    that may force others to stay whole, so the analysis repeats.
     """
-    # Example: an embedding tied to the head. If the head's product stayed whole, a sharded embedding would break it.
     whole: set[str] = set()
     while True:
         choices_of: dict[str, set[ShardRule | None]] = {}

@@ -1,7 +1,6 @@
 """Capture of the model around its blocks: prologue, inputs of blocks besides the hidden state, and epilogue.
 
-During the trace each block is one opaque node, so the cost does not grow with depth; the blocks themselves are traced
-once per unique structure.
+During the trace blocks are opaque, so that its cost does not grow with depth.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.block_keywords import keywords_of_block
 from hydragraph.frontend.functional_graph import changes, export
 from hydragraph.frontend.module_digest import structure
-from hydragraph.frontend.packed_inputs import FIELDS, Loss
+from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.frontend.repeated_blocks import entries
 from hydragraph.frontend.untraceable import watched
 from hydragraph.private.argument_trees import TreeSpec, tree_flatten, tree_unflatten
@@ -39,8 +38,8 @@ def _(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
 
 
 @dataclass
-class Site:
-    """Call of one block by the model: flat arguments, positions of the tensors, and how to rebuild both directions."""
+class BlockCall:
+    """Call of one block by the model: its arguments, and how to rebuild them."""
 
     name: str
     module: nn.Module
@@ -48,52 +47,42 @@ class Site:
     leaves: list[Any]  # the flat arguments, None in place of each tensor
     tensors: list[int]  # positions of the tensors; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
-    flat_tokens: bool = False  # the model passes the hidden state as [T, H]
-    own: Callable[..., Any] | None = field(default=None, repr=False)  # a forward set on the instance
-    form: str = ""  # form of the output, as assumed for blocks of its kind
+    flat_tokens: bool  # the model passes the hidden state as [T, H]
+    own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
+    form: str  # form of the output, as assumed for blocks of its kind
     feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of its inputs that are the others
 
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The block's own forward, set on the instance or defined by the class."""
-        return self.own or functools.partial(type(self.module).forward, self.module)
-
     def called(self) -> str:
-        """Return a digest of the call: the non-tensor arguments, and shapes and dtypes of the tensors."""
+        """Return a digest of the call's arguments: for tensors, of shapes and dtypes."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
-    def flat(self) -> FlatBlock:
-        """Return the block as a module with flat tensor arguments and one tensor as its result."""
-        return FlatBlock(self)
-
 
 class FlatBlock(nn.Module):
-    """Wrapper that calls a block with its tensor arguments only."""
+    """Block that takes its tensor arguments alone, and returns its hidden state alone."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, call: BlockCall) -> None:
         super().__init__()
-        self.block = site.module
-        self._site = site
+        self.block = call.module
+        self._call = call
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Rebuild the arguments that the model passed, call the block's own forward, and return its hidden state."""
-        leaves = list(self._site.leaves)
-        for position, tensor in zip(self._site.tensors, tensors, strict=True):
+        """Rebuild the arguments that the model passed, and call the block's own forward."""
+        call = self._call
+        leaves = list(call.leaves)
+        for position, tensor in zip(call.tensors, tensors, strict=True):
             leaves[position] = tensor
-        if self._site.flat_tokens:
-            leaves[self._site.tensors[0]] = tensors[0].squeeze(0)
-        arguments, keywords = tree_unflatten(leaves, self._site.spec)
+        if call.flat_tokens:
+            leaves[call.tensors[0]] = tensors[0].squeeze(0)
+        arguments, keywords = tree_unflatten(leaves, call.spec)
+        forward = call.own or functools.partial(type(call.module).forward, call.module)
         with keywords_of_block(keywords):
-            output = self._site.forward(*arguments, **keywords)
-        hidden = hidden_output(output, self._site.name)[0]
-        if self._site.form and self._site.form != form_of(output):
-            raise Unsupported(
-                "it returns something else than a block that differs from it only by its index",
-                where=self._site.name,
-                remedy="let all blocks return their hidden state alike",
-            )
-        return hidden.unsqueeze(0) if self._site.flat_tokens else hidden
+            output = forward(*arguments, **keywords)
+        hidden = hidden_output(output, call.name)[0]
+        if call.form != form_of(output):
+            what = "it returns something else than a block that differs from it only by its index"
+            raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state alike")
+        return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -102,14 +91,10 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
         form = f"{len(tensors)} tensors" if tensors else "no tensor"
-        raise Unsupported(
-            f"the block returns {form} ({_outline(output)}), and one, its hidden state, goes from block to block",
-            where=where,
-            remedy="return the hidden state alone, or in a tuple, list or dict without other tensors: switch off extra "
-            "outputs of transformers' (router logits, attentions, caches) in the config, and put what else the next "
-            "block needs into the hidden state (torch.cat on the last dimension)",
-        )
-    position = tensors[0]
+        what = f"the block returns {form} ({_outline(output)}), and one, its hidden state, goes from block to block"
+        remedy = "return the hidden state alone: switch off router logits and caches, and torch.cat other tensors to it"
+        raise Unsupported(what, where=where, remedy=remedy)
+    (position,) = tensors
 
     def rebuild(hidden: Tensor) -> Any:
         return tree_unflatten([*leaves[:position], hidden, *leaves[position + 1 :]], spec)
@@ -134,7 +119,9 @@ def form_of(output: Any) -> str:
     return repr(["a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves]) + str(spec)
 
 
-class _Traced(nn.Module):
+class TracedModel(nn.Module):
+    """`loss(call(model, batch))` as a module of a packed batch."""
+
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
         self.model = model
@@ -146,34 +133,18 @@ class _Traced(nn.Module):
         try:
             loss = self._loss(outputs, batch)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
-            raise Unsupported(
-                f"the loss cannot compute with what the model returns, {_outline(outputs)} ({type(error).__name__}: "
-                f"{error})",
-                where=type(self.model).__name__,
-                remedy="pass loss=, a function of just that and of the packed batch (a dict)",
-            ) from error
+            why = f"{_outline(outputs)} ({type(error).__name__}: {error})"
+            what = f"the loss cannot compute with what the model returns, {why}"
+            remedy = "pass loss=, a function of just that and of the packed batch (a dict)"
+            raise Unsupported(what, where=type(self.model).__name__, remedy=remedy) from error
         return _summed(loss, type(self.model).__name__)
 
 
 def _summed(loss: Any, where: str) -> Tensor:
-    """Return a loss as a 0-d tensor."""
     if isinstance(loss, Tensor) and loss.is_floating_point() and all(type(n) is int and n == 1 for n in loss.shape):
         return loss.reshape(())
     returned = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise Unsupported(f"its loss is {returned}", where=where, remedy="return one number, the sum over all targets")
-
-
-@contextlib.contextmanager
-def with_opaque_blocks(
-    model: nn.Module,
-    listed: nn.ModuleList | nn.ModuleDict,
-    alike: Callable[[nn.Module], str],
-    call: Callable[..., Any],
-    loss: Loss,
-) -> Iterator[nn.Module]:
-    """Yield `loss(call(model, batch))` as a module of a packed batch, whose blocks return their inputs unchanged."""
-    with _light_blocks(listed, alike, []):
-        yield _Traced(model, call, loss)
 
 
 def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -183,40 +154,38 @@ def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> 
 
 
 def capture_skeleton(
-    model: nn.Module,
+    traced: TracedModel,
     listed: nn.ModuleList | nn.ModuleDict,
     alike: Callable[[nn.Module], str],
-    call: Callable[..., Any],
-    loss: Loss,
     example: Mapping[str, int],
-    fields: Mapping[str, TensorSpec] = FIELDS,
-) -> tuple[torch.export.ExportedProgram, list[Site]]:
-    """Trace `loss(call(model, batch))` with each block opaque.
+    fields: Mapping[str, TensorSpec],
+) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
+    """Trace a model and its loss with each block opaque.
 
     Args:
-        model: our meta copy; the forwards of its blocks may be overridden permanently.
+        traced: our meta copy; the forwards of its blocks may be overridden permanently.
         listed: its blocks, in the order in which the model must call them.
-        alike: key of a block; blocks with the same key return outputs of the same form, or are rejected when traced.
+        alike: key of a block; blocks with the same key must return outputs of the same form.
         example: the sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
         fields: fields of a packed batch.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = meta_batch(example, fields)
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
-    trace = functools.partial(export, _Traced(model, call, loss), (batch,), (dynamic,), type(model).__name__)
-    # Tracing costs about a millisecond per parameter and about ten per node, so blocks are traced without their
-    # parameters and all of them as one node. If the model uses one of these, or a value passed between blocks, or
-    # anything else goes wrong, the real blocks are traced.
-    light = list[Site]()
-    with contextlib.suppress(Exception), _light_blocks(listed, alike, light):
+    where = type(traced.model).__name__
+    trace = functools.partial(export, traced, (batch,), (dynamic,), where)
+    # Tracing costs about a millisecond per parameter and ten per node, so blocks have no parameters and are one node,
+    # unless the model uses these or values between blocks.
+    light = list[BlockCall]()
+    with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
         exported = trace()
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
-            return _in_order(exported, light, listed, type(model).__name__)
-    sites = list[Site]()
+            return _in_order(exported, light, listed, where)
+    calls = list[BlockCall]()
     forms = _Forms()
     for name, block in _named(listed):
-        block.forward = _opaque(name, block, alike(block), forms, sites)  # type: ignore[method-assign]
-    return _in_order(trace(), sites, listed, type(model).__name__)
+        block.forward = _opaque(name, block, alike(block), forms, calls)  # type: ignore[method-assign]
+    return _in_order(trace(), calls, listed, where)
 
 
 def _named(listed: nn.ModuleList | nn.ModuleDict) -> list[tuple[str, nn.Module]]:
@@ -224,29 +193,27 @@ def _named(listed: nn.ModuleList | nn.ModuleDict) -> list[tuple[str, nn.Module]]
 
 
 def _in_order(
-    exported: torch.export.ExportedProgram, sites: list[Site], listed: nn.ModuleList | nn.ModuleDict, where: str
-) -> tuple[torch.export.ExportedProgram, list[Site]]:
-    called = [s.name for s in sites]
+    exported: torch.export.ExportedProgram, calls: list[BlockCall], listed: nn.ModuleList | nn.ModuleDict, where: str
+) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
+    called = [call.name for call in calls]
     if called != [n for n, _ in _named(listed)]:
-        raise Unsupported(
-            f"blocks run in the order {called[:4]}..., not once each in the order of their list",
-            where=where,
-            remedy="name the nn.ModuleList that the model iterates over with blocks='path.to.list'",
-        )
-    return exported, sites
+        what = f"blocks run in the order {called[:4]}..., not once each in the order of their list"
+        remedy = "name the nn.ModuleList that the model iterates over with blocks='path.to.list'"
+        raise Unsupported(what, where=where, remedy=remedy)
+    return exported, calls
 
 
 @contextlib.contextmanager
-def _light_blocks(
-    listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], sites: list[Site]
+def opaque_blocks(
+    listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], calls: list[BlockCall]
 ) -> Iterator[None]:
-    """Replace a model's blocks with opaque blocks that have no parameters."""
+    """Replace a model's blocks with opaque ones that have no parameters, and append their calls to `calls`."""
     own = dict(table_of(listed))
     forms = _Forms()
-    run = _Run("layer.0", f"layer.{len(listed) - 1}")
+    fused = _FusedBlocks("layer.0", f"layer.{len(listed) - 1}")
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
-            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, sites, run))
+            table_of(listed)[place] = _light(block, _opaque(name, block, alike(block), forms, calls, fused))
         before = [dict(vars(light)) for light in entries(listed)]
         yield
         if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
@@ -256,19 +223,12 @@ def _light_blocks(
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a module with the block's class and attributes, which looks up submodules and parameters in the block."""
-    light: nn.Module = object.__new__(_light_kind(type(block)))
-    vars(light).update(vars(block), forward=forward, _whole=block)
-    vars(light).update(empty_tables())
+    """Return a module of the block's class and attributes, which looks up its tensors and submodules."""
+    kind = type(block)
+    members = {"__getattr__": lambda _, name: getattr(block, name), "__module__": kind.__module__}
+    light: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
+    vars(light).update(vars(block), forward=forward, **empty_tables())
     return light
-
-
-def _light_kind(kind: type[nn.Module]) -> type[nn.Module]:
-    def found(self: nn.Module, name: str) -> Any:  # for attributes that are not its own
-        return getattr(vars(self)["_whole"], name)
-
-    light_class: type[nn.Module] = type(kind.__name__, (kind,), {"__getattr__": found, "__module__": kind.__module__})
-    return light_class
 
 
 @dataclass
@@ -276,8 +236,7 @@ class _Forms:
     """Facts about blocks learned during the trace.
 
     Attributes:
-        of: by kind of block: a function that inserts a hidden state into its output, and a text that describes the
-            output.
+        of: by kind of block: a function that inserts a hidden state into its output, and the output's form.
         wide: id of a hidden state [T, H] that a block returned -> the same state as [1, T, H].
     """
 
@@ -286,10 +245,8 @@ class _Forms:
 
 
 @dataclass
-class _Run:
-    """All blocks as one node, which the last block creates.
-
-    Values passed between blocks are not part of the trace: any other computation with them makes the trace fail.
+class _FusedBlocks:
+    """All blocks as one node, which the last block creates; other computations with values between blocks fail.
 
     Attributes:
         first, last: names of blocks.
@@ -330,46 +287,46 @@ class _Run:
 
 
 def _opaque(
-    name: str, block: nn.Module, key: str, forms: _Forms, sites: list[Site], run: _Run | None = None
+    name: str, block: nn.Module, key: str, forms: _Forms, calls: list[BlockCall], fused: _FusedBlocks | None = None
 ) -> Callable[..., Any]:
     instance = vars(block).get("forward")
     own = block.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
-        # The hidden state is the first floating-point tensor: it may be a keyword or come after ids and bounds.
+        # The hidden state is the first floating-point tensor, at any position.
         tensors = sorted(
             (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
             key=lambda i: not leaves[i].is_floating_point(),
         )
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # One block of each kind is run to learn the form of its output: the hidden state alone, or the first of a
-        # tuple.
+        # One block of each kind is run to learn the form of its output.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
             hidden, rebuild = hidden_output(output, name)
             forms.of[key] = rebuild, form_of(output)
             _refuse_other_hidden(hidden, inputs, name)
-        if run is not None:
-            feeds = run.enter(name, inputs[0], inputs[1:])
-            wide = [run.given, *inputs[1:]]
-            flat = inputs[0].dim() == 2
-            sites.append(Site(name, block, spec, constants, tensors, wide, flat, instance, forms.of[key][1], feeds))  # type: ignore[arg-type]
-            return forms.of[key][0](run.leave(name, inputs[0]))
-        # A model that flattens its tokens passes [T, H]. Templates only support [1, T, H], so the opaque block takes
-        # that, and `wide` remembers it, to avoid a squeeze and an unsqueeze between two blocks of the skeleton.
-        flat = inputs[0].dim() == 2
+        rebuild, form = forms.of[key]
+        hidden, *others = inputs
+        # The opaque block takes [1, T, H] even if the model passes [T, H]; `wide` avoids a squeeze and an unsqueeze.
+        flat = hidden.dim() == 2
+        feeds = None
+        wide: Any
+        if fused is not None:
+            feeds = fused.enter(name, hidden, others)
+            wide = fused.given
+        else:
+            wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
+        calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
+        if fused is not None:
+            return rebuild(fused.leave(name, hidden))
+        result = batched = torch.ops.hydragraph.block(wide, others, name)
         if flat:
-            inputs[0] = forms.wide.get(id(inputs[0]), inputs[0].unsqueeze(0))
-        sites.append(Site(name, block, spec, constants, tensors, inputs, flat, instance, forms.of[key][1]))
-        result = torch.ops.hydragraph.block(inputs[0], inputs[1:], name)
-        if flat:
-            batched = result
-            result = result.squeeze(0)
+            result = batched.squeeze(0)
             forms.wide[id(result)] = batched
-        return forms.of[key][0](result)
+        return rebuild(result)
 
     return forward
 
@@ -385,20 +342,19 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
 
 
 def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -> None:
-    sizes = list(inputs[0].shape) if inputs else []
-    kinds = (f" {inputs[0].dtype}", f" {result.dtype}") if inputs and result.dtype != inputs[0].dtype else ("", "")
-    if not inputs or result.shape != inputs[0].shape or result.dtype != inputs[0].dtype:
-        raise Unsupported(
-            f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}",
-            where=where,
-            remedy="blocks must keep shape and dtype of the hidden state, the first argument that is floating",
-        )
+    given = inputs[0] if inputs else None
+    if given is None or (result.shape, result.dtype) != (given.shape, given.dtype):
+        kinds = ("", "") if given is None or given.dtype == result.dtype else (f" {given.dtype}", f" {result.dtype}")
+        sizes = [] if given is None else list(given.shape)
+        what = f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}"
+        remedy = "blocks must keep shape and dtype of the hidden state, the first argument that is floating"
+        raise Unsupported(what, where=where, remedy=remedy)
     # Stages always exchange [1, T, H], even if a block reshapes it.
+    sizes = list(given.shape)
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):
-        raise Unsupported(
-            f"a hidden state of {sizes}", where=where, remedy="pass the hidden state as [1, T, H] or [T, H]"
-        )
+        what = f"a hidden state of {sizes}"
+        raise Unsupported(what, where=where, remedy="pass the hidden state as [1, T, H] or [T, H]")
 
 
 def node_inputs(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

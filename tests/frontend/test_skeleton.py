@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.skeleton import Site, capture_skeleton, hidden_output, node_inputs
+from hydragraph.frontend.packed_inputs import FIELDS
+from hydragraph.frontend.skeleton import BlockCall, FlatBlock, TracedModel, capture_skeleton, hidden_output, node_inputs
 from tests.thorough import only
 
 
@@ -44,15 +45,19 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[Site]]:
+def skeleton(model: Model) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
     model.to("meta")
-    return capture_skeleton(
+    traced = TracedModel(
         model,
-        model.layers,
-        lambda layer: layer.form,  # type: ignore[arg-type, attr-defined, return-value]
         lambda m, batch: m(batch["input_ids"], batch["position_ids"]),
         lambda logits, batch: logits.sum(),
+    )
+    return capture_skeleton(
+        traced,
+        model.layers,
+        lambda layer: layer.form,  # type: ignore[arg-type, attr-defined, return-value]
         {"T": 64, "N+1": 5},
+        FIELDS,
     )
 
 
@@ -77,7 +82,7 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
     _, (site,) = skeleton(model)
     site.module = real
     hidden, positions = torch.randn(1, 5, 8), torch.randn(1, 5)
-    assert torch.equal(site.flat()(hidden, positions), real(hidden, positions)[0])
+    assert torch.equal(FlatBlock(site)(hidden, positions), real(hidden, positions)[0])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,7 @@ def test_the_hidden_state_may_stand_behind_integers() -> None:
     hidden, positions = torch.randn(1, 5, 8), torch.arange(5)[None]
     site, real = sites[1], Layer()
     site.module = real
-    assert torch.equal(site.flat()(hidden, positions), real(hidden, positions))
+    assert torch.equal(FlatBlock(site)(hidden, positions), real(hidden, positions))
 
 
 class Across(Model):

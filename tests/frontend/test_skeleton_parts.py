@@ -52,7 +52,7 @@ def template(graph: fx.GraphModule, where: str = "layer.0", **names: dict[str, s
         "buffers": {"b_1": "b"},
         "inputs": {"x_1": "hidden", "u_1": "u"},
     } | names
-    return template_of(graph, names["parameters"], names["buffers"], names["inputs"], where)
+    return template_of(graph, (names["parameters"], names["buffers"], names["inputs"]), where)
 
 
 def test_a_template_sorts_and_names_its_placeholders_and_drops_unused_ones() -> None:
@@ -73,7 +73,7 @@ def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
 
     def made(f: object, size: int, dtype: torch.dtype = torch.float32) -> str:
         graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))  # type: ignore[arg-type]
-        return template_of(graph, {}, {}, {"x_1": "hidden"}, "layer.0").name
+        return template_of(graph, ({}, {}, {"x_1": "hidden"}), "layer.0").name
 
     assert made(forward, 2) == made(forward, 2)
     assert len({made(forward, 2), made(other, 2), made(forward, 3), made(forward, 2, torch.float64)}) == 4
