@@ -1,8 +1,5 @@
-"""Frontend: capture of models as Programs, compiled folders, numeric checks and packed mini-batches.
+"""Frontend: models become Programs without being changed, or Programs are read from a compiled folder.
 
-A model is captured without changing it, and compared with its Program numerically (`check/`); or a Program is read from
-a compiled folder (`compiled_folder/`). Sequences are packed into mini-batches.
-
-Model features that a trace would lose are rejected here by name. Transformations of captured graphs belong in
-`passes/`.
+Programs are compared with their models numerically (`check/`); `compiled_folder/` is the folder. Sequences are packed
+into mini-batches. Model features that a trace would lose are rejected here by name.
 """

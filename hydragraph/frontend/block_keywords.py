@@ -25,16 +25,10 @@ def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
-    """Return cu_seqlens and the length of the longest sequence, as the block received them.
-
-    Raises:
-        Unsupported: it did not receive them.
-    """
+    """Return cu_seqlens and the longest length as the block received them; raise Unsupported if it did not."""
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
-        raise Unsupported(
-            f"{what} was called without cu_seq_lens_q, so packed sequences would see each other",
-            where=where,
-            remedy="use a model that hands its keyword arguments on to its layers",
-        )
+        problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"
+        remedy = "use a model that hands its keyword arguments on to its layers"
+        raise Unsupported(problem, where=where, remedy=remedy)
     return bounds, longest

@@ -1,11 +1,11 @@
 """The Python state that a model was compiled with: a change of it is noticed, since graphs would not follow.
 
-Compared are, of every module, its parts, hooks and attributes, and its training flag where what it computes depends on
-it; of every parameter and buffer, which tensor it is, requires_grad, its memory and the counter of changes in place; of
-the user's own code for forward and loss, the attributes, globals and closed-over variables that it reads.
+Compared are, of every module, its parts, hooks, attributes, and its training flag if it matters; of every parameter and
+buffer, its identity, requires_grad, memory and counter of changes in place; of the user's own code for forward and
+loss, the attributes, globals and closed-over variables that it reads.
 
-Not noticed are changes of values that no counter counts (`p.data.zero_()`, NumPy or C code that writes to the memory),
-what lies deeper in an object than the attributes of objects of the user's own, and lists of more than 1,000 elements.
+Not noticed are changes that no counter counts (`p.data.zero_()`, NumPy), the inside of nested objects, and lists of
+more than 1,000 elements.
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _LONGEST = 1000  # of longer containers only the length and the identity are compared
 _MISSING = object()
-# What a module keeps its parts in, which are compared apart.
+# A module's tables of parts, which are compared apart.
 _TABLES = frozenset(vars(nn.Module()))
-# What libraries note on modules and configs, and settings that no captured graph depends on.
+# Notes of libraries on modules and configs, and settings that no captured graph depends on.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
     *("id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id"),
 }
+
+
+Now = Callable[[], Mapping[str, Any] | None]
 
 
 @dataclass(slots=True)
@@ -66,18 +69,15 @@ class _Names:
 
     Attributes:
         now: returns them as they are; None: the owner no longer exists.
-        plain: what compares by value.
-        objects: what compares by identity.
-        contents: containers, by what is in them, and tensors.
+        plain, others: what compares by value, and what by identity or content (`_frozen`).
         known: all names there were; None: added ones do not count.
         kind: the class whose code would read added ones.
     """
 
     where: str
-    now: Callable[[], Mapping[str, Any] | None]
+    now: Now
     plain: dict[str, Any]
-    objects: dict[str, int]
-    contents: dict[str, Any]
+    others: dict[str, Any]
     known: frozenset[str] | None
     kind: type
 
@@ -89,12 +89,10 @@ class _Names:
             value = names.get(name, _MISSING)
             if value is not before and not (type(value) is type(before) and value == before):
                 raise _changed(self.where, name, f"from {_shown(before)} to {_shown(value)}")
-        for name, number in self.objects.items():
-            if id(names.get(name, _MISSING)) != number:
-                raise _changed(self.where, name, f"and is {_shown(names.get(name, _MISSING))} now")
-        for name, before in self.contents.items():
-            if _frozen(names.get(name, _MISSING)) != before:
-                raise _changed(self.where, name, f"and is {_shown(names.get(name, _MISSING))} now")
+        for name, before in self.others.items():
+            value = names.get(name, _MISSING)
+            if _frozen(value) != before:
+                raise _changed(self.where, name, f"and is {_shown(value)} now")
         if self.known is not None and len(names) != len(self.known):
             for name in names:
                 if name not in self.known and name not in _NOTES and mentions(self.kind, name):
@@ -157,26 +155,20 @@ class _Module:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise _refused(self.where, f"a {kind} ({name}) was registered after hg.compile")
         if self.training is not None and module.training is not self.training:
-            raise _refused(
-                self.where,
-                f"what {type(module).__name__} computes depends on `training`, which was {self.training} at hg.compile "
-                f"and is {module.training} now",
-            )
+            what = f"what {type(module).__name__} computes depends on `training`"
+            raise _refused(self.where, f"{what}, which was {self.training} at hg.compile and is {module.training} now")
         for part in self.tensors:
             tensor = part.tensor()
-            if tensor is not None and tensor.requires_grad is not part.learns:
-                raise _refused(
-                    part.name, f"requires_grad was {part.learns} at hg.compile and is {tensor.requires_grad} now"
-                )
-            if tensor is not None and number_of_tensor_hooks(tensor) != part.hooks:
+            if tensor is None:
+                continue
+            if tensor.requires_grad is not part.learns:
+                what = f"requires_grad was {part.learns} at hg.compile and is {tensor.requires_grad} now"
+                raise _refused(part.name, what)
+            if number_of_tensor_hooks(tensor) != part.hooks:
                 raise _refused(part.name, "a gradient hook was registered or removed after hg.compile")
 
     def check_parts(self, is_trained: Callable[[_Tensor, Tensor], bool]) -> None:
-        """Check that the module has the same tensors and modules, with the same values.
-
-        Args:
-            is_trained: says whether a tensor that is another one, or was edited, has the values that training has.
-        """
+        """Check that the module has the same tensors and modules, with the same values or those that training has."""
         module = self.module()
         if module is None:
             return
@@ -194,19 +186,15 @@ class _Module:
                 continue
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
-                raise _refused(
-                    part.name, "it was replaced or edited after hg.compile, and training has values of its own"
-                )
+                what = "it was replaced or edited after hg.compile, and training has values of its own"
+                raise _refused(part.name, what)
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 
 
 class CompiledState:
-    """What decides a step's numbers outside the graphs, as it was when a model was compiled.
-
-    Modules and objects are referred to weakly: those that no longer exist cannot be changed.
+    """Python state that decides a step's numbers, as it was when a model was compiled; referred to weakly.
 
     Args:
-        model: what was compiled.
         loss: the user's own loss, or None.
         buffers: what steps compute with, by name.
     """
@@ -229,7 +217,7 @@ class CompiledState:
         self._add_code(readers)
 
     def check(self) -> None:
-        """Check that nothing has changed.
+        """Compare with the state now.
 
         Raises:
             Unsupported: naming the first change.
@@ -265,10 +253,8 @@ class CompiledState:
             return True
         return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)
 
-    # What is compared by name.
-
     def _add_attributes(self, where: str, owner: Any, readers: Readers) -> None:
-        """Compare attributes: those that the user's code reads, and all but notes if a library's code may read them."""
+        """Compare attributes that the user's code reads, or all but notes if a library's code may read them."""
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
@@ -279,35 +265,23 @@ class CompiledState:
             if name not in _TABLES and (readers.reads(name) if library is None else not note):
                 values[name] = value
         reference: Callable[[], Any] = weakref.ref(owner) if hasattr(owner, "__weakref__") else lambda: owner
-
-        def now() -> Mapping[str, Any] | None:
-            held = reference()
-            return None if held is None else held.__dict__
-
-        self._add(where, now, values, readers, frozenset(vars(owner)), type(owner))
+        self._add(where, functools.partial(_attributes, reference), values, readers, owner)
 
     def _add(
-        self,
-        where: str,
-        now: Callable[[], Mapping[str, Any] | None],
-        values: Mapping[str, Any],
-        readers: Readers,
-        known: frozenset[str] | None = None,
-        kind: type = object,
+        self, where: str, now: Now, values: Mapping[str, Any], readers: Readers, owner: object | None = None
     ) -> None:
+        known = None if owner is None else frozenset(vars(owner))
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
-        contents = {n: _frozen(v) for n, v in values.items() if isinstance(v, (*_CONTAINERS, Tensor))}
-        rest = {n: v for n, v in values.items() if n not in plain and n not in contents}
-        objects = {n: id(v) for n, v in rest.items() if not isinstance(v, nn.Module)}
-        if plain or objects or contents or known is not None:
-            self._names.append(_Names(where, now, plain, objects, contents, known, kind))
+        others = {n: _frozen(v) for n, v in values.items() if n not in plain and not isinstance(v, nn.Module)}
+        if plain or others or known is not None:
+            self._names.append(_Names(where, now, plain, others, known, type(owner)))
         for name, value in values.items():
             if _has_state(value):
                 self._add_attributes(f"{where}.{name}", value, readers)
 
     def _add_loss(self, loss: Any, readers: Readers) -> None:
         while isinstance(loss, functools.partial):
-            arguments = _arguments_of(weakref.ref(loss))
+            arguments = functools.partial(_arguments, weakref.ref(loss))
             self._add("loss", arguments, arguments() or {}, readers)
             loss = loss.func
         owner = getattr(loss, "__self__", loss)
@@ -315,15 +289,14 @@ class CompiledState:
             self._add_attributes("loss", owner, readers)
 
     def _add_code(self, readers: Readers) -> None:
-        """Compare attributes of classes, and the variables and globals that functions read."""
         for kind in readers.classes:
             values = {n: v for n, v in vars(kind).items() if readers.reads(n) and not n.startswith("__")}
-            self._add(f"class {kind.__name__}", _attributes_of(weakref.ref(kind)), values, readers)
+            self._add(f"class {kind.__name__}", functools.partial(_attributes, weakref.ref(kind)), values, readers)
         for function in readers.functions.values():
             name = function.__qualname__.replace(".<locals>", "")
             cells = cells_of(function)
             inner = {n: c.cell_contents for n, c in cells.items()}
-            # A cell would keep alive what it holds, as a model or a trainer: attributes of these are compared alone.
+            # A cell would keep a model or a trainer alive, so only the attributes of these are compared.
             held = {n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)}
             held = {n: c for n, c in held.items() if not _has_state(inner[n])}
             self._add(f"variables of {name}", functools.partial(_contents, held), _contents(held), readers)
@@ -335,11 +308,7 @@ class CompiledState:
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
-    """Say whether a module may compute something else with another training flag.
-
-    Args:
-        own: what the user's own code does.
-    """
+    """Return whether a module may compute something else with another training flag; `own`: the user's code does."""
     library, rates = base_library_of(type(module)), rates_of(module)
     if library_of(type(module)) is None and (own or library is None):
         return own or any(rates.values())
@@ -370,30 +339,23 @@ def _frozen(value: Any, depth: int = 4) -> Any:
 
 
 def _has_state(value: Any) -> bool:
-    """Say whether attributes of an object are compared: of a config, and of the user's own classes."""
-    if isinstance(value, nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType):
-        return False
-    if not hasattr(value, "__dict__"):
+    """Return whether attributes of an object are compared: of a config, and of the user's own classes."""
+    apart = nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType
+    if isinstance(value, apart) or not hasattr(value, "__dict__"):
         return False
     kind = type(value)
-    config = library_of(kind) == "transformers" and kind.__name__.endswith("Config")
-    return (
-        config
-        or isinstance(value, argparse.Namespace | types.SimpleNamespace)
-        or not (library_of(kind) or is_installed(kind))
-    )
+    if library_of(kind) is not None:
+        return library_of(kind) == "transformers" and kind.__name__.endswith("Config")
+    return isinstance(value, argparse.Namespace | types.SimpleNamespace) or not is_installed(kind)
 
 
-def _attributes_of(reference: weakref.ref[type]) -> Callable[[], Mapping[str, Any] | None]:
-    return lambda: getattr(reference(), "__dict__", None)
+def _attributes(reference: Callable[[], Any]) -> Mapping[str, Any] | None:
+    return getattr(reference(), "__dict__", None)
 
 
-def _arguments_of(reference: weakref.ref[functools.partial[Any]]) -> Callable[[], Mapping[str, Any] | None]:
-    def now() -> Mapping[str, Any] | None:
-        call = reference()
-        return None if call is None else {**call.keywords, **{f"argument {i}": v for i, v in enumerate(call.args)}}
-
-    return now
+def _arguments(reference: weakref.ref[functools.partial[Any]]) -> Mapping[str, Any] | None:
+    call = reference()
+    return None if call is None else {**call.keywords, **{f"argument {i}": v for i, v in enumerate(call.args)}}
 
 
 def _contents(cells: Mapping[str, types.CellType]) -> dict[str, Any]:

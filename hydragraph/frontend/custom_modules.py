@@ -16,11 +16,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
     """Return a function that calls a module on a packed batch: its forward's parameters name the fields that it gets.
 
-    A forward whose only required parameter is not a field (`def forward(self, batch)`) gets the whole dict.
-
-    Args:
-        model: any module.
-        fields: names of the fields of its packed batch.
+    If its only required parameter is not a field (`batch`), it gets the whole dict.
 
     Raises:
         Unsupported: a required parameter is not a field.
@@ -31,10 +27,7 @@ def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, di
     if not names and len(missing) == 1:
         return lambda module, batch: module(batch)
     if missing or not names:
-        raise Unsupported(
-            f"its forward wants {missing[0]!r}" if missing else "its forward takes none of the batch's fields",
-            where=type(model).__name__,
-            remedy=f"name its parameters after the packed batch ({', '.join(fields)}), take the whole dict as one "
-            "parameter `batch`, or bring a field of your own with example={'name': tensor [1, T, ...]}",
-        )
+        what = f"its forward wants {missing[0]!r}" if missing else "its forward takes none of the batch's fields"
+        remedy = f"name its parameters after the fields ({', '.join(fields)}), or bring your own with example="
+        raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return lambda module, batch: module(**{name: batch[name] for name in names})

@@ -1,7 +1,7 @@
 """Dropout in traced graphs: calls are numbered in order, and read the numbers of the tokens instead of a generator.
 
-A trace has PyTorch's dropout, and attention with dropout without keys. `number_calls` gives each of them a
-number in the graph, before anything is reordered or removed; `with_keys` adds the inputs that all of them read:
+`number_calls` gives PyTorch's dropout, and attention with dropout, a number in the graph, before anything is reordered
+or removed; `with_keys` adds the inputs that all of them read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
     dropout_block   0-d int64, the number of the block: blocks of one template draw different masks
@@ -34,30 +34,30 @@ def number_calls(graph: fx.GraphModule, where: str) -> None:
     """Replace PyTorch's dropout in a traced graph and its regions by ours, numbered in the order of the calls.
 
     Raises:
-        Unsupported: a value has no dimension that is the number of tokens, or several.
+        Unsupported: a value does not have one dimension of tokens.
     """
-    _number(graph, itertools.count(), where)
+    numbers = itertools.count()
 
+    def visit(module: fx.GraphModule) -> None:
+        for node in list(module.graph.nodes):
+            if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
+                visit(region(module, node)[0])
+            elif node.target is attention_dropout:
+                node.update_arg(_CALL, next(numbers))
+            elif node.target in (aten.dropout.default, aten.dropout_.default):
+                _replace(module.graph, node, numbers, where)
+        module.recompile()
 
-def _number(module: fx.GraphModule, numbers: Iterator[int], where: str) -> None:
-    for node in list(module.graph.nodes):
-        if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
-            _number(region(module, node)[0], numbers, where)
-        elif node.target is attention_dropout:
-            node.update_arg(_CALL, next(numbers))
-        elif node.target in (aten.dropout.default, aten.dropout_.default):
-            _replace(module.graph, node, numbers, where)
-    module.recompile()
+    visit(graph)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str) -> None:
     x, p, train = operands(node)
     if not train or p == 0:
         return  # `clean` removes it
+    options = (float(p), next(numbers), _token_dim(x, where), 0, 0, 1)
     with graph.inserting_before(node):
-        drawn = graph.call_function(
-            dropout, (x, None, None, None, float(p), next(numbers), _token_dim(x, where), 0, 0, 1)
-        )
+        drawn = graph.call_function(dropout, (x, None, None, None, *options))
         drawn.meta = dict(node.meta)
         if node.target is aten.dropout_.default:
             drawn = graph.call_function(aten.copy_.default, (x, drawn))
@@ -70,11 +70,9 @@ def _token_dim(x: fx.Node, where: str) -> int:
     sizes = value_of(x).shape
     dims = [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
     if len(dims) != 1:
-        raise Unsupported(
-            f"dropout of a value of sizes {list(map(str, sizes))}, which has no single dimension of tokens",
-            where=where,
-            remedy="set that dropout probability to 0, or apply dropout to values with one row per token",
-        )
+        what = f"dropout of a value of sizes {list(map(str, sizes))}, which has no single dimension of tokens"
+        remedy = "set that dropout probability to 0, or apply dropout to values with one row per token"
+        raise Unsupported(what, where=where, remedy=remedy)
     return dims[0]
 
 

@@ -27,7 +27,7 @@ from hydragraph.private.tracing import meta_as_cpu, writes
 
 aten = torch.ops.aten
 
-# Words in PyTorch's messages about a tensor outside the meta device used together with those of a traced model.
+# Words in PyTorch's messages about a tensor outside the meta device.
 _TWO_DEVICES = ("device", "meta", "cpu")
 # Substring of a PyTorch message -> what the model did to cause it, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
@@ -38,8 +38,7 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     "dynamic but your code specialized it": (
         "it holds for one number of tokens or sequences only: their count, or what bounds them, becomes a number of "
         "Python's, or it computes with a tensor that is kept from another call or block",
-        "compute with tensors as they come: no .tolist(), int() or loops over tokens or sequences; hand tensors on as "
-        "arguments",
+        "compute with tensors as they come: no .tolist(), int() or loops over tokens; hand tensors on as arguments",
     ),
     "satisfy the generated guard": (
         "it does something else for few tokens or sequences than for many, as slices along them do",
@@ -52,20 +51,14 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters as they are, or with .detach(); hand tensors on as arguments; write out what torch.func does",
     ),
 }
-# Maximum number of attributes named in an error.
-_NAMED = 4
+_NAMED = 4  # maximum number of attributes in an error
 # Folders whose code is not the model's: PyTorch's and ours.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# Maximum number of characters of a code line shown in an error.
-_LONGEST = 80
+_LONGEST = 80  # maximum number of characters of a code line in an error
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
-    """Trace a module with sizes that are known only at run time.
-
-    Raises:
-        Unsupported: caused by any exception of the module or the trace.
-    """
+    """Trace a module with sizes that are known only at run time; any exception becomes Unsupported."""
     try:
         with watched(where, module), meta_as_cpu():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
@@ -79,22 +72,18 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     """Explain why a module cannot be traced, in our own words where PyTorch's are unclear."""
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
-        return Unsupported(
-            f"it computes with a tensor that is not a parameter or buffer{_of_attributes(module)}, on the CPU alone",
-            where=where,
-            remedy="register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device",
-        )
+        named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
+        remedy = "register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device"
+        return Unsupported(f"it computes with {named}, on the CPU alone", where=where, remedy=remedy)
     known = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = known or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
-        "make the forward free of Python decisions on tensor values and token counts (.item(), if, slices up to a "
-        "value); the cause is above",
+        "make the forward free of Python decisions on tensor values and token counts (.item(), if, slices)",
     )
     return Unsupported(what + _line_of(error), where=where, remedy=remedy)
 
 
 def _line_of(error: Exception) -> str:
-    """Name the line of the model's code that raised an error, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith(_NOT_THE_MODELS) and Path(frame.filename).is_file():
@@ -108,17 +97,13 @@ def _of_attributes(module: nn.Module) -> str:
         f"{prefix}.{name}".removeprefix(".").removeprefix("model.").removeprefix("block.")
         for prefix, child in module.named_modules()
         for name, value in vars(child).items()
-        if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value)
+        if name not in ("_parameters", "_buffers", "_modules")
+        and any(isinstance(leaf, Tensor | nn.Module) for leaf in tree_leaves(value))
     ]
     return f" ({', '.join(names[:_NAMED])})" if names else ""
 
 
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(leaf, Tensor | nn.Module) for leaf in tree_leaves(value))
-
-
 def _reason(error: Exception) -> str:
-    """Return the first line of an error that carries information."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()] or [""]
     line = lines[1] if lines[0].startswith("Constraints violated") and len(lines) > 1 else lines[0]
     return f"{type(error).__name__}: {line[:300]}"
@@ -130,11 +115,7 @@ def functional_graph(
     """Return the cleaned graph and the signature of its placeholders.
 
     Args:
-        where: name of the traced module.
         block: whether it is a block, whose selections of rows are computed for all tokens (`chosen_rows`).
-
-    A graph with in-place writes is functionalized by `run_decompositions`, which takes seconds and discards where
-    gradients were disabled; so it is used only for graphs that need it, with such regions inlined.
 
     Raises:
         Unsupported: the graph contains writes that autograd does not see, or draws random numbers.
@@ -142,6 +123,7 @@ def functional_graph(
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
+        # It takes seconds and discards where gradients were disabled, so such regions are inlined before.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
@@ -153,29 +135,21 @@ def functional_graph(
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Reject writes through `x.detach()`, or under no_grad to a value from outside: the gradient of x ignores them.
-
-    A functional graph would include the gradient of the written values.
-    """
+    """Reject writes that autograd does not see: through `x.detach()`, or under no_grad to a value from outside."""
     for node in graph.graph.nodes:
-        if GRAD_MODE not in str(node.target):
-            continue
-        body, _ = region(graph, node)
-        outside = {n: n.name for n in body.graph.nodes if n.op == "placeholder"}
-        if _changed(body, outside):
-            raise _unseen_write("under torch.no_grad() into a value from outside", where)
-        _refuse_unseen_writes(body, where)
-    detached = {n: n.name for n in graph.graph.nodes if n.target is torch.ops.aten.detach.default}
-    if _changed(graph, detached):
-        raise _unseen_write("through .detach()", where)
+        if GRAD_MODE in str(node.target):
+            body, _ = region(graph, node)
+            outside = {n: n.name for n in body.graph.find_nodes(op="placeholder")}
+            _refuse_writes(body, outside, "under torch.no_grad() into a value from outside", where)
+            _refuse_unseen_writes(body, where)
+    detached = {n: n.name for n in graph.graph.nodes if n.target is aten.detach.default}
+    _refuse_writes(graph, detached, "through .detach()", where)
 
 
-def _unseen_write(how: str, where: str) -> Unsupported:
-    return Unsupported(
-        f"it writes in place {how}, whose gradient does not know of it",
-        where=where,
-        remedy="write into a copy (x.detach().clone()), or out of place",
-    )
+def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str, where: str) -> None:
+    if _changed(graph, targets):
+        remedy = "write into a copy (x.detach().clone()), or out of place"
+        raise Unsupported(f"it writes in place {how}, whose gradient does not know of it", where=where, remedy=remedy)
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
@@ -183,47 +157,34 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
-    changed = _changed(
-        graph, {n: targets[n.name] for n in graph.graph.nodes if n.op == "placeholder" and n.name in targets}
-    )
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    changed = _changed(graph, {n: targets[n.name] for n in placeholders if n.name in targets})
     if changed:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
     given = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
     if given:
-        raise Unsupported(
-            f"forward writes in place into what it is given, {given.removeprefix('batch_')!r}",
-            where=where,
-            remedy="write into a copy (.clone()), or out of place",
-        )
+        what = f"forward writes in place into what it is given, {given.removeprefix('batch_')!r}"
+        raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or out of place")
     for node in _nodes(graph):
         if AUTOCAST in str(node.target) and node.args[2]:
-            raise Unsupported(
-                "a torch.autocast region", where=where, remedy="cast by hand (x.to(dtype)), or pass dtype= alone"
-            )
+            remedy = "cast by hand (x.to(dtype)), or pass dtype= alone"
+            raise Unsupported("a torch.autocast region", where=where, remedy=remedy)
 
 
 def changes(name: str, where: str) -> Unsupported:
     """Return the error for a forward that changes a tensor of its module."""
-    return Unsupported(
-        f"forward changes {name!r}, and what it writes would be lost",
-        where=where,
-        remedy="compute it anew in every forward; no buffer is carried from one step to the next",
-    )
+    remedy = "compute it anew in every forward; no buffer is carried from one step to the next"
+    return Unsupported(f"forward changes {name!r}, and what it writes would be lost", where=where, remedy=remedy)
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the name of a model tensor that a graph writes into, directly or through a view.
-
-    Args:
-        targets: the nodes that hold the model's tensors, with their names.
-    """
+    """Return the name of the first of some nodes that a graph writes into, directly or through a view."""
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
             body, arguments = region(graph, node)
-            inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-            inner_targets = {n: targets[a] for n, a in zip(inner, arguments, strict=True) if a in targets}
-            inside = _changed(body, inner_targets)
+            inner = zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True)
+            inside = _changed(body, {n: targets[a] for n, a in inner if a in targets})
             if inside:
                 return inside
         for argument in arguments_of(node):
@@ -240,23 +201,18 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Check that a graph draws no random numbers, and return it."""
     for node in graph.graph.nodes:
-        if "scaled_dot_product" in str(node.target):
-            # It has dropout too, but is rejected for mixing tokens, with a more helpful error.
-            continue
-        if has_tag(node.target, torch.Tag.nondeterministic_seeded):
-            raise Unsupported(
-                f"{node.target} draws random numbers, and each rank would draw others",
-                where=where,
-                remedy="draw with torch.nn.functional.dropout or nn.Dropout, or train without: model.eval(), or "
-                "model.dropout: false in a config",
-            )
+        # Attention has dropout too, but is rejected for mixing tokens, with a more helpful error.
+        attends = "scaled_dot_product" in str(node.target)
+        if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
+            what = f"{node.target} draws random numbers, and each rank would draw others"
+            remedy = "draw with torch.nn.functional.dropout, or train without: model.eval(), or model.dropout: false"
+            raise Unsupported(what, where=where, remedy=remedy)
     return graph
 
 
 def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
-    """Write tensors that are filled part by part as concatenations, which tensor parallelism knows how to cut."""
+    """Write tensors that are filled part by part as concatenations, which tensor parallelism can cut."""
     for node in list(graph.graph.nodes):
         if node.target is not aten.slice_scatter.default or any(u.target is node.target for u in node.users):
             continue
@@ -271,11 +227,7 @@ def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
-    """Return the parts that fill a new tensor along one dimension, in order; None if they do not fill it.
-
-    Args:
-        last: the last of a chain of slice_scatter.
-    """
+    """Return the parts that a chain of slice_scatter writes along one dimension, if they fill a new tensor."""
     written: list[tuple[int, int, fx.Node]] = []
     node, dim = last, (*operands(last), 0)[2]
     while node.target is aten.slice_scatter.default and len(operands(node)) == 5 and operands(node)[2] == dim:
@@ -294,10 +246,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
-    """Write batch norms with fixed statistics as elementwise operators.
-
-    The operator itself also returns statistics, whose sizes differ between devices.
-    """
+    """Write batch norms with fixed statistics as elementwise operators: theirs also return statistics, by device."""
     norms = [n for n in graph.graph.nodes if n.target is aten.batch_norm.default and not n.args[5] and n.args[3]]
     for node in norms:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
@@ -319,7 +268,7 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _add(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Add an operator with its value to a graph where nodes are being inserted, as part of the module of `place`."""
+    """Insert an operator with its value, as part of the module of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

@@ -1,4 +1,4 @@
-"""Support for Hugging Face models: how to call them with packed sequences, and which features are rejected."""
+"""Hugging Face models: how to call them with packed sequences, and which features are rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTENTION = "hydragraph"
 
 # Further arguments from transformers whose information is already in cu_seqlens.
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
-# Suffixes of transformers classes whose labels are at the predicted token itself, not at the previous one.
+# Suffixes of transformers classes whose labels are at the predicted token itself.
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -51,65 +51,44 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
-    sink = options.pop("s_aux", None)
-    cap = options.pop("softcap", None)
-    _refuse_tensors(options, where)
+    limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
+    for name, option in options.items():
+        if isinstance(option, Tensor) and name not in _IGNORED:
+            what = f"its attention takes a tensor {name!r}, which packed attention has no use for"
+            raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Heads of unequal sizes (DeepSeek's values are narrower than its keys) are padded with zeros for the kernel.
+    # Heads of unequal sizes (DeepSeek's values) are padded with zeros for the kernel.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
     # The mask alone says what a query sees: `sliding_window` among the options repeats it for flash attention.
-    window = None if attention_mask is None else attention_mask.window
-    chunk = None if attention_mask is None else attention_mask.chunk
+    if attention_mask is not None:
+        limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
-        if any(extra is not None for extra in (window, chunk, cap, sink)):
-            raise Unsupported(
-                f"attention dropout {dropout} together with a window, chunks, capped scores or sinks",
-                where=where,
-                remedy="set the config's attention dropout to 0",
-            )
+        if any(limit is not None for limit in limits.values()):
+            what = f"attention dropout {dropout} together with a window, chunks, capped scores or sinks"
+            raise Unsupported(what, where=where, remedy="set the config's attention dropout to 0")
         longest_of = torch.zeros((), dtype=torch.int64) if max_length_q is None else max_length_q
         bounds = (cu_seq_lens_q, longest_of, bool(causal), scale)
         out = torch.ops.hydragraph.attention_dropout(q, k, v, *bounds, None, None, None, float(dropout), 0, 1)
     else:
-        out = varlen_attention(
-            *(q, k, v, cu_seq_lens_q),
-            causal=bool(causal),
-            scale=scale,
-            max_length=max_length_q,
-            window=window,
-            chunk=chunk,
-            cap=cap,
-            sink=sink,
-        )
+        options = {"causal": bool(causal), "scale": scale, "max_length": max_length_q, **limits}
+        out = varlen_attention(q, k, v, cu_seq_lens_q, **options)
     out = out if size == widest else out[..., :size]
     return out.reshape(query.shape[0], -1, *out.shape[1:]), None
 
 
 def _layer(module: nn.Module) -> str:
-    """Return the class of an attention module and its layer index."""
     index = vars(module).get("layer_idx")
     return type(module).__name__ if index is None else f"{type(module).__name__} of layer {index}"
 
 
 def _packed(x: Tensor, size: int) -> Tensor:
-    """Reshape [B, H, T, D] to [B * T, H, size], padding each head with zeros: these change neither scores nor sums."""
+    """Reshape [B, H, T, D] to [B * T, H, size], padding each head with zeros."""
     x = x.transpose(1, 2).reshape(-1, *x.shape[1::2])
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
-
-
-def _refuse_tensors(options: Mapping[str, Any], where: str) -> None:
-    """Reject tensors that our attention does not use."""
-    for name, value in options.items():
-        if isinstance(value, Tensor) and name not in _IGNORED:
-            raise Unsupported(
-                f"its attention takes a tensor {name!r}, which packed attention has no use for",
-                where=where,
-                remedy=f"switch {name} off in the config, or choose another model",
-            )
 
 
 def _refuse_own_attention(model: nn.Module) -> None:
@@ -119,17 +98,13 @@ def _refuse_own_attention(model: nn.Module) -> None:
     known = AttentionInterface()
     configs = (getattr(module, "config", None) for module in model.modules())
     for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-        if (
-            not isinstance(chosen, str) or "/" in chosen or chosen not in known
-        ):  # kernels of the hub are plain attention
+        if not isinstance(chosen, str) or "/" in chosen or chosen not in known:  # kernels of the hub are plain
             continue
         module = getattr(known[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
-            raise Unsupported(
-                f"its attention is {chosen!r} of {module or 'its own'}, which packed attention would replace",
-                where=type(model).__name__,
-                remedy="train with plain attention: model.set_attn_implementation('sdpa')",
-            )
+            what = f"its attention is {chosen!r} of {module or 'its own'}, which packed attention would replace"
+            remedy = "train with plain attention: model.set_attn_implementation('sdpa')"
+            raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -188,22 +163,18 @@ def unplaced_id(model: nn.Module) -> int | None:
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
     """Return the maximum positions per sequence in a model's config, and the setting's name; None if it is not set."""
-    short = short_positions(model)
-    if short is not None:
-        return short
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
-    return next(((most, name) for most, name in said if type(most) is int and most > 0), None)
+    named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
+    return short_positions(model) or named
 
 
 def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor) and logits.shape[:2] != batch["input_ids"].shape:
-        raise Unsupported(
-            f"logits of {list(logits.shape)}, pooled over a row in which several sequences are packed",
-            where=where,
-            remedy="use the ForTokenClassification class, with a label at the token whose output classifies a sequence",
-        )
+        what = f"logits of {list(logits.shape)}, pooled over a row in which several sequences are packed"
+        remedy = "use the ForTokenClassification class, with a label at the token whose output classifies a sequence"
+        raise Unsupported(what, where=where, remedy=remedy)
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -215,48 +186,36 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
     """Reject a captured model that cannot have kept packed sequences separate.
 
     Args:
-        model: its class name.
         fields: the fields of the packed batch that it uses.
         layers: the template of each block.
 
     Raises:
-        Unsupported: a layer mixes tokens outside transformers' attention interface, or the model counts positions
-            itself.
+        Unsupported: a layer mixes tokens outside transformers' attention interface, or the model counts positions.
     """
     for name, template in layers.items():
         if not any(n.target in ALONG_SEQUENCES for n in template.graph.graph.nodes):
-            raise Unsupported(
-                "a layer without transformers' attention interface: attention of its own, or a recurrence",
-                where=f"{model}, {name}",
-                remedy="choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer",
-            )
+            what = "a layer without transformers' attention interface: attention of its own, or a recurrence"
+            remedy = "choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer"
+            raise Unsupported(what, where=f"{model}, {name}", remedy=remedy)
     refuse_own_positions(model, fields)
 
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
     """Raise Unsupported if a model uses only positions that it counts itself."""
     if "position_ids" not in fields:
-        raise Unsupported(
-            "it takes no position_ids, so positions would run on through packed sequences",
-            where=model,
-            remedy="choose a model that computes positions from position_ids",
-        )
+        what = "it takes no position_ids, so positions would run on through packed sequences"
+        raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise Unsupported for features that would be captured incorrectly: router loss, checkpointing."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise Unsupported(
-            "the auxiliary router loss",
-            where=f"{type(model).__name__}.config.output_router_logits",
-            remedy="set output_router_logits=False to train on the token loss alone",
-        )
+        what = "the auxiliary router loss"
+        remedy = "set output_router_logits=False to train on the token loss alone"
+        raise Unsupported(what, where=f"{type(model).__name__}.config.output_router_logits", remedy=remedy)
     if is_huggingface(model):
         _refuse_own_attention(model)
         refuse_other_frequencies(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        raise Unsupported(
-            "the model's own gradient checkpointing",
-            where=type(model).__name__,
-            remedy="call model.gradient_checkpointing_disable(); the backward graphs already recompute what is cheap",
-        )
+        remedy = "call model.gradient_checkpointing_disable(); the backward graphs already recompute what is cheap"
+        raise Unsupported("the model's own gradient checkpointing", where=type(model).__name__, remedy=remedy)

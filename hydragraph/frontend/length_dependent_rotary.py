@@ -1,13 +1,11 @@
 """Rotary frequencies that depend on the sequence length: dynamic NTK and longrope, as in transformers.
 
-Both select frequencies by the longest sequence of a call, rather than by each packed sequence. Up to a length in the
-config, both use the frequencies that the model was built with: these are captured, and longer sequences are rejected
-(`positions`).
+Both select frequencies by the longest sequence of a call. Those for sequences up to a length in the config are
+captured, and longer sequences are rejected (`positions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the length up to which a longrope model uses the frequencies it was built with, and the setting's name."""
+    """Return the length up to which a longrope model keeps its frequencies, and the setting's name."""
     name = "original_max_position_embeddings"
     found = [
         int(most)
@@ -40,16 +38,13 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported if a model's frequencies are still those of a long sequence that it was run on."""
+    """Raise Unsupported if a model's frequencies are those of a long sequence that it was run on."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
             if _changes(kind) and _differ(*pair):
-                raise Unsupported(
-                    f"its rotary frequencies ({kind}) are those of a longer sequence that it was run on",
-                    where=name,
-                    remedy="run it once on a short sequence, or build the model anew",
-                )
+                what = f"its rotary frequencies ({kind}) are those of a longer sequence that it was run on"
+                raise Unsupported(what, where=name, remedy="run it once on a short sequence, or build the model anew")
 
 
 def _differ(now: Any, built: Any) -> bool:
@@ -64,11 +59,8 @@ def _changes(kind: str) -> bool:
 def _kinds(module: nn.Module) -> dict[str, str]:
     """Return a module's rotary types by layer type, "" if all layers share one; {} if it has none."""
     found = vars(module).get("rope_type")
-    return dict(_texts({"": found} if isinstance(found, str) else found if isinstance(found, dict) else {}))
-
-
-def _texts(kinds: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    yield from ((str(layer), kind) for layer, kind in kinds.items() if isinstance(kind, str))
+    kinds = {"": found} if isinstance(found, str) else found if isinstance(found, dict) else {}
+    return {str(layer): kind for layer, kind in kinds.items() if isinstance(kind, str)}
 
 
 def _parameters(module: nn.Module, layer: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Code that a library model's forward runs beyond what the versions of its libraries determine.
 
-Patches replace methods of a library's classes or functions in its modules, as Liger and Unsloth do. They are found by
-following names, without running anything: from the forward of every module, through methods, globals, closures and
-attributes of Python modules. PyTorch's own functions are not followed, but those that a model names must be PyTorch's.
+Patches replace methods or functions of a library, as Liger and Unsloth do. They are found by following names from the
+forward of every module, through methods, globals, closures and attributes of Python modules, without running anything.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class LibraryCode:
-    """What a model's forward may run or read, by name.
+    """Code and values that a model's forward may run or read, by name.
 
     Attributes:
         foreign: functions, classes and objects that come from none of the libraries, with their places.
@@ -43,9 +42,8 @@ class LibraryCode:
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
-        self._kinds = list(
-            dict.fromkeys(k for m in model.modules() for k in type(m).__mro__[:-1] if k is not nn.Module)
-        )
+        kinds = (k for module in model.modules() for k in type(module).__mro__[:-1] if k is not nn.Module)
+        self._kinds = list(dict.fromkeys(kinds))
         for kind in self._kinds:
             self._pending.append((_name(kind), kind))
             if "forward" in vars(kind):
@@ -64,12 +62,12 @@ class LibraryCode:
         if isinstance(value, FunctionType):
             self._add_function(where, value)
         elif isinstance(value, type):
-            if not self._is_of_library(value.__module__, getattr(sys.modules.get(value.__module__), "__file__", None)):
+            if not self._is_of_library(value.__module__, _file_of(value)):
                 self._add_foreign(where, value, f"the class {_name(value)}")
-        elif isinstance(value, ModuleType | Mapping) or inner:
-            pass
-        elif callable(value) and not self._is_of_library(type(value).__module__, _file_of(type(value))):
-            self._add_foreign(where, value, f"a {_name(type(value))}")
+        elif callable(value) and not isinstance(value, ModuleType | Mapping) and not inner:
+            kind = type(value)
+            if not self._is_of_library(kind.__module__, _file_of(kind)):
+                self._add_foreign(where, value, f"a {_name(kind)}")
         self._pending += inner
 
     def _add_foreign(self, where: str, value: Any, described: str) -> None:

@@ -13,19 +13,16 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-# Start of the names that the buffers of a loss have in a program; no submodule of a model should have such a name.
+# Start of the names of a loss's buffers in a program, which no submodule of a model should have.
 _PREFIX = "_hydragraph_loss."
 
 
 def refuse_trained(loss: Loss | None) -> None:
     """Raise Unsupported for a loss module with parameters, which no rank would own or update."""
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-        raise Unsupported(
-            f"a loss with the parameter {name!r}, and only the model's parameters are trained and saved",
-            where=f"loss {type(loss).__name__}",
-            remedy="register the parameter in the model and have its forward return it along with the logits, or "
-            "return what it computes; numbers that never change may be a buffer",
-        )
+        what = f"a loss with the parameter {name!r}, and only the model's parameters are trained and saved"
+        remedy = "register the parameter in the model, and have its forward return it along with the logits"
+        raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 
 
 def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
@@ -39,37 +36,25 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
     buffers = {}
     for name, buffer in loss.named_buffers(remove_duplicate=False):
         if buffer.is_meta:
-            raise Unsupported(
-                f"its buffer {name!r} is on the meta device, and so has no values",
-                where=f"loss {type(loss).__name__}",
-                remedy="build the loss on the CPU",
-            )
+            what = f"its buffer {name!r} is on the meta device, and so has no values"
+            raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy="build the loss on the CPU")
         buffers[_PREFIX + name] = buffer.detach().to("cpu")
     return buffers
 
 
 def check_loss_of(program: Program, loss: Loss | None) -> None:
-    """Check that a program's loss and the one that is given have the same buffers.
-
-    Raises:
-        ValueError: they have not.
-    """
+    """Raise ValueError unless a program's loss and the given one have the same buffers."""
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
+        name = missing[0].removeprefix(_PREFIX)
         raise ValueError(
-            f"program: its loss has the buffer {missing[0].removeprefix(_PREFIX)!r}; pass the module that it was "
-            "captured with as loss="
+            f"program: its loss has the buffer {name!r}; pass the module that it was captured with as loss="
         )
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program.
-
-    Args:
-        attribute: path of the loss in the traced module.
-        name: path of the buffer in the traced module.
-    """
+    """Return the name in a program of a buffer of the traced module, where the loss is at `attribute`."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

@@ -1,9 +1,8 @@
 """Attention patterns that a Hugging Face model requests through its mask: windows, chunks and custom patterns.
 
-transformers builds masks from functions of a query's and a key's position. Our mask function is called for the mask of
-packed sequences instead of building a tensor [T, T], and classifies these functions: it returns None for plain
-attention, which needs no mask here, and otherwise a marker, which the model passes to the layers concerned. Windows
-and chunks are computed by these layers' attention; other patterns are refused there.
+transformers builds masks from functions of a query's and a key's position. Ours classifies these functions instead of
+building a tensor [T, T]: it returns None for plain attention, and otherwise a marker. The layers that get the marker
+compute windows and chunks, and refuse other patterns.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ class Marker:
     """Stand-in for a mask; a model may pass it on but not use it.
 
     Attributes:
-        kind: description of the mask.
-        remedy: what to change where the mask is refused.
+        kind, remedy: description of the mask, and what to change where it is refused.
         both_ways: queries also attend to later keys, which only attention that is not causal computes.
-        local: the mask only limits attention to a window or to chunks, which packed attention supports.
         window: a query attends to keys at a smaller distance only; None: no window.
         chunk: a query attends within its chunk of this many tokens only; None: no chunks.
     """
@@ -45,13 +42,13 @@ class Marker:
     kind: str
     remedy: str
     both_ways: bool = False
-    local: bool = False
     window: int | None = None
     chunk: int | None = None
 
     def supported(self, causal: bool) -> bool:
-        """Return whether packed attention computes what the mask lets through, if it is causal or not."""
-        return self.both_ways is not causal and (self.local or self.both_ways)
+        """Return whether packed attention computes what the mask lets through."""
+        limited = self.window is not None or self.chunk is not None
+        return self.both_ways is not causal and (limited or self.both_ways)
 
     def refuse(self, where: str) -> NoReturn:
         """Raise Unsupported for a layer that received this mask."""
@@ -73,13 +70,10 @@ def mask(
 
     Args:
         mask_function: maps indices of batch, head, query and key to whether the query sees the key.
-        attention_mask: marks the tokens that count, [B, T]; we pass none, so it is the model's own. A mask of ones
-            hides nothing.
-        config: config of the model that the mask is for.
+        attention_mask: marks the tokens that count, [B, T], made by the model itself.
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
-    # transformers combines functions into a mask; the name and the closure of each tell what it hides.
     parts = list(_parts(mask_function))
     limits = [_limit(part) for part in parts if _name(part) not in _PLAIN]
     other = next((limit for limit in limits if isinstance(limit, str)), None)
@@ -94,16 +88,16 @@ def mask(
 
 
 def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
-    """Return the marker of a mask that only limits distances: pairs of "window" or "chunk" and a number of tokens."""
+    """Return the marker of a mask that only limits distances, given pairs of "window" or "chunk" and a number."""
     found = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
     named = {"window": "a sliding window", "chunk": "chunks"}
     kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in found.items())
     ways = "in both directions, and the layer's attention is causal" if both_ways else "that looks back only"
-    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, local=True, **found)
+    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, **found)
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the functions that must all let a key through, except those that keep packed sequences separate."""
+    """Yield the functions that must all let a key through, except those that keep sequences separate."""
     name = _name(pattern)
     if name in _PACKED:
         return
@@ -129,7 +123,6 @@ def _is_empty(pattern: Pattern) -> bool:
 
 
 def _name(pattern: Pattern) -> str:
-    """Return the name of a function, or of the function that made it."""
     return str(getattr(pattern, "__qualname__", type(pattern).__name__)).partition(".")[0]
 
 

@@ -1,14 +1,14 @@
 """Initialisation of a model that was built on the meta device: its own initialiser, run block by block.
 
-No process ever holds more than one block, or the modules outside the blocks. Each of these has its own random numbers,
-seeded by its name, so that any number of ranks produces the same values in any order.
+Each block, and the modules outside the blocks, have their own random numbers, seeded by name, so that any number of
+ranks produces the same values in any order.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,13 @@ def is_meta(model: nn.Module) -> bool:
     """
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
-        raise Unsupported(
-            f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not",
-            where=type(model).__name__,
-            remedy="build the whole model under torch.device('meta'), or none of it",
-        )
+        what = f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not"
+        remedy = "build the whole model under torch.device('meta'), or none of it"
+        raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     if without and is_peft(model):
-        raise Unsupported(
-            "a peft model on the meta device, where the base would be initialised anew and adapters like its layers",
-            where=type(model).__name__,
-            remedy="load the base model on the CPU (from_pretrained) before peft.get_peft_model",
-        )
+        what = "a peft model on the meta device, where the base would be initialised anew and adapters like its layers"
+        remedy = "load the base model on the CPU (from_pretrained) before peft.get_peft_model"
+        raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return bool(without)
 
 
@@ -48,7 +44,6 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name: first those outside its blocks.
 
     Args:
-        model: it stays on the meta device.
         seed: the same on every rank.
         blocks: as in `capture`.
 
@@ -67,7 +62,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name on the CPU; buffers on the meta device are set by the model's own initialiser.
+    """Return a model's buffers by name on the CPU, set by its own initialiser if they are on the meta device.
 
     Raises:
         Unsupported: names a buffer that it does not set.
@@ -84,7 +79,6 @@ def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.Module:
-    """Allocate and initialise a copy of one of a model's modules."""
     for parameter in unit.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -96,24 +90,17 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
         torch.manual_seed(int.from_bytes(digest))
         # From the inside out, like `apply`: an outer module may override what an inner one has set.
         for module in reversed(list(unit.modules())):
-            _initialise(model, module)
+            if is_huggingface(model):
+                model._init_weights(module)  # type: ignore[operator]
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
     return unit
-
-
-def _initialise(model: nn.Module, module: nn.Module) -> None:
-    own: Callable[[], None] | None = getattr(module, "reset_parameters", None)
-    if is_huggingface(model):
-        model._init_weights(module)  # type: ignore[operator]
-    elif own is not None:
-        own()
 
 
 def _check_set(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         unset = tensor.isnan() if tensor.is_floating_point() else tensor == _UNSET
         if tensor.dtype == torch.bool or bool(unset.any()):
-            raise Unsupported(
-                "the model's own initialiser does not set it, so on the meta device it has no value",
-                where=name,
-                remedy="build the model on the CPU, or give its module a reset_parameters() that does",
-            )
+            what = "the model's own initialiser does not set it, so on the meta device it has no value"
+            remedy = "build the model on the CPU, or give its module a reset_parameters() that does"
+            raise Unsupported(what, where=name, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Global mini-batches on their way to the executor: validated, agreed upon by all ranks, and packed for this rank."""
+"""Global mini-batches: validated, agreed upon by all ranks, and packed for this rank."""
 
 from __future__ import annotations
 
@@ -38,16 +38,11 @@ class MiniBatch:
 
     @classmethod
     def of(
-        cls,
-        given: Batches,
-        causal: bool,
-        fields: Mapping[str, workload.Field],
-        limits: Sequence[Limit] = (),
+        cls, given: Batches, causal: bool, fields: Mapping[str, workload.Field], limits: Sequence[Limit] = ()
     ) -> MiniBatch:
-        """Validate a mini-batch.
+        """Validate sequences, or padded batches of them (`hydragraph.spec.padded`).
 
         Args:
-            given: sequences, or padded batches of them (`hydragraph.spec.padded`).
             fields: custom fields.
             limits: limits on values from the model's tables and its loss.
 
@@ -102,7 +97,6 @@ class AssignedBatch:
     Attributes:
         batches: the packed batch, by pipeline and micro-batch; empty except for this rank's pipelines.
         padding: tokens added, in all pipelines.
-        planning: planning times of the assignment.
     """
 
     strategy: Strategy
@@ -131,26 +125,21 @@ def packed(
         draws: the numbers of all sequences, for a model with dropout.
     """
     mine = {place.pipeline for place in strategy.places(rank)}
-    multiples = [token_multiple(pipeline) for pipeline in strategy.pipelines]
-    blanks = sum(
-        padding([batch.lengths[i] for i in m], multiples[p], several)
-        for p, pipeline in enumerate(assignment.micro_batches)
-        for m in pipeline
-    )
-
-    def micro_batch(m: Sequence[int], multiple: int) -> dict[str, Tensor]:
-        sequences = [batch.sequences[i] for i in m]
-        return pack(sequences, multiple, device, several, unplaced, draws and draws.of(m))
-
-    batches = tuple(
-        tuple(micro_batch(m, multiples[p]) for m in pipeline) if p in mine else ()
-        for p, pipeline in enumerate(assignment.micro_batches)
-    )
-    return AssignedBatch(strategy, assignment, batches, blanks, planning)
+    blanks = 0
+    batches = []
+    for p, micro_batches in enumerate(assignment.micro_batches):
+        multiple = token_multiple(strategy.pipelines[p])
+        blanks += sum(padding([batch.lengths[i] for i in m], multiple, several) for m in micro_batches)
+        packs = (
+            pack([batch.sequences[i] for i in m], multiple, device, several, unplaced, draws and draws.of(m))
+            for m in micro_batches
+        )
+        batches.append(tuple(packs) if p in mine else ())
+    return AssignedBatch(strategy, assignment, tuple(batches), blanks, planning)
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return the number that a pipeline's micro-batch token counts must be a multiple of, for sequence parallelism."""
+    """Return the number that a pipeline's token counts must be a multiple of, for sequence parallelism."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 

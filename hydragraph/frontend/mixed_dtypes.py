@@ -1,8 +1,8 @@
 """Rejection of operators whose operands have incompatible dtypes, which shapes alone do not reveal.
 
-A model may keep some parameters in a different dtype (a head in bfloat16, a router in float32) and cast their operands
-to it. Here all parameters compute in one dtype, so such a cast is wrong; and a trace, which computes nothing, detects
-this only if an operator's shape function happens to check dtypes.
+A model may cast operands to the dtype of a parameter. Here all parameters compute in one dtype, so such a cast is
+wrong,
+which a trace does not always detect.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator that does not support the dtypes of its operands, naming the parameter.
-
-    Args:
-        where: description of what was traced, for the error.
-        dtype: dtype of the model's parameters.
-    """
+    """Raise Unsupported for an operator that does not support the dtypes of its operands, naming the parameter."""
     nodes = template.graph.graph.nodes
     placeholders = [n for n in nodes if n.op == "placeholder"]
     tensors = dict(zip(placeholders, (*template.parameters, *template.buffers), strict=False))
-    # Operators accept many mixtures (a sum is promoted, some norms widen), so each combination is tried once.
+    # Operators accept many mixtures, so each combination is tried once.
     asked: dict[object, str] = {}
     for node in nodes:
         given = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
@@ -43,12 +38,9 @@ def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> N
             named = {value_of(n).dtype: _behind(n, tensors) or n.name for n in reversed(given)}
             said = " and ".join(f"{kind} ({name})" for kind, name in reversed(named.items()))
             weight = next((name for name in named.values() if name in tensors.values()), "the weight")
-            raise Unsupported(
-                f"{node.target} gets {said}, and takes one dtype ({asked[key]})",
-                where=where,
-                remedy=f"all parameters compute in dtype={dtype}, whatever they are stored in: cast what meets "
-                f"{weight} to its dtype (x.to({weight.rpartition('.')[2]}.dtype)), and to no fixed one",
-            )
+            what = f"{node.target} gets {said}, and takes one dtype ({asked[key]})"
+            remedy = f"cast what meets {weight} to its dtype: all parameters compute in dtype={dtype}"
+            raise Unsupported(what, where=where, remedy=remedy)
 
 
 def _is_floating(value: Any) -> bool:
@@ -69,7 +61,7 @@ def _failure(node: fx.Node) -> str:
 
 
 def _zeros(argument: Any) -> Any:
-    """Return a substitute for an argument: zeros that take no memory regardless of shape, or the number itself."""
+    """Return zeros that take no memory for a tensor, and numbers for sizes."""
     value = value_of(argument) if isinstance(argument, fx.Node) else argument
     if isinstance(value, Tensor):
         return torch.zeros((), dtype=value.dtype).expand([hint_of(size) for size in value.shape])
@@ -79,7 +71,7 @@ def _zeros(argument: Any) -> Any:
 
 
 def _behind(node: fx.Node, tensors: dict[fx.Node, str]) -> str:
-    """Return the parameter or buffer behind a value, looking through views and casts, or "" if there is none."""
+    """Return the parameter or buffer that a value views or casts, or "" if there is none."""
     while node not in tensors:
         inputs = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
         if len(inputs) != 1:

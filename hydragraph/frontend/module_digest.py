@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hydragraph.frontend.state_readers import cells_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
@@ -21,8 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _TENSORS = ("_parameters", "_buffers", "_modules")
 # Attributes that usually hold only a block's index, so that equal blocks differ in them.
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
-# Attributes of transformers: a generation config's hash, which is seeded per process, and a mark on modules whose
-# weights are already initialised, which does not describe the module.
+# Attributes of transformers that do not describe a module: a hash seeded per process, and a mark.
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
 # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python.
 _HEAP = 1 << 9
@@ -34,13 +34,12 @@ def structure(value: object, index: bool = True) -> str:
     """Return a digest that two modules, or any two values, share only if they are built alike.
 
     Tensors are described by shape, dtype, requires_grad and aliasing; functions by code, defaults and closure cells;
-    objects of Python classes by class and attributes. Anything else is described by identity: it equals only itself, in
-    this process and in its forks.
+    objects of Python classes by class and attributes. Anything else equals only itself, in this process and its forks.
 
     Args:
         index: whether attributes with a block's index (`LAYER_INDEX`) count.
     """
-    return hashlib.sha256(_Reader(index).text(value).encode()).hexdigest()
+    return hashlib.sha256(_Describer(index).text(value).encode()).hexdigest()
 
 
 def outline(module: nn.Module) -> str:
@@ -50,7 +49,7 @@ def outline(module: nn.Module) -> str:
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
 
 
-class _Reader:
+class _Describer:
     def __init__(self, index: bool) -> None:
         self._left_out = () if index else LAYER_INDEX
         self._known: dict[int, int] = {}
@@ -109,12 +108,8 @@ class _Reader:
 
     def _function(self, function: FunctionType) -> str:
         name = f"{function.__module__}.{function.__qualname__}"
-        cells = []
-        for cell in function.__closure__ or ():
-            try:
-                cells.append(cell.cell_contents)
-            except ValueError:
-                cells.append("empty")
+        filled = cells_of(function)
+        cells = [filled[n].cell_contents if n in filled else "empty" for n in function.__code__.co_freevars]
         state = self.text((function.__defaults__, function.__kwdefaults__, cells, function.__dict__))
         return f"{name} {self._code(function.__code__)} {state}"
 

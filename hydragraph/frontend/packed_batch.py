@@ -34,7 +34,7 @@ MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
-    """Return the number of padding tokens for a micro-batch of sequences of these lengths (arguments as in `pack`)."""
+    """Return the number of padding tokens for sequences of these lengths; arguments as in `pack`."""
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens
@@ -58,9 +58,9 @@ def pack(
         draws: the numbers of the sequences, for a model with dropout.
 
     Returns:
-        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; and
-        the sequences' custom fields [1, T, ...], in padding `Sequence.padding` or 0; and with `draws` dropout_keys
-        [1, T, 2] int64.
+        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; the
+        sequences' custom fields [1, T, ...], in padding `Sequence.padding` or 0; and with `draws` dropout_keys [1, T,
+        2] int64.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -82,18 +82,14 @@ def pack(
     if draws is not None:
         numbers = [*draws.numbers, *[-1] * bool(blanks)]
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
-    moved = {name: _moved(value, device) if device else value for name, value in batch.items()}
-    return moved | {"max_length": torch.tensor(max(lengths))}
+    if device is not None:  # from pinned memory to a GPU, so that the host does not wait
+        pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
+        batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
+    return batch | {"max_length": torch.tensor(max(lengths))}
 
 
 def _positions(ids: Tensor, unplaced: int | None) -> Tensor:
-    """Return the positions of one sequence's tokens, [T] int64."""
     if unplaced is None:
         return torch.arange(len(ids))
     placed = (ids != unplaced).long()
     return placed.cumsum(0) * placed - 1
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor; to a GPU from pinned memory, so that the host does not wait."""
-    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

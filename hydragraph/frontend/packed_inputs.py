@@ -37,38 +37,30 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
-    """Return the fields of a model's packed batch: FIELDS, and the additional per-token fields of an example.
+    """Return the fields of a model's packed batch: FIELDS, and the custom fields [1, T, ...] of an example.
 
     Args:
-        example: field name -> tensor; shaped as in FIELDS, or [1, T, ...] for others. Only dtypes and sizes matter.
         tensor_names: names of the model's parameters and buffers, which no field may have.
-        where: name of the model, for errors.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
     tokens = {int(t.shape[1]) for t in example.values() if t.dim() > 1}
+    kinds = {n: str(f.dtype).removeprefix("torch.") for n, f in FIELDS.items()}
+    described = [f"{n} {kinds[n]} [{', '.join(map(str, f.shape))}]" for n, f in FIELDS.items()]
     for name, tensor in example.items():
         field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
-            raise Unsupported(
-                f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}",
-                where=where,
-                remedy=f"pass what a packed batch has ({_described()}), and for each field of your own a tensor "
-                "[1, T, ...] under an identifier that no parameter has, with the same T tokens everywhere",
-            )
+            what = f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}"
+            remedy = f"pass what a packed batch has ({', '.join(described)}), or [1, T, ...] under a name that is free"
+            raise Unsupported(what, where=where, remedy=remedy)
         fields[name] = field
     return fields
 
 
 def _own_field(name: str, tensor: Tensor, tensor_names: set[str]) -> TensorSpec | None:
     """Return the spec of a custom field, [1, T, ...], or None if it is not valid."""
-    if (
-        tensor.dim() < 2
-        or not name.isidentifier()
-        or name in tensor_names
-        or name in RESERVED
-        or name.startswith("other")
-    ):
+    free = name.isidentifier() and name not in tensor_names and name not in RESERVED and not name.startswith("other")
+    if tensor.dim() < 2 or not free:
         return None
     return TensorSpec((1, "T", *map(int, tensor.shape[2:])), tensor.dtype)
 
@@ -77,11 +69,6 @@ def _fits(tensor: Tensor, field: TensorSpec) -> bool:
     sizes = zip(field.shape, tensor.shape, strict=False)
     same = tensor.dtype == field.dtype and tensor.dim() == len(field.shape)
     return same and all(a == b for a, b in sizes if isinstance(a, int))
-
-
-def _described() -> str:
-    kinds = (f"{n} {str(f.dtype).removeprefix('torch.')} [{', '.join(map(str, f.shape))}]" for n, f in FIELDS.items())
-    return ", ".join(kinds)
 
 
 def own_fields(program: Program) -> dict[str, Field]:
@@ -106,7 +93,6 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
     The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves if these are a single tensor.
 
     Args:
-        outputs, batch: as for any loss.
         label_smoothing: share of the target that all classes get, as in `torch.nn.functional.cross_entropy`.
 
     Raises:
@@ -125,9 +111,9 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the log-probability of each position's label, [T] in fp32; 0 where the label is -100.
 
-    For losses that weigh tokens, such as clipped ratios: a `loss` of them is exact under every strategy. Fields of the
-    batch are [1, T], so `batch["advantages"][0]` stands beside the result. Mask what does not vanish without a target,
-    such as a ratio exp(0 - 0), with `batch["labels"][0] != -100`.
+    For losses that weigh tokens, such as clipped ratios, with fields of the batch [1, T]: `batch["advantages"][0]`.
+    Mask
+    what does not vanish without a target, such as a ratio exp(0 - 0), with `batch["labels"][0] != -100`.
 
     Args:
         outputs: what the model returns; its logits are read as by the default loss.
@@ -144,19 +130,13 @@ def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 def _logits(outputs: Any) -> Tensor:
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(found, Tensor) and not found.dim():
-        raise Unsupported(
-            "the model returns one number, as if it computed its loss itself",
-            where="the loss",
-            remedy="return the logits [1, T, V], whose cross-entropy is the loss, or pass loss=, which takes what the "
-            "model returns and the packed batch and returns the sum over all targets",
-        )
+        what = "the model returns one number, as if it computed its loss itself"
+        remedy = "return the logits [1, T, V], or pass loss=, which returns the sum over all targets"
+        raise Unsupported(what, where="the loss", remedy=remedy)
     if not isinstance(found, Tensor):
-        raise Unsupported(
-            f"the model returns a {type(outputs).__name__} without logits",
-            where="the loss",
-            remedy='return logits [1, T, V], an object or dict that holds them as "logits", or pass loss=, which takes '
-            "what the model returns and the packed batch",
-        )
+        what = f"the model returns a {type(outputs).__name__} without logits"
+        remedy = 'return logits [1, T, V], an object or dict that holds them as "logits", or pass loss='
+        raise Unsupported(what, where="the loss", remedy=remedy)
     return found
 
 

@@ -14,17 +14,8 @@ from hydragraph.errors import Unsupported
 _TRIED = ("LORA", "IA3")  # peft methods
 # Settings of LoraConfig that change what a layer computes or where its weights are.
 _UNTRIED = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "megatron_config",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
+    *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
 _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])\.")
 
@@ -40,7 +31,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def refuse_untried(model: nn.Module) -> None:
-    """Raise Unsupported for peft methods other than LoRA and IA3, and for LoRA options that may not train correctly."""
+    """Raise Unsupported for peft methods other than LoRA and IA3, and for LoRA options that were not tried."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -52,25 +43,20 @@ def refuse_untried(model: nn.Module) -> None:
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:
-    """Return the names of a peft model's parameters that switch its adapters off where they are zero: LoRA's B.
+    """Return the names of the parameters that switch a peft model's adapters off where they are zero: LoRA's B.
 
     Raises:
         Unsupported: the model is not a peft model, or it trains parameters other than LoRA's A and B.
     """
     if model is None or not is_peft(model):
-        raise Unsupported(
-            "a model without adapters",
-            where="adapter_off",
-            remedy="compile the reference model as a second executable, and score with that",
-        )
+        remedy = "compile the reference model as a second executable, and score with that"
+        raise Unsupported("a model without adapters", where="adapter_off", remedy=remedy)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     others = [name for name in trained if not _LORA.search(name)]
     if others:
-        raise Unsupported(
-            f"training also changes {others[0]}, which is not one of LoRA's matrices A and B",
-            where="adapter_off",
-            remedy="compile the base model as a second executable, and score with that",
-        )
+        what = f"training also changes {others[0]}, which is not one of LoRA's matrices A and B"
+        remedy = "compile the base model as a second executable, and score with that"
+        raise Unsupported(what, where="adapter_off", remedy=remedy)
     return [name for name, _ in model.named_parameters() if (match := _LORA.search(name)) and match[1] == "B"]
 
 
@@ -94,5 +80,4 @@ def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
 
 def adapter_names(model: nn.Module) -> Sequence[str]:
     """Return the names of a peft model's adapters, active or not."""
-    names: dict[str, Any] = model.peft_config  # type: ignore[assignment]
-    return list(names)
+    return list(model.peft_config)  # type: ignore[arg-type]

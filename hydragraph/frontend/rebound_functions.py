@@ -1,7 +1,6 @@
 """Rebinding of functions copied with a module: their references to the original become references to the copy.
 
-`copy.deepcopy` copies functions by reference. A forward set on an instance is often a closure, or has the old forward
-as a default (`lambda x, old=block.forward: 2 * old(x)`), and would run the original's modules.
+`copy.deepcopy` copies functions by reference, so that a forward set on an instance would run the original's modules.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+
+from hydragraph.frontend.state_readers import cells_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -28,7 +29,7 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> Any:
-    """Return a value with the original's modules and tensors replaced, or the value itself if it references none."""
+    """Return a value with the original's modules and tensors replaced, or itself if it references none."""
     if isinstance(value, nn.Module | Tensor):
         return memo.get(id(value), value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -52,13 +53,15 @@ def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int
         return rebuilt[id(function)]  # type: ignore[no-any-return]
     # Recorded before its parts are visited, because a function may reference itself.
     rebuilt[id(function)] = function
-    cells = [_content(cell) for cell in function.__closure__ or ()]
+    filled = cells_of(function)
+    names = function.__code__.co_freevars
+    cells = [filled[name].cell_contents if name in filled else None for name in names]
     old_parts = [cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
     new_parts = [_rebound(h, memo, rebuilt) for h in old_parts]
     if not _differ(new_parts, old_parts):
         return function
-    pairs = zip(function.__closure__ or (), new_parts[0], strict=True)
-    closure = tuple(old if _is_empty(old) else CellType(new) for old, new in pairs)
+    olds = zip(names, function.__closure__ or (), new_parts[0], strict=True)
+    closure = tuple(CellType(new) if name in filled else old for name, old, new in olds)
     function_copy = FunctionType(function.__code__, function.__globals__, function.__name__, new_parts[1], closure)
     function_copy.__kwdefaults__ = new_parts[2]
     function_copy.__qualname__ = function.__qualname__
@@ -70,15 +73,3 @@ def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int
 
 def _differ(one: Any, other: Any) -> bool:
     return any(a is not b for a, b in zip(one, other, strict=True))
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  it raises
-    except ValueError:
-        return True
-    return False
-
-
-def _content(cell: CellType) -> Any:
-    return None if _is_empty(cell) else cell.cell_contents

@@ -1,7 +1,7 @@
-"""Linear attention and short convolutions of transformers, which mix packed sequences without further packages.
+"""Linear attention and short convolutions of transformers, which mix packed sequences.
 
-During a capture, the functions of transformers that compute them are replaced by operators that know the bounds of the
-packed sequences (`kernels/gated_delta_rule.py`, `kernels/causal_convolution.py`).
+During a capture, the functions that compute them are replaced by operators that know the bounds of the sequences
+(`kernels/gated_delta_rule.py`, `kernels/causal_convolution.py`).
 """
 
 from __future__ import annotations
@@ -25,36 +25,25 @@ def packed_recurrences(model: nn.Module) -> Iterator[None]:
     """Replace the functions in the Python modules that define a model's layers."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
-    replaced = [(vars(sys.modules[name]), key) for name in names for key in _OURS if key in vars(sys.modules[name])]
-    before = [globals_[key] for globals_, key in replaced]
-    for globals_, key in replaced:
-        globals_[key] = _OURS[key]
+    scopes = [vars(sys.modules[name]) for name in names]
+    before = [(scope, key, scope[key]) for scope in scopes for key in _OURS if key in scope]
+    for scope, key, _ in before:
+        scope[key] = _OURS[key]
     try:
         yield
     finally:
-        for (globals_, key), function in zip(replaced, before, strict=True):
-            globals_[key] = function
+        for scope, key, function in before:
+            scope[key] = function
 
 
 def _delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **_options: Any,
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule for transformers, [1, T, H, D] -> [1, T, H, V]."""
-    if initial_state is not None or output_final_state or not use_qk_l2norm_in_kernel:
-        raise Unsupported(
-            "a gated delta rule with a state from another call, or with keys of any length",
-            where="linear attention",
-            remedy="set use_cache=False, or choose another model",
-        )
+    stateful = options.get("initial_state") is not None or options.get("output_final_state", False)
+    if stateful or not options.get("use_qk_l2norm_in_kernel", False):
+        what = "a gated delta rule with a state from another call, or with keys of any length"
+        raise Unsupported(what, where="linear attention", remedy="set use_cache=False, or choose another model")
     bounds = sequence_bounds("linear attention", "it")[0] if cu_seqlens is None else cu_seqlens
     flat = [x.flatten(0, 1) for x in (query, key, value, g, beta)]
     out = torch.ops.hydragraph.gated_delta_rule(*flat[:3], bounds, *flat[3:])
@@ -62,17 +51,13 @@ def _delta_rule(
 
 
 def _convolution(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **_options: Any,
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
     """Convolve for transformers, [1, C, T] -> [1, C, T]."""
     from transformers.activations import ACT2FN
 
-    bounds = sequence_bounds("a short convolution", "it")[0] if cu_seq_lens_q is None else cu_seq_lens_q
+    given = options.get("cu_seq_lens_q")
+    bounds = sequence_bounds("a short convolution", "it")[0] if given is None else given
     rows = hidden_states.to(weight.dtype).transpose(1, 2).flatten(0, 1)
     out = torch.ops.hydragraph.causal_convolution(rows, weight, bias, bounds)
     out = out if activation is None else ACT2FN[activation](out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def computed(model: nn.Module) -> dict[int, Any]:
     """Return tensor attributes that were computed from parameters, as a memo for `copy.deepcopy`.
 
-    The old weight norm stores its product in such an attribute, and recomputes it in every forward.
+    The old weight norm stores its product in such an attribute.
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
@@ -44,22 +43,23 @@ def computed(model: nn.Module) -> dict[int, Any]:
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
     """Return the path and the container of a model's repeated blocks: the one with the most parameters.
 
-    Blocks are the container's entries, in order. An `nn.ModuleDict` counts if its keys are "0", "1" and so on.
+    An `nn.ModuleDict` counts if its keys are "0", "1" and so on.
 
     Raises:
         Unsupported: there is none.
     """
     found = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
-        sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in found.items() if not _inside(n, found)}
+        sizes = {
+            n: sum(p.numel() for p in m.parameters())
+            for n, m in found.items()
+            if not any(n.startswith(f"{outer}.") for outer in found)
+        }
         path = max(sizes, key=lambda n: sizes[n], default=None)
     if path is None or path not in found or not any(True for _ in found[path].parameters()):
-        raise Unsupported(
-            "no repeated blocks were found" if path is None else f"`{path}` is not an nn.ModuleList with parameters",
-            where=type(model).__name__,
-            remedy="name the nn.ModuleList (or the nn.ModuleDict with keys '0', '1', ...) of the repeated blocks "
-            "with blocks='path.to.list'",
-        )
+        what = "no repeated blocks were found" if path is None else f"`{path}` is not an nn.ModuleList with parameters"
+        remedy = "name the nn.ModuleList (or nn.ModuleDict of '0', '1', ...) with blocks='path.to.list'"
+        raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     chosen = found[path]
     assert isinstance(chosen, nn.ModuleList | nn.ModuleDict)
     return path, chosen
@@ -77,14 +77,10 @@ def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
 
 
 def separate_repeated(listed: nn.ModuleList | nn.ModuleDict) -> None:
-    """Give each later occurrence of a block its own module, which shares the block's parameters and buffers."""
+    """Give each later occurrence of a block its own module, with shared parameters and buffers."""
     seen = set[int]()
     for place, block in table_of(listed).items():
         if id(block) in seen and block is not None:
             tensors = (*block.parameters(), *block.buffers())
             table_of(listed)[place] = copy.deepcopy(block, {id(t): t for t in tensors} | computed(block))
         seen.add(id(block))
-
-
-def _inside(name: str, lists: Iterable[str]) -> bool:
-    return any(name.startswith(other + ".") for other in lists)

@@ -1,8 +1,6 @@
 """Dropout of an unmodified model with the masks that its captured program draws: one device to compare with.
 
-While `same_masks` is entered, the model runs one sequence. PyTorch's dropout, and its attention with dropout, are
-replaced by the same computation with the mask of the place: the number of the call is counted as in the trace, and the
-program knows which dimension of a value has the tokens, or that it is a matrix of attention probabilities.
+PyTorch's dropout, and its attention with dropout, are computed with the mask of the place.
 """
 
 from __future__ import annotations
@@ -52,16 +50,9 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
         if id(module) in numbers:
             mode.block = 0
 
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
-        with mode:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    before = nn.modules.module.register_module_forward_pre_hook(enter)
+    with before, nn.modules.module.register_module_forward_hook(leave), mode:
+        yield
 
 
 def _calls(program: Program) -> dict[tuple[int, int], int | None]:
@@ -93,14 +84,10 @@ class _Masks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:
-            if func is F.dropout:
-                x, p, trains, writes = _of_functional(*args, **kwargs)
-            else:
-                x, p, trains = _of_operator(*args, **kwargs)
-                writes = func is torch.dropout_
+            x, p, trains, writes = _dropout_arguments(*args, **kwargs)
             if trains and p > 0:
                 dropped = self._dropout(x, p)
-                return x.copy_(dropped) if writes else dropped
+                return x.copy_(dropped) if writes or func is torch.dropout_ else dropped
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
@@ -147,14 +134,8 @@ class _Masks(TorchFunctionMode):
         return (probabilities * self._factor(place, query.shape[1], dropout_p).to(query.dtype)) @ values
 
 
-def _of_functional(
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> tuple[Tensor, float, bool, bool]:
-    return input, p, training, inplace
-
-
-def _of_operator(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool]:
-    return input, p, train
+    """Read the arguments of the functional dropout, or of the operator, whose third is `train`."""
+    return input, p, training and train, inplace

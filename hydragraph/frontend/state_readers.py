@@ -1,4 +1,4 @@
-"""The names that a model's own forward, and a loss, can read: found in their code, without running it."""
+"""The names that a model's own forward, and a loss, can read: found in their code."""
 
 from __future__ import annotations
 
@@ -15,30 +15,26 @@ from typing import Any
 
 from torch import nn
 
-# Code that mentions one of these may read attributes whose names it does not spell out; so may some calls of getattr.
+# Code that mentions one of these may read attributes whose names it does not spell out.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-# Parts of the names of attributes that are probabilities or sizes of random changes, as of dropout.
+# Parts of the names of rates of dropout or noise.
 _RATES = ("drop", "jitter", "noise")
 
 
 def library_of(kind: type) -> str | None:
-    """Return the library that a class belongs to, of those whose classes are known; None: it is the user's."""
+    """Return the known library that a class belongs to; None: it is the user's."""
     package = kind.__module__.partition(".")[0]
     return package if package in _LIBRARIES else None
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library whose code an object of this class runs: that of its first base class from one.
-
-    nn.Module itself does not count, since it reads no attributes of a model's.
-    """
+    """Return the library of the first base class from one other than nn.Module, which reads no model's attributes."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
 def is_installed(kind: type) -> bool:
-    """Say whether a class comes with Python or an installed package."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "builtins" or (file or "").startswith(_INSTALLED)
 
@@ -47,7 +43,7 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the methods and functions of the user's that these name, by identity.
+        functions: forward, the loss, and the user's methods and functions that these name, by identity.
         names: every name and every text that they mention.
         classes: the user's, of modules and of the loss.
     """
@@ -68,14 +64,13 @@ class Readers:
             self._add_callable(loss)
 
     def reads(self, name: str) -> bool:
-        """Say whether some of the code may read an attribute of this name."""
+        """Return whether some of the code may read an attribute of this name."""
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Say whether the user's code may compute something else with another training flag.
+        """Return whether the user's code may compute something else with another training flag.
 
-        It does not where it reads no flag, or only beside a rate (`p=self.dropout if self.training else 0`), and all
-        rates of its modules are 0.
+        It does not if it reads the flag only together with a rate (`p=self.dropout if self.training else 0`) that is 0.
         """
         if "training" not in self.names:
             return False
@@ -84,7 +79,7 @@ class Readers:
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
 
     def _add_callable(self, function: Any) -> None:
-        """Add what a callable runs: a function, a method, a partial, a module or an object with `__call__`."""
+        """Add what a function, a method, a partial, a module or an object with `__call__` runs."""
         if isinstance(function, functools.partial):
             self._add_callable(function.func)
             return
@@ -96,7 +91,7 @@ class Readers:
         self._add(_functions(function))
 
     def _add(self, functions: Iterable[FunctionType]) -> None:
-        """Add functions, and those of the user's that they name: methods of the classes, globals and cells."""
+        """Add functions, and the user's that they name: methods of the classes, globals and cells."""
         pending = list(functions)
         while pending:
             function = pending.pop()
@@ -130,7 +125,7 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
 
 
 def mentions(kind: type, name: str) -> bool:
-    """Say whether some method of a class mentions a name, or the class has an attribute of this name."""
+    """Return whether a class has an attribute, or some method of it mentions the name."""
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
     return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
 
@@ -166,7 +161,6 @@ def _globals_in(code: CodeType) -> Iterator[str]:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield the function in an attribute of a class, a global or a variable, if it is one."""
     inner = value.fget if isinstance(value, property) else value
     if isinstance(inner, MethodType | staticmethod | classmethod):
         inner = inner.__func__
@@ -175,13 +169,11 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _is_users(function: FunctionType) -> bool:
-    """Say whether a function is written by the user: part of no library and not installed."""
     package = (function.__module__ or "").partition(".")[0]
     return package not in _LIBRARIES and not function.__code__.co_filename.startswith(_INSTALLED)
 
 
 def _syntax(function: FunctionType) -> ast.AST | None:
-    """Return a function's syntax tree; None: its source cannot be read."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -189,7 +181,7 @@ def _syntax(function: FunctionType) -> ast.AST | None:
 
 
 def _spells_names(function: FunctionType) -> bool:
-    """Say whether each `getattr` of a function is a call with a constant name."""
+    """Return whether each `getattr` of a function is a call with a constant name."""
     tree = _syntax(function)
     if tree is None:
         return False
@@ -199,7 +191,7 @@ def _spells_names(function: FunctionType) -> bool:
 
 
 def _beside_a_rate(function: FunctionType) -> bool:
-    """Say whether each call and each choice that reads a training flag also reads a rate."""
+    """Return whether each call and each choice that reads a training flag also reads a rate."""
     tree = _syntax(function)
     if tree is None:
         return False
@@ -214,6 +206,6 @@ def _beside_a_rate(function: FunctionType) -> bool:
 
 
 def _attributes(nodes: set[ast.AST]) -> set[str]:
-    """Return the attributes of `self` and the like among nodes; not functions such as F.dropout."""
+    """Return the attributes of `self` and the like among nodes."""
     called = {n.func for n in nodes if isinstance(n, ast.Call)}
     return {n.attr for n in nodes if isinstance(n, ast.Attribute) and n not in called}

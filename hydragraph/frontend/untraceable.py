@@ -7,12 +7,14 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.state_readers import cells_of
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
     hooks_of,
@@ -42,24 +44,19 @@ def refuse_unseen(model: nn.Module) -> None:
             raise _hook(kind, hook, name)
         own = own_functions_of(tensor)
         if own is not None:
-            raise Unsupported(
-                f"a tensor of the class {own}, which computes in a way of its own",
-                where=name,
-                remedy="make it an nn.Parameter or a plain buffer, and write what the class does into forward",
-            )
+            what = f"a tensor of the class {own}, which computes in a way of its own"
+            remedy = "make it an nn.Parameter or a plain buffer, and write what the class does into forward"
+            raise Unsupported(what, where=name, remedy=remedy)
     _refuse_common_memory(model)
 
 
 def _refuse_common_memory(model: nn.Module) -> None:
-    """Reject parameters that share memory with another parameter or with a buffer.
-
-    An update of one would change the other, whereas here each has its own memory. Tied parameters are a single tensor.
-    """
+    """Reject parameters that share memory with another tensor: an update of one would change the other."""
     parameters = list(model.named_parameters())
+    learnt = dict(parameters)
     for name, parameter in parameters:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, and its elements are one")
-    learnt = {name for name, _ in parameters}
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
     # In memory order, so that each can only overlap with the earlier one that reaches furthest.
     end, furthest = 0, ""
@@ -71,55 +68,35 @@ def _refuse_common_memory(model: nn.Module) -> None:
 
 
 def _in_common(name: str, whose: str) -> Unsupported:
-    return Unsupported(
-        f"it shares memory with {whose}",
-        where=name,
-        remedy="tie parameters by assigning the same nn.Parameter, or give it memory of its own (.clone())",
-    )
+    remedy = "tie parameters by assigning the same nn.Parameter, or give it memory of its own (.clone())"
+    return Unsupported(f"it shares memory with {whose}", where=name, remedy=remedy)
 
 
 def _refuse_module(module: nn.Module, where: str) -> None:
     if is_wrapper(module):
-        raise Unsupported(
-            f"{type(module).__name__}, a wrapper of another module",
-            where=where,
-            remedy="pass the module inside it (`_orig_mod` of a compiled one, `module` of a parallel one)",
-        )
+        remedy = "pass the module inside it (`_orig_mod` of a compiled one, `module` of a parallel one)"
+        raise Unsupported(f"{type(module).__name__}, a wrapper of another module", where=where, remedy=remedy)
     if "_hf_hook" in vars(module):
-        raise Unsupported(
-            f"accelerate's {type(module._hf_hook).__name__} around its forward",
-            where=where,
-            remedy="call accelerate.hooks.remove_hook_from_module(model, recurse=True)",
-        )
+        what = f"accelerate's {type(module._hf_hook).__name__} around its forward"
+        remedy = "call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        raise Unsupported(what, where=where, remedy=remedy)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         for option in ("scale_grad_by_freq", "max_norm", "sparse"):
             if getattr(module, option):
-                why = (
-                    "whose gradient is not a dense tensor"
-                    if option == "sparse"
-                    else "which depends on all tokens of a batch"
-                )
-                raise Unsupported(
-                    f"{option}={getattr(module, option)}, {why}",
-                    where=where,
-                    remedy=f"build the embedding without {option}",
-                )
+                dense = "whose gradient is not a dense tensor"
+                why = dense if option == "sparse" else "which depends on all tokens of a batch"
+                remedy = f"build the embedding without {option}"
+                raise Unsupported(f"{option}={getattr(module, option)}, {why}", where=where, remedy=remedy)
     if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
-        raise Unsupported(
-            f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers",
-            where=where,
-            remedy="use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()",
-        )
+        what = f"{type(module).__name__} takes its statistics over the tokens of a batch, and changes buffers"
+        remedy = "use a norm over features (nn.LayerNorm, nn.RMSNorm), or freeze its statistics with .eval()"
+        raise Unsupported(what, where=where, remedy=remedy)
 
 
 def _hook(kind: str, hook: Any, where: str) -> Unsupported:
     name = getattr(hook, "__qualname__", type(hook).__name__)
-    return Unsupported(
-        f"a {kind} ({name}), which a captured graph does not run",
-        where=where,
-        remedy="remove it (keep the handle that registering returned, and call its remove()), or write what it does "
-        "into forward",
-    )
+    remedy = "remove it with the handle that registering returned, or write what it does into forward"
+    return Unsupported(f"a {kind} ({name}), which a captured graph does not run", where=where, remedy=remedy)
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
@@ -132,38 +109,27 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Run a trace; reject custom backwards, hooks registered by forward, Python random numbers, and changes of state.
-
-    Args:
-        where: description of what is traced.
-        module: the module whose forward runs.
-    """
-    before = _random_state()
+    """Run a module's forward; reject custom backwards, hooks, Python random numbers, and changes of state."""
+    random_before = _random_state()
     numbers = _numbers(module)
     state = _kept_state(module)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
-        if numbers.get(name, None if _is_users(module, name) else number) != number:
-            raise Unsupported(
-                f"forward changes {name!r} from {numbers.get(name, 'nothing')} to {number}, and a graph computes with "
-                "one of them",
-                where=where,
-                remedy="compute from its arguments alone: keep no state in attributes",
-            )
+        users = _is_own(module.get_submodule(name.rpartition(".")[0]))  # library modules may add any state
+        if numbers.get(name, None if users else number) != number:
+            change = f"from {numbers.get(name, 'nothing')} to {number}"
+            what = f"forward changes {name!r} {change}, and a graph computes with one of them"
+            remedy = "compute from its arguments alone: keep no state in attributes"
+            raise Unsupported(what, where=where, remedy=remedy)
     changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
     if changed:
-        raise Unsupported(
-            f"forward or loss changes {changed[0]!r}, and a graph does the same always",
-            where=where,
-            remedy="compute from its arguments alone: keep no counters, iterators or generators",
-        )
-    if _random_state() != before:
-        raise Unsupported(
-            "forward draws random numbers of Python or NumPy, which a graph holds as the constants they happened to be",
-            where=where,
-            remedy="make it free of randomness",
-        )
+        what = f"forward or loss changes {changed[0]!r}, and a graph does the same always"
+        remedy = "compute from its arguments alone: keep no counters, iterators or generators"
+        raise Unsupported(what, where=where, remedy=remedy)
+    if _random_state() != random_before:
+        what = "forward draws random numbers of Python or NumPy, which a graph would hold as constants"
+        raise Unsupported(what, where=where, remedy="make it free of randomness")
 
 
 def _numbers(module: nn.Module) -> dict[str, float]:
@@ -186,11 +152,11 @@ def _kept_state(module: nn.Module) -> dict[str, str]:
     loss = vars(module).get("_loss")
     for name, value in getattr(loss, "__dict__", {}).items():
         state[f"loss.{name}"] = _state_of(value)
-    code = getattr(loss, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(loss, "__closure__", None) or (), strict=False):
-        state[f"loss's {name}"] = _state_of(cell.cell_contents)
-    for name in getattr(code, "co_names", ()):
-        state[f"the global {name}"] = _state_of(getattr(loss, "__globals__", {}).get(name))
+    function = getattr(loss, "__func__", loss)
+    if isinstance(function, FunctionType):
+        state |= {f"loss's {name}": _state_of(cell.cell_contents) for name, cell in cells_of(function).items()}
+        names = function.__code__.co_names
+        state |= {f"the global {name}": _state_of(function.__globals__.get(name)) for name in names}
     return state
 
 
@@ -213,12 +179,6 @@ def _state_of(value: object) -> str:
 
 def _is_own(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] not in ("torch", "transformers", "peft", "hydragraph")
-
-
-def _is_users(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute belongs to a module of the user's own class; library modules may keep any state."""
-    owner = module.get_submodule(name.rpartition(".")[0])
-    return _is_own(owner)
 
 
 def _random_state() -> tuple[Any, ...]:
