@@ -58,11 +58,6 @@ class _Selection:
     dims: tuple[int, ...]
     sizes: tuple[Any, ...]
 
-    @property
-    def several(self) -> frozenset[int]:
-        """Dimensions of the original mask with more than one place."""
-        return frozenset(d for d, size in zip(self.dims, self.sizes, strict=True) if not _equal(size, 1))
-
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     """Return a block's graph without selections of rows, or the same graph if it has none."""
@@ -178,8 +173,7 @@ class _Rewriting:
         raise _Unchanged(f"places of a mask are read by {node.target}")
 
     def _is_selection(self, indices: Sequence[fx.Node | None]) -> bool:
-        given = [index for index in indices if index is not None]
-        return _mask_of(indices) is not None or any(index in self._indices for index in given)
+        return _mask_of(indices) is not None or any(index in self._indices for index in indices)
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
         """Return a selection, and dimension of the mask -> dimension of what is indexed."""
@@ -229,7 +223,8 @@ class _Rewriting:
     ) -> None:
         selection, dims = chosen
         self._check_sizes(into, selection, dims)
-        if selection.several - dims.keys() and not adds:
+        several = {d for d, size in zip(selection.dims, selection.sizes, strict=True) if not _equal(size, 1)}
+        if several - dims.keys() and not adds:
             raise _Unchanged("a row is written several times")
         position = min(dims.values())
         rest = [d for d in range(len(shape(into))) if d not in dims.values()]

@@ -17,7 +17,7 @@ linear.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +29,7 @@ from hydragraph.frontend.token_order import Rows
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import is_counted
+from hydragraph.private.tracing import ancestors_of, is_counted
 
 aten = torch.ops.aten
 
@@ -87,12 +87,9 @@ def refuse_mean(template: Template, where: str) -> None:
         sizes = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
         if node.target in SCALED and sizes:
             _refuse(f"it is scaled by {sizes[0].name}, a number of tokens or sequences ({node.target})", where)
-    pending = list(next(n for n in nodes if n.op == "output").args[0])
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.op != "call_function":
-            continue
+    results: Any = template.graph.graph.output_node().args[0]
+    numbers = ancestors_of(results, lambda n: n.op == "call_function" and (n in results or _is_one_number(n)))
+    for node in reversed([n for n in nodes if n in numbers]):
         if node.target in _MEANS or argument_of(node, "reduction") == _MEAN:
             shapes = [getattr(value_of(n), "shape", ()) for n in node.all_input_nodes]
             if any(isinstance(size, torch.SymInt) for sizes in shapes for size in sizes):
@@ -101,9 +98,6 @@ def refuse_mean(template: Template, where: str) -> None:
             divisor = [n for n in node.all_input_nodes if n in varies and _is_divisor(n, node, varies)]
             if divisor:
                 _refuse(f"it is scaled by {divisor[0].name}, which depends on the batch ({node.target})", where)
-        inner = [n for n in node.all_input_nodes if _is_one_number(n) and n not in seen]
-        pending += inner
-        seen.update(inner)
 
 
 def _is_divisor(node: fx.Node, by: fx.Node, varies: Collection[fx.Node]) -> bool:

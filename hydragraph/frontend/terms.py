@@ -18,12 +18,13 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_axes import LOSSES, MADE, classes_apart, keeps
+from hydragraph.frontend.token_axes import LOSSES, MADE, classes_apart, first_tensor, keeps
 from hydragraph.frontend.token_order import ARANGES, Rows
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 from hydragraph.private.operator_schemas import argument_of, aten_operators
+from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
             return f"{stray.target} is returned, which is not a sum over tokens" if stray is not None else None
-        if node.op != "call_function" or not isinstance(_tensor(node), Tensor):
+        if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
         if any(n in totals for n in inputs):
@@ -169,14 +170,9 @@ def _has_rows(node: fx.Node) -> bool:
 
 def _row_dims(node: fx.Node) -> list[int]:
     """Return the dimensions whose size is known only once a batch is packed."""
-    tensor = _tensor(node)
+    tensor = first_tensor(node)
     sizes = tensor.shape if isinstance(tensor, Tensor) else ()
-    return [d for d, size in enumerate(sizes) if isinstance(size, torch.SymInt) and not size.node.is_constant()]
-
-
-def _tensor(node: fx.Node) -> object:
-    value = value_of(node)
-    return value[0] if isinstance(value, tuple | list) and value else value
+    return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
 
 
 def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:

@@ -105,7 +105,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
                 return str(teller.target), _ROUTED
         if node.target in LOSSES and dims and classes_apart(node, rows):
             rows[node] = Rows(dims[0], 1)
-        if node.op != "call_function" or not isinstance(_first_tensor(node), Tensor) or node.target in LOSSES:
+        if node.op != "call_function" or not isinstance(first_tensor(node), Tensor) or node.target in LOSSES:
             continue
         if routing.follow(node):
             continue
@@ -141,12 +141,10 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target not in MADE and not _token_dims(node, tokens):
-            from_bounds = any(n in bounds for n in node.all_input_nodes)
-            # An operator that combines tokens is rejected at that operator.
-            if from_bounds and not any(_token_dims(n, tokens) for n in node.all_input_nodes):
-                bounds.add(node)
-        elif node.target is aten.sym_size.int and operands(node)[0] in bounds:
+        from_bounds = node.op == "call_function" and any(n in bounds for n in node.all_input_nodes)
+        reads = node.target not in MADE or node.target is aten.sym_size.int
+        # An operator that combines tokens is rejected at that operator.
+        if from_bounds and reads and not any(_token_dims(n, tokens) for n in (node, *node.all_input_nodes)):
             bounds.add(node)
     return bounds
 
@@ -203,7 +201,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if _is_pointwise(node):
         return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
     if target is aten.broadcast_tensors.default:
-        width = len(_first_tensor(node).shape)
+        width = len(first_tensor(node).shape)
         return all(dims[n] + width - len(shape(n)) == dim for n in with_tokens)
     if target is aten.cosine_similarity.default:
         width = max(len(shape(n)) for n in arguments[:2])
@@ -316,11 +314,12 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 def _token_dims(node: fx.Node, tokens: str) -> list[int]:
     """Return the dimensions whose size depends on the token count."""
-    tensor = _first_tensor(node)
+    tensor = first_tensor(node)
     sizes: list[Any] = list(tensor.shape) if isinstance(tensor, Tensor) else []
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None and tokens in symbols_in(size)]
 
 
-def _first_tensor(node: fx.Node) -> Any:
+def first_tensor(node: fx.Node) -> Any:
+    """Return a node's value, or the first of its values."""
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value
