@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydragraph.frontend.state_readers import cells_of, globals_of, names_of
+from hydragraph.frontend.state_readers import cells_of, file_of, globals_of, names_of
 
 _FOLLOWED = ("transformers", "peft")
 _LIBRARIES = ("hydragraph", "numpy", "packaging", "torch", *_FOLLOWED)
@@ -37,8 +37,7 @@ class LibraryCode:
         self.foreign: list[str] = []
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
-        self._seen: set[int] = set()
-        self._kept: list[Any] = []  # held, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # by id; held, so that no id is used twice
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
@@ -53,8 +52,7 @@ class LibraryCode:
             if isinstance(value, _PLAIN):
                 self.values.add((where, repr(value)))
             elif id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._kept.append(value)
+                self._seen[id(value)] = value
                 self._follow(where, value)
 
     def _follow(self, where: str, value: Any) -> None:
@@ -62,11 +60,11 @@ class LibraryCode:
         if isinstance(value, FunctionType):
             self._add_function(where, value)
         elif isinstance(value, type):
-            if not self._is_of_library(value.__module__, _file_of(value)):
+            if not self._is_of_library(value.__module__, file_of(value)):
                 self._add_foreign(where, value, f"the class {_name(value)}")
         elif callable(value) and not isinstance(value, ModuleType | Mapping) and not inner:
             kind = type(value)
-            if not self._is_of_library(kind.__module__, _file_of(kind)):
+            if not self._is_of_library(kind.__module__, file_of(kind)):
                 self._add_foreign(where, value, f"a {_name(kind)}")
         self._pending += inner
 
@@ -122,10 +120,6 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (each for each in value.values() if callable(each))
     elif not isinstance(value, type) and isinstance(getattr(value, "__wrapped__", None), FunctionType):
         yield value.__wrapped__
-
-
-def _file_of(kind: type) -> str | None:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
 def _name(kind: type) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hydragraph.frontend.state_readers import file_of
 
 # Libraries whose version determines what their modules do; for all others, the source is read.
 _KNOWN = ("torch", "transformers")
@@ -88,7 +89,7 @@ def described_function(function: Callable[..., Any]) -> str:
 
 def source_digest(thing: Any) -> str:
     """Return the SHA-256 of the file that defines a class or a function; raise Unknown if there is none."""
-    file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+    file = file_of(thing)
     if not file:
         raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")
     return _digest(file)

@@ -52,9 +52,7 @@ def outline(module: nn.Module) -> str:
 class _Describer:
     def __init__(self, index: bool) -> None:
         self._left_out = () if index else LAYER_INDEX
-        self._known: dict[int, int] = {}
-        # Held references prevent objects from being freed, so that no id is reused.
-        self._kept: list[Any] = []
+        self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, so that no id is used twice
 
     def text(self, value: Any) -> str:
         """Describe a value; a value seen before is described by its number, as structures may be recursive."""
@@ -63,10 +61,9 @@ class _Describer:
         if isinstance(value, _PLAIN):
             return f"{type(value).__name__} {value!r}"
         if id(value) in self._known:
-            return f"#{self._known[id(value)]}"
-        self._known[id(value)] = len(self._known)
-        self._kept.append(value)
-        if len(self._kept) > _LARGEST:
+            return f"#{self._known[id(value)][0]}"
+        self._known[id(value)] = len(self._known), value
+        if len(self._known) > _LARGEST:
             return _identity(value)
         return self._content(value)
 

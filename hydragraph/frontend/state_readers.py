@@ -35,8 +35,12 @@ def base_library_of(kind: type) -> str | None:
 
 
 def is_installed(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "builtins" or (file or "").startswith(_INSTALLED)
+    return kind.__module__ == "builtins" or (file_of(kind) or "").startswith(_INSTALLED)
+
+
+def file_of(thing: Any) -> str | None:
+    """Return the file of the Python module that a class or a function names."""
+    return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
 class Readers:
@@ -108,7 +112,8 @@ class Readers:
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function reads, with their values now; not builtins."""
-    names = dict.fromkeys(_globals_in(function.__code__))
+    instructions = (each for code in _codes(function.__code__) for each in dis.get_instructions(code))
+    names = [each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
@@ -143,21 +148,17 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that code mentions, with its texts, which `getattr` may be given."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from names_of(constant)
+    for each in _codes(code):
+        yield from each.co_names
+        yield from (constant for constant in each.co_consts if isinstance(constant, str))
 
 
-def _globals_in(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _globals_in(constant)
+            yield from _codes(constant)
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
