@@ -29,12 +29,11 @@ def folder(kind: str) -> Path:
 
 def read(path: Path) -> bytes | None:
     """Return a file's content and mark it as used now, or return None if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         content = path.read_bytes()
         os.utime(path)
-    except OSError:
-        return None
-    return content
+        return content
+    return None
 
 
 def write(path: Path, content: bytes) -> None:

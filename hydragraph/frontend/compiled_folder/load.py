@@ -106,9 +106,8 @@ def load(
     if model is not None:
         _refuse_other_model(folder, manifest, model)
     if ranks is not None and manifest.ranks not in (None, ranks):
-        remedy = (
-            f"start {manifest.ranks}, or write it anew: hydragraph compile CONFIG --ranks {ranks} --output {folder}"
-        )
+        again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
+        remedy = f"start {manifest.ranks}, or write it anew: {again}"
         raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, and there are {ranks}", remedy)
     contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
     missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()

@@ -33,15 +33,10 @@ def program_data(program: Program) -> Data:
     Raises:
         ValueError: a template's graph cannot be represented as data.
     """
+    plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "fingerprint")
     return {
-        "model": program.model,
+        **{name: getattr(program, name) for name in plain},
         "dtype": str(program.dtype).removeprefix("torch."),
-        "causal": program.causal,
-        "heads": program.heads,
-        "unplaced": program.unplaced,
-        "positions": program.positions,
-        "origin": program.origin,
-        "fingerprint": program.fingerprint,
         "blocks": [asdict(block) for block in program.blocks],
         "aux": asdict(program.aux),
         "parameters": [_parameter_data(parameter) for parameter in program.parameters.values()],
@@ -139,9 +134,7 @@ def _template_data(template: Template) -> Data:
         "name": template.name,
         "digest": content[0],
         "traced": content[-1],
-        "parameters": template.parameters,
-        "buffers": template.buffers,
-        "inputs": template.inputs,
+        **{name: getattr(template, name) for name in ("parameters", "buffers", "inputs")},
         "graph": encode(template.graph),
     }
 
