@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class ValueEncoder:
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
-    def value(self, value: object, storages: Sequence[int] = ()) -> Data:
+    def value(self, value: object, storages: Iterable[int] = ()) -> Data:
         """Return a node's value as data; None for values that no reader of a graph needs (such as symbolic floats).
 
         Args:
@@ -48,16 +48,14 @@ class ValueEncoder:
         Raises:
             ValueError: a size depends on values.
         """
-        return self._data(value, iter(storages))
-
-    def _data(self, value: object, storages: Iterator[int]) -> Data:
+        given = iter(storages)
         if isinstance(value, Tensor):
-            number = next(storages, None)
+            number = next(given, None)
             storage = self._storages.setdefault(storage_of(value) if number is None else number, len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
         if isinstance(value, tuple | list):
-            return ["list", *(self._data(part, storages) for part in value)]
+            return ["list", *(self.value(part, given) for part in value)]
         return self._size(value) if isinstance(value, int | torch.SymInt) and not isinstance(value, bool) else None
 
     def _size(self, size: int | torch.SymInt) -> int | str:

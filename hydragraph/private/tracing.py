@@ -223,15 +223,13 @@ def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[
         whole, _, parts = name.partition("/")
         if parts and whole in symbols:
             symbols[whole] = symbols[name] * int(parts)
+
+    def empty(spec: TensorSpec) -> torch.Tensor:
+        sizes = [symbols[size] if isinstance(size, str) else size for size in spec.shape]
+        return torch.empty(sizes, dtype=spec.dtype, requires_grad=spec.differentiable)
+
     with mode:
-        return [
-            torch.empty(
-                [symbols[s] if isinstance(s, str) else s for s in spec.shape],
-                dtype=spec.dtype,
-                requires_grad=spec.differentiable,
-            )
-            for spec in specs
-        ]
+        return [empty(spec) for spec in specs]
 
 
 def trace_joint(
@@ -248,15 +246,13 @@ def trace_joint(
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
         results = list(fx.Interpreter(graph).run(*primals))
-        gradients: list[torch.Tensor | None] = [None] * len(primals)
         ends = [i for i, result in enumerate(results) if result.requires_grad]
         if not ends:
-            return [*results, *gradients]
+            return [*results, *[None] * len(primals)]
         leaving, arriving = [results[i] for i in ends], [tangents[i] for i in ends]
         computed = torch.autograd.grad(leaving, [primals[i] for i in learning], arriving, allow_unused=True)
-        for i, gradient in zip(learning, computed, strict=True):
-            gradients[i] = gradient
-        return [*results, *gradients]
+        gradients = dict(zip(learning, computed, strict=True))
+        return [*results, *map(gradients.get, range(len(primals)))]
 
     # Without Python's dispatcher, composite operators are decomposed in C++, which bakes sizes in as numbers.
     with mode, enable_python_dispatcher():
