@@ -103,10 +103,10 @@ def capture(
     fields = fields_of(example, tensor_names, where)
     began = time.perf_counter()
     kept = path_of(model, dtype, example, loss, blocks)
-    known = None if kept is None else read_program(kept)
-    if known is not None:
+    cached_program = None if kept is None else read_program(kept)
+    if cached_program is not None:
         _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
-        return replace(known, origin=origin(model))  # which may name objects of this process
+        return replace(cached_program, origin=origin(model))  # which may name objects of this process
     log.doing(f"capturing {where}")
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     if kept is not None:
@@ -310,13 +310,13 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
     for where, template in pieces.unique.items():
         symbol: str | None = tokens
         if where in around:
-            given = {name: name for name in template.inputs}
+            batch_fields = {name: name for name in template.inputs}
         else:
             fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
-            given = {name: field for name, field in fields.items() if field is not None}
+            batch_fields = {name: field for name, field in fields.items() if field is not None}
             hidden = next((n for n in template.graph.graph.find_nodes(op="placeholder") if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
-        refuse_other_bounds(template, where, given)
+        refuse_other_bounds(template, where, batch_fields)
         if template is pieces.head and own_loss:
             refuse_mixing(template.graph, None, where)
             refuse_mean(template, where)

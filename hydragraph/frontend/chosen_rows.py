@@ -142,9 +142,9 @@ class _Rewriting:
         return None
 
     def _selection(self, mask: fx.Node, place: fx.Node) -> _Selection:
-        known = next((each for each in self._selections if _is_computed_alike(each, mask)), None)
-        if known is not None:
-            return self._selections[known]
+        equal_mask = next((earlier for earlier in self._selections if _is_computed_alike(earlier, mask)), None)
+        if equal_mask is not None:
+            return self._selections[equal_mask]
         if self._is_selected(mask):
             raise _Unchanged("a selection of selected rows")
         sizes = shape(mask)
@@ -156,8 +156,8 @@ class _Rewriting:
             chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
             if order != tuple(range(len(sizes))):
                 chosen = self._call(place, aten.permute.default, chosen, list(order))
-        found = self._selections[mask] = _Selection(chosen, order, tuple(sizes[d] for d in order))
-        return found
+        selection = self._selections[mask] = _Selection(chosen, order, tuple(sizes[d] for d in order))
+        return selection
 
     def _dimension(self, node: fx.Node) -> int:
         """Return the dimension of the mask whose places a part of a list holds."""
@@ -180,14 +180,14 @@ class _Rewriting:
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}
-        given = [(at, index) for at, index in enumerate(indices) if index is not None]
-        if any(index not in self._indices for _, index in given):
+        indexed_dims = [(at, index) for at, index in enumerate(indices) if index is not None]
+        if any(index not in self._indices for _, index in indexed_dims):
             raise _Unchanged("places of a mask beside another index")
-        selections = {id(self._indices[index][0]): self._indices[index][0] for _, index in given}
-        dims = {self._indices[index][1]: at for at, index in given}
+        selections = {id(self._indices[index][0]): self._indices[index][0] for _, index in indexed_dims}
+        dims = {self._indices[index][1]: at for at, index in indexed_dims}
         places = sorted(dims.values())
         adjacent = places == list(range(places[0], places[0] + len(places)))
-        if len(selections) > 1 or len(dims) != len(given) or not adjacent:
+        if len(selections) > 1 or len(dims) != len(indexed_dims) or not adjacent:
             raise _Unchanged("places of several masks, or along dimensions that are apart")
         return next(iter(selections.values())), dims
 
@@ -313,8 +313,10 @@ class _Rewriting:
             if node is place:
                 break
             value = value_of(node) if "val" in node.meta else None
-            for d, each in enumerate(value.shape if isinstance(value, Tensor) and not self._is_selected(node) else ()):
-                if _equal(each, size):
+            for d, node_size in enumerate(
+                value.shape if isinstance(value, Tensor) and not self._is_selected(node) else ()
+            ):
+                if _equal(node_size, size):
                     return self._call(place, aten.sym_size.int, node, d)
         raise _Unchanged("a size that no value has")
 

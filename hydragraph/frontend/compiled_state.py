@@ -270,11 +270,11 @@ class CompiledState:
     def _add(
         self, where: str, now: Now, values: Mapping[str, Any], readers: Readers, owner: object | None = None
     ) -> None:
-        known = None if owner is None else frozenset(vars(owner))
+        owner_attributes = None if owner is None else frozenset(vars(owner))
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
         others = {n: _frozen(v) for n, v in values.items() if n not in plain and not isinstance(v, nn.Module)}
-        if plain or others or known is not None:
-            self._names.append(_Names(where, now, plain, others, known, type(owner)))
+        if plain or others or owner_attributes is not None:
+            self._names.append(_Names(where, now, plain, others, owner_attributes, type(owner)))
         for name, value in values.items():
             if _has_state(value):
                 self._add_attributes(f"{where}.{name}", value, readers)
@@ -297,9 +297,13 @@ class CompiledState:
             cells = cells_of(function)
             inner = {n: c.cell_contents for n, c in cells.items()}
             # A cell would keep a model or a trainer alive, so only the attributes of these are compared.
-            held = {n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)}
-            held = {n: c for n, c in held.items() if not _has_state(inner[n])}
-            self._add(f"variables of {name}", functools.partial(_contents, held), _contents(held), readers)
+            compared_cells = {
+                n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)
+            }
+            compared_cells = {n: c for n, c in compared_cells.items() if not _has_state(inner[n])}
+            self._add(
+                f"variables of {name}", functools.partial(_contents, compared_cells), _contents(compared_cells), readers
+            )
             for variable, value in inner.items():
                 if _has_state(value):
                     self._add_attributes(f"{variable} in {name}", value, readers)

@@ -75,8 +75,8 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
         remedy = "register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device"
         return Unsupported(f"it computes with {named}, on the CPU alone", where=where, remedy=remedy)
-    known = next((words for part, words in _KNOWN.items() if part in text), None)
-    what, remedy = known or (
+    explanation = next((words for part, words in _KNOWN.items() if part in text), None)
+    what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
         "make the forward free of Python decisions on tensor values and token counts (.item(), if, slices)",
     )
@@ -161,9 +161,9 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     changed = _changed(graph, {n: targets[n.name] for n in placeholders if n.name in targets})
     if changed:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
-    given = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
-    if given:
-        what = f"forward writes in place into what it is given, {given.removeprefix('batch_')!r}"
+    changed_input = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
+    if changed_input:
+        what = f"forward writes in place into what it is given, {changed_input.removeprefix('batch_')!r}"
         raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or out of place")
     for node in _nodes(graph):
         if AUTOCAST in str(node.target) and node.args[2]:

@@ -95,12 +95,12 @@ def _refuse_own_attention(model: nn.Module) -> None:
     """Reject attention that a user registered with transformers: ours would replace it."""
     from transformers import AttentionInterface
 
-    known = AttentionInterface()
+    attentions = AttentionInterface()
     configs = (getattr(module, "config", None) for module in model.modules())
     for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-        if not isinstance(chosen, str) or "/" in chosen or chosen not in known:  # kernels of the hub are plain
+        if not isinstance(chosen, str) or "/" in chosen or chosen not in attentions:  # kernels of the hub are plain
             continue
-        module = getattr(known[chosen], "__module__", "")
+        module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
             what = f"its attention is {chosen!r} of {module or 'its own'}, which packed attention would replace"
             remedy = "train with plain attention: model.set_attn_implementation('sdpa')"
@@ -115,8 +115,8 @@ def is_huggingface(model: nn.Module) -> bool:
 
 def is_library_class(model: nn.Module) -> bool:
     """Return whether a model's class is from transformers or peft, with its own forward: these keep no state."""
-    known = type(model).__module__.partition(".")[0] in ("transformers", "peft")
-    return known and not any("forward" in vars(module) for module in model.modules())
+    from_library = type(model).__module__.partition(".")[0] in ("transformers", "peft")
+    return from_library and not any("forward" in vars(module) for module in model.modules())
 
 
 def use_packed_attention(model: nn.Module) -> None:

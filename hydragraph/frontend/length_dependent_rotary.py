@@ -21,20 +21,20 @@ def hold_frequencies(model: nn.Module) -> None:
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
-            held = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
-            module.rope_type = held if isinstance(module.rope_type, dict) else held[""]  # type: ignore[assignment]
+            steady = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
+            module.rope_type = steady if isinstance(module.rope_type, dict) else steady[""]  # type: ignore[assignment]
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
     """Return the length up to which a longrope model keeps its frequencies, and the setting's name."""
     name = "original_max_position_embeddings"
-    found = [
+    original_lengths = [
         int(most)
         for module in model.modules()
         for layer, kind in _kinds(module).items()
         if kind == _LONG and (most := _parameters(module, layer).get(name)) is not None
     ]
-    return (min(found), f"{name}: {_LONG} has other frequencies beyond it") if found else None
+    return (min(original_lengths), f"{name}: {_LONG} has other frequencies beyond it") if original_lengths else None
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
@@ -58,8 +58,8 @@ def _changes(kind: str) -> bool:
 
 def _kinds(module: nn.Module) -> dict[str, str]:
     """Return a module's rotary types by layer type, "" if all layers share one; {} if it has none."""
-    found = vars(module).get("rope_type")
-    kinds = {"": found} if isinstance(found, str) else found if isinstance(found, dict) else {}
+    rope_type = vars(module).get("rope_type")
+    kinds = {"": rope_type} if isinstance(rope_type, str) else rope_type if isinstance(rope_type, dict) else {}
     return {str(layer): kind for layer, kind in kinds.items() if isinstance(kind, str)}
 
 

@@ -56,7 +56,7 @@ class LibraryCode:
                 self._follow(where, value)
 
     def _follow(self, where: str, value: Any) -> None:
-        inner = [(where, each) for each in _inside(value)]
+        inner = [(where, inner_value) for inner_value in _inside(value)]
         if isinstance(value, FunctionType):
             self._add_function(where, value)
         elif isinstance(value, type):
@@ -77,7 +77,7 @@ class LibraryCode:
             self._add_foreign(where, function, f"{function.__qualname__} at {function.__code__.co_filename}")
             return
         self._pending += [(f"{where}: {name}", cell.cell_contents) for name, cell in cells_of(function).items()]
-        self._pending += [(where, each) for each in function.__defaults__ or ()]
+        self._pending += [(where, default) for default in function.__defaults__ or ()]
         package = (function.__module__ or "").partition(".")[0]
         method = where.rpartition(".")[0] in {_name(kind) for kind in self._kinds}
         if not (package in _FOLLOWED or method):
@@ -117,7 +117,7 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, functools.cached_property):
         yield value.func
     elif isinstance(value, dict):
-        yield from (each for each in value.values() if callable(each))
+        yield from (function for function in value.values() if callable(function))
     elif not isinstance(value, type) and isinstance(getattr(value, "__wrapped__", None), FunctionType):
         yield value.__wrapped__
 

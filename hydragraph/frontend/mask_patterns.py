@@ -89,11 +89,11 @@ def mask(
 
 def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
     """Return the marker of a mask that only limits distances, given pairs of "window" or "chunk" and a number."""
-    found = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
+    smallest_limits = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
     named = {"window": "a sliding window", "chunk": "chunks"}
-    kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in found.items())
+    kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in smallest_limits.items())
     ways = "in both directions, and the layer's attention is causal" if both_ways else "that looks back only"
-    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, **found)
+    return Marker(f"{kind} {ways}", _DIRECTION, both_ways, **smallest_limits)
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:

@@ -27,15 +27,15 @@ def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> N
     # Operators accept many mixtures, so each combination is tried once.
     asked: dict[object, str] = {}
     for node in nodes:
-        given = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
-        dtypes = [value_of(n).dtype for n in given]
+        floating_operands = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
+        dtypes = [value_of(n).dtype for n in floating_operands]
         if not is_operator(node.target) or len(set(dtypes)) < 2:
             continue
         key = (node.target, *dtypes)
         if key not in asked:
             asked[key] = _failure(node)
         if asked[key]:
-            named = {value_of(n).dtype: _behind(n, tensors) or n.name for n in reversed(given)}
+            named = {value_of(n).dtype: _behind(n, tensors) or n.name for n in reversed(floating_operands)}
             said = " and ".join(f"{kind} ({name})" for kind, name in reversed(named.items()))
             weight = next((name for name in named.values() if name in tensors.values()), "the weight")
             what = f"{node.target} gets {said}, and takes one dtype ({asked[key]})"

@@ -34,16 +34,16 @@ def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
     Raises:
         Unknown: the module has a hook, or a value that cannot be described.
     """
-    found = []
+    attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
             raise Unknown(f"{name or type(module).__name__} has hooks ({attribute})")
         if attribute not in _HELD:
             try:
-                found.append((attribute, _value(value)))
+                attribute_texts.append((attribute, _value(value)))
             except Unknown as error:
                 raise Unknown(f"{name or type(module).__name__}.{attribute}: {error}") from None
-    return sorted(found)
+    return sorted(attribute_texts)
 
 
 def _is_known(module: str) -> bool:

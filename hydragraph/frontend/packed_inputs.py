@@ -128,16 +128,16 @@ def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _logits(outputs: Any) -> Tensor:
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
-    if isinstance(found, Tensor) and not found.dim():
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if isinstance(logits, Tensor) and not logits.dim():
         what = "the model returns one number, as if it computed its loss itself"
         remedy = "return the logits [1, T, V], or pass loss=, which returns the sum over all targets"
         raise Unsupported(what, where="the loss", remedy=remedy)
-    if not isinstance(found, Tensor):
+    if not isinstance(logits, Tensor):
         what = f"the model returns a {type(outputs).__name__} without logits"
         remedy = 'return logits [1, T, V], an object or dict that holds them as "logits", or pass loss='
         raise Unsupported(what, where="the loss", remedy=remedy)
-    return found
+    return logits
 
 
 def shift(ids: Tensor) -> Tensor:

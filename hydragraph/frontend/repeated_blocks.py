@@ -48,19 +48,19 @@ def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
     Raises:
         Unsupported: there is none.
     """
-    found = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
+    containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
         sizes = {
             n: sum(p.numel() for p in m.parameters())
-            for n, m in found.items()
-            if not any(n.startswith(f"{outer}.") for outer in found)
+            for n, m in containers.items()
+            if not any(n.startswith(f"{outer}.") for outer in containers)
         }
         path = max(sizes, key=lambda n: sizes[n], default=None)
-    if path is None or path not in found or not any(True for _ in found[path].parameters()):
+    if path is None or path not in containers or not any(True for _ in containers[path].parameters()):
         what = "no repeated blocks were found" if path is None else f"`{path}` is not an nn.ModuleList with parameters"
         remedy = "name the nn.ModuleList (or nn.ModuleDict of '0', '1', ...) with blocks='path.to.list'"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
-    chosen = found[path]
+    chosen = containers[path]
     assert isinstance(chosen, nn.ModuleList | nn.ModuleDict)
     return path, chosen
 

@@ -342,15 +342,15 @@ def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
 
 
 def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -> None:
-    given = inputs[0] if inputs else None
-    if given is None or (result.shape, result.dtype) != (given.shape, given.dtype):
-        kinds = ("", "") if given is None or given.dtype == result.dtype else (f" {given.dtype}", f" {result.dtype}")
-        sizes = [] if given is None else list(given.shape)
+    hidden = inputs[0] if inputs else None
+    if hidden is None or (result.shape, result.dtype) != (hidden.shape, hidden.dtype):
+        kinds = ("", "") if hidden is None or hidden.dtype == result.dtype else (f" {hidden.dtype}", f" {result.dtype}")
+        sizes = [] if hidden is None else list(hidden.shape)
         what = f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}"
         remedy = "blocks must keep shape and dtype of the hidden state, the first argument that is floating"
         raise Unsupported(what, where=where, remedy=remedy)
     # Stages always exchange [1, T, H], even if a block reshapes it.
-    sizes = list(given.shape)
+    sizes = list(hidden.shape)
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):
         what = f"a hidden state of {sizes}"

@@ -112,8 +112,8 @@ class Readers:
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function reads, with their values now; not builtins."""
-    instructions = (each for code in _codes(function.__code__) for each in dis.get_instructions(code))
-    names = [each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    instructions = (instruction for code in _codes(function.__code__) for instruction in dis.get_instructions(code))
+    names = [instruction.argval for instruction in instructions if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
@@ -148,9 +148,9 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that code mentions, with its texts, which `getattr` may be given."""
-    for each in _codes(code):
-        yield from each.co_names
-        yield from (constant for constant in each.co_consts if isinstance(constant, str))
+    for code_object in _codes(code):
+        yield from code_object.co_names
+        yield from (constant for constant in code_object.co_consts if isinstance(constant, str))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -56,7 +56,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     Args:
         bounds: the placeholders cu_seqlens and max_length, if they are used.
     """
-    told = set(bounds)  # kind "bounds"
+    from_bounds = set(bounds)  # kind "bounds"
     totals: set[fx.Node] = set()
     running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two of them is a term
     for node in nodes:
@@ -67,22 +67,22 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
             continue
         inputs = node.all_input_nodes
         if any(n in totals for n in inputs):
-            if any(_has_rows(n) or n in told for n in inputs) or not stays_a_sum(node, totals):
+            if any(_has_rows(n) or n in from_bounds for n in inputs) or not stays_a_sum(node, totals):
                 return f"{node.target} {_BEHIND}"
             totals.add(node)
         elif node.target in ARANGES and _has_rows(node):
-            told.add(node)
-        elif any(n in told for n in inputs) and not any(_has_rows(n) and n not in told for n in inputs):
+            from_bounds.add(node)
+        elif any(n in from_bounds for n in inputs) and not any(_has_rows(n) and n not in from_bounds for n in inputs):
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
                 return f"{node.target} {_ACROSS}"
-            told.add(node)
+            from_bounds.add(node)
         elif any(n in running for n in inputs) or _runs_on(node):
-            if not _runs(node, running, told):
+            if not _runs(node, running, from_bounds):
                 return f"{node.target} {_ACROSS}"
             if node.target is not aten.sub.Tensor:
                 running.add(node)
         elif any(map(_has_rows, inputs)):
-            problem = _of_terms(node, told, totals)
+            problem = _of_terms(node, from_bounds, totals)
             if problem is not None:
                 return f"{node.target} {problem}"
     return None

@@ -64,8 +64,8 @@ def launches(code: Any) -> list[Launch]:
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}  # type: ignore[attr-defined]
-    found = [(node.lineno, name) for name, node in calls if name.endswith(".run") or name.startswith(_LIBRARIES)]
-    names = [name.removesuffix(".run") for _, name in sorted(found)]
+    launch_lines = [(node.lineno, name) for name, node in calls if name.endswith(".run") or name.startswith(_LIBRARIES)]
+    names = [name.removesuffix(".run") for _, name in sorted(launch_lines)]
     return [Launch(name, sources.get(name, "")) for name in names]
 
 
@@ -101,7 +101,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    known: Any = device_interface.get_interface_for_device  # in a build for CPUs, it does not know CUDA
+    look_up: Any = device_interface.get_interface_for_device  # in a build for CPUs, it does not know CUDA
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)
@@ -139,7 +139,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
         triton: {"compile": compile_one},
         triton.runtime.driver: {"_active": _driver(arch)},
         device_interface: {
-            "get_interface_for_device": lambda device: cuda if torch.device(device).type == "cuda" else known(device)
+            "get_interface_for_device": lambda device: cuda if torch.device(device).type == "cuda" else look_up(device)
         },
     }
     create: Any = hints.DeviceProperties.create

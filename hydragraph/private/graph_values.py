@@ -48,14 +48,14 @@ class ValueEncoder:
         Raises:
             ValueError: a size depends on values.
         """
-        given = iter(storages)
+        storage_ids = iter(storages)
         if isinstance(value, Tensor):
-            number = next(given, None)
+            number = next(storage_ids, None)
             storage = self._storages.setdefault(storage_of(value) if number is None else number, len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
         if isinstance(value, tuple | list):
-            return ["list", *(self.value(part, given) for part in value)]
+            return ["list", *(self.value(part, storage_ids) for part in value)]
         return self._size(value) if isinstance(value, int | torch.SymInt) and not isinstance(value, bool) else None
 
     def _size(self, size: int | torch.SymInt) -> int | str:
@@ -63,11 +63,11 @@ class ValueEncoder:
             return int(size)
         expression = size.node.expr
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
-            found = size.node.shape_env.create_symintnode(symbol, hint=None)
-            if found.node.hint is None:
+            symint = size.node.shape_env.create_symintnode(symbol, hint=None)
+            if symint.node.hint is None:
                 raise ValueError("a graph has a size that depends on values, as that of x[mask]")
             self._symbols[symbol] = sympy.Symbol(f"s{len(self.hints)}", integer=True, positive=True)
-            self.hints.append(hint_of(found))
+            self.hints.append(hint_of(symint))
         return str(expression.xreplace(self._symbols))
 
 
@@ -127,8 +127,8 @@ def size_of(size: object, hints: Sequence[int]) -> int:
                 raise ValueError("too long")
             size = int(_evaluated(ast.parse(size, mode="eval").body, numbers))
         except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
-            known = ", ".join(numbers) or "numbers"
-            raise ValueError(f"the size {size[:80]!r} is not an expression of {known}") from error
+            symbol_names = ", ".join(numbers) or "numbers"
+            raise ValueError(f"the size {size[:80]!r} is not an expression of {symbol_names}") from error
     if isinstance(size, bool) or not isinstance(size, int) or abs(size) > LARGEST_SIZE:
         raise ValueError(f"{size!r} is not a size")
     return size

@@ -139,8 +139,8 @@ def own_backward_of(result: Tensor) -> str | None:
 def _is_of_torch(kind: type) -> bool:
     """Return whether a Function belongs to PyTorch, or was made by torch.library for a registered gradient."""
     place = kind.__module__
-    found = getattr(sys.modules.get(place), kind.__name__, None) is kind
-    return place.startswith("torch.") and (found or place.startswith("torch._library"))
+    importable = getattr(sys.modules.get(place), kind.__name__, None) is kind
+    return place.startswith("torch.") and (importable or place.startswith("torch._library"))
 
 
 class _HookedNode:
@@ -160,8 +160,8 @@ def own_functions_of(tensor: Tensor) -> str | None:
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
-    known = getattr(function, "__func__", function) in plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-    return None if known else kind.__qualname__
+    is_plain = getattr(function, "__func__", function) in plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return None if is_plain else kind.__qualname__
 
 
 def shares_elements_with_itself(tensor: Tensor) -> bool:

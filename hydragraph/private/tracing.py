@@ -306,12 +306,12 @@ def _drop_repeats(graph: fx.Graph) -> None:
     """Eliminate common subexpressions, as the partitioners expect; two results must not become the same tensor."""
     results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
-    known: dict[Any, fx.Node] = {}
+    first_by_key: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or draws(node) or not returned.isdisjoint(_memory(node)):
             continue
         key = node.target, _operands_key(node.args), _operands_key(node.kwargs)
-        first = known.setdefault(key, node)
+        first = first_by_key.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)

@@ -29,13 +29,13 @@ class StageBarrier:
         # After the first barrier all ranks have written; after the second all have read.
         self._given[index] = call, value
         self._barrier.wait()
-        given = list(self._given)
+        contributions = list(self._given)
         self._barrier.wait()
-        calls = [(name, tuple(getattr(each, "shape", ()))) for name, each in given]
+        calls = [(name, tuple(getattr(rank_value, "shape", ()))) for name, rank_value in contributions]
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
             raise RuntimeError(f"ranks of a stage do not meet: {said}")
-        return [each for _, each in given]
+        return [rank_value for _, rank_value in contributions]
 
     def leave(self) -> None:
         """Release the ranks that wait for a failed rank."""

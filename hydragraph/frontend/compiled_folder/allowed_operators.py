@@ -134,7 +134,11 @@ def _fits(kind: str, value: object) -> bool:
     if kind.startswith("List["):
         inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
         # A single number can stand for a list of numbers, and a node may produce a list.
-        return all(_fits(kind[5:-1], each) for each in inside) if isinstance(inside, list) else _fits(kind[5:-1], value)
+        return (
+            all(_fits(kind[5:-1], element) for element in inside)
+            if isinstance(inside, list)
+            else _fits(kind[5:-1], value)
+        )
     tag = next(iter(value)) if isinstance(value, dict) and value else None
     if tag == "node" and kind not in _PLAIN:
         return True

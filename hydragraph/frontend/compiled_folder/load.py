@@ -135,10 +135,10 @@ def load(
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
         raise Refused(folder, "it does not say which model it is of: a process wrote it for others beside it")
-    found = differences(manifest.model, model)
-    if found:
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        raise Refused(folder, f"it was compiled from another model: {'; '.join(found[:3])}{more}")
+    mismatches = differences(manifest.model, model)
+    if mismatches:
+        more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
+        raise Refused(folder, f"it was compiled from another model: {'; '.join(mismatches[:3])}{more}")
 
 
 def _refuse_more(folder: Path, manifest: FolderManifest) -> None:

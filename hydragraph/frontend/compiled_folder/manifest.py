@@ -198,10 +198,10 @@ def _no_number(name: str) -> float:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name is given twice")
-    return found
+    return members
 
 
 # --- what makes graphs ------------------------------------------------------------------------------------------------

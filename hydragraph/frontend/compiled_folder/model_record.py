@@ -64,14 +64,14 @@ def model_record(
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
     """Describe how a model differs from the record in a folder, most readable differences first."""
-    found = []
+    mismatches = []
     for part in PARTS:
         old, new = written.get(part, {}), here[part]
         for name in sorted({*old, *new}, key=lambda name: ([*new].index(name) if name in new else len(new), name)):
             if old.get(name) != new.get(name):
-                found.append(_difference(part, name, old.get(name), new.get(name)))
+                mismatches.append(_difference(part, name, old.get(name), new.get(name)))
     # Different settings explain different tensors, not vice versa.
-    return sorted(found, key=lambda difference: difference == _TENSORS)
+    return sorted(mismatches, key=lambda difference: difference == _TENSORS)
 
 
 def _difference(part: str, name: str, old: str | None, new: str | None) -> str:
@@ -116,8 +116,8 @@ def _config(model: nn.Module) -> Mapping[str, str]:
     if not hasattr(config, "to_json_string"):
         return {}
     settings = json.loads(config.to_json_string(use_diff=False))
-    found = {name: json.dumps(value, sort_keys=True) for name, value in sorted(settings.items()) if name not in _APART}
-    return {**found, "_attn_implementation": str(getattr(config, "_attn_implementation", ""))}
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in sorted(settings.items()) if name not in _APART}
+    return {**texts, "_attn_implementation": str(getattr(config, "_attn_implementation", ""))}
 
 
 def _modules(model: nn.Module) -> Mapping[str, str]:
@@ -125,8 +125,8 @@ def _modules(model: nn.Module) -> Mapping[str, str]:
     for name, module in model.named_modules():
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         own = (item for item in attributes(name, module) if item not in _DEFAULTS)
-        found = [(key, value) for key, value in own if key not in _ATTRIBUTES_APART]
-        digests.setdefault(kind, hashlib.sha256()).update(repr((name, found)).encode())
+        recorded_attributes = [(key, value) for key, value in own if key not in _ATTRIBUTES_APART]
+        digests.setdefault(kind, hashlib.sha256()).update(repr((name, recorded_attributes)).encode())
     return {kind: digest.hexdigest() for kind, digest in sorted(digests.items())}
 
 
@@ -137,19 +137,19 @@ def _code(model: nn.Module) -> Mapping[str, str]:
     for kind in kinds - {object}:
         if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
             by_module.setdefault(kind.__module__, []).append(kind)
-    found = {}
+    digests = {}
     for module, classes in sorted(by_module.items()):
         digest = hashlib.sha256(source_digest(classes[0]).encode())
         for kind in sorted(classes, key=lambda kind: kind.__qualname__):
             digest.update(repr((kind.__qualname__, sorted(_methods(kind)))).encode())
-        found[module] = digest.hexdigest()
+        digests[module] = digest.hexdigest()
     methods = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     for place, value in LibraryCode(model).patches:
         if place.rpartition(".")[0] not in methods and place not in methods:
             if not isinstance(value, FunctionType) or value.__closure__:
                 raise Unknown(f"{place} is {value!r}")
-            found[place] = _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
-    return found
+            digests[place] = _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
+    return digests
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
@@ -161,7 +161,7 @@ def _methods(kind: type) -> list[tuple[str, str]]:
 
 
 def _instructions(code: CodeType) -> str:
-    return _digest((code.co_code, code.co_names, [_constant(each) for each in code.co_consts]))
+    return _digest((code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]))
 
 
 def _constant(value: object) -> str:

@@ -55,10 +55,10 @@ def program_of(value: object) -> Program:
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
     parts = {name: record_schema.built(kinds[name], data[name], f"program: {name}") for name in plain}
-    templates = [_template_of(each) for each in record_schema.listed(data["templates"], "program: templates")]
-    listed = [_parameter_of(each) for each in record_schema.listed(data["parameters"], "program: parameters")]
+    templates = [_template_of(record) for record in record_schema.listed(data["templates"], "program: templates")]
+    listed = [_parameter_of(record) for record in record_schema.listed(data["parameters"], "program: parameters")]
     parameters = {parameter.name: parameter for parameter in listed}
-    buckets = [_bucket_of(each, parameters) for each in record_schema.listed(data["buckets"], "program: buckets")]
+    buckets = [_bucket_of(record, parameters) for record in record_schema.listed(data["buckets"], "program: buckets")]
     program = Program(
         templates={template.name: template for template in templates},
         parameters=parameters,
@@ -80,16 +80,16 @@ def _check_program(program: Program) -> None:
             raise Malformed(f"{where}: there is no template {block.template:.80}")
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
-        if any(len(given) != len(wanted) for given, wanted in counts) or len(block.aux) != others:
+        if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
             raise Malformed(f"{where}: its names are not as many as its template takes")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
             raise Malformed(f"{where}: there is no parameter {min(unknown)}")
-    made = len(_output_of(program.templates[program.aux.template].graph))
-    if any(index >= made for block in program.blocks for index in block.aux):
+    aux_count = len(_output_of(program.templates[program.aux.template].graph))
+    if any(index >= aux_count for block in program.blocks for index in block.aux):
         raise Malformed("program: a block takes a value that the aux graph does not make")
-    held = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
-    if sorted(held) != sorted(program.parameters):
+    bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
+    if sorted(bucketed_names) != sorted(program.parameters):
         raise Malformed("program: its buckets do not hold every parameter once")
     if 0 in program.heads:
         raise Malformed("program: it has a number of heads that is 0")
@@ -202,8 +202,8 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     template = spec.template
     starts = [start_of(name) for name in variant.vocabulary]
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
-    known = set(variant.vocabulary) <= set(template.parameters)
-    if not known or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
+    vocabulary_fits = set(variant.vocabulary) <= set(template.parameters)
+    if not vocabulary_fits or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
         raise Malformed(f"{where}: its inputs are not those of the template")
     saved = saved_names(len(_output_of(variant.forward)) - variant.outputs)
     if len(_placeholders(variant.forward)) != len(variant.inputs) or variant.outputs != 1:

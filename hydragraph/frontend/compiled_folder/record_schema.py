@@ -63,8 +63,8 @@ def _refuse(where: str, what: str) -> NoReturn:
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
     """Check that a value is a mapping with exactly these names, and return it."""
     if not isinstance(value, dict) or value.keys() != set(names):
-        found = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
-        _refuse(where, f"expected the fields {', '.join(names)}, but there is {found or 'nothing'}")
+        contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
+        _refuse(where, f"expected the fields {', '.join(names)}, but there is {contents or 'nothing'}")
     return value
 
 
@@ -92,7 +92,7 @@ def text(value: object, where: str) -> str:
 
 def texts(value: object, where: str) -> tuple[str, ...]:
     """Check that a value is a list of strings, and return them as a tuple."""
-    return tuple(text(each, where) for each in listed(value, where))
+    return tuple(text(element, where) for element in listed(value, where))
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
@@ -104,7 +104,7 @@ def whole(value: object, where: str, least: int = 0) -> int:
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
     """Check that a value is a list of integers of at least `least`, and return them."""
-    return tuple(whole(each, where, least) for each in listed(value, where))
+    return tuple(whole(number, where, least) for number in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
@@ -142,9 +142,9 @@ def built(kind: Any, value: object, where: str) -> Any:
         kinds = inner[:1] * len(entries) if inner[-1] is Ellipsis else inner
         if len(entries) != len(kinds):
             _refuse(where, f"expected {len(kinds)} values, but there are {len(entries)}")
-        return tuple(built(part, each, where) for part, each in zip(kinds, entries, strict=True))
+        return tuple(built(part, element, where) for part, element in zip(kinds, entries, strict=True))
     if get_origin(kind) is Mapping:
-        return {name: built(inner[1], each, f"{where}: {name}") for name, each in mapping(value, where).items()}
+        return {name: built(inner[1], content, f"{where}: {name}") for name, content in mapping(value, where).items()}
     if is_dataclass(kind) and isinstance(kind, type):
         return record(kind, value, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -264,14 +264,14 @@ class _Graph:
     def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
             raise Malformed("an output takes one tuple")
-        if not all(each is None or (isinstance(each, dict) and "node" in each) for each in args[0]["tuple"]):
+        if not all(output is None or (isinstance(output, dict) and "node" in output) for output in args[0]["tuple"]):
             raise Malformed("an output returns something else than nodes")
 
     def _argument(self, value: Any) -> None:
         """Check an argument: a plain value, a list, or a mapping of one tag to its content."""
         if isinstance(value, list):
-            for each in value:
-                self._argument(each)
+            for element in value:
+                self._argument(element)
         elif isinstance(value, dict):
             if len(value) != 1:
                 raise Malformed(f"the argument {value!r:.80}")
@@ -305,8 +305,8 @@ class _Graph:
         if not isinstance(value, list):
             self._size(value)
         elif value and value[0] == "list":
-            for each in value[1:]:
-                self._value(each)
+            for element in value[1:]:
+                self._value(element)
         elif len(value) == 6 and value[0] == "tensor":
             _, kind, device, shape, strides, storage = value
             dtype(kind, "its value")

@@ -135,11 +135,11 @@ def json_text(data: Mapping[str, Any]) -> str:
 def _text(value: Any, depth: int) -> str:
     if isinstance(value, dict) and (depth == 0 or _height(value) > _ON_A_LINE):
         return _lines(
-            "{", [f"{json.dumps(name)}: {_text(each, depth + 1)}" for name, each in value.items()], "}", depth
+            "{", [f"{json.dumps(name)}: {_text(member, depth + 1)}" for name, member in value.items()], "}", depth
         )
     # A list that starts with a string is a node, or a list of names.
     if isinstance(value, list) and _height(value) > 1 and not isinstance(value[0], str):
-        return _lines("[", [_text(each, depth + 1) for each in value], "]", depth)
+        return _lines("[", [_text(element, depth + 1) for element in value], "]", depth)
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
