@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.launch import join
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.passes.pipeline import rank_programs
@@ -37,7 +37,7 @@ def traffic() -> dict[str, Any]:
         device.entered = True
         with device:
             out = torch.empty(2)
-            pulled = groups.all_to_all(Role.PULL, out, torch.full((2,), float(rank)), [1, 1], [1, 1])
+            pulled = groups.all_to_all(Channel.PULL, out, torch.full((2,), float(rank)), [1, 1], [1, 1])
             with Streams(device).on(Stream.PUSH):  # which has not waited
                 seen["unwaited"] = bool(torch.isnan(out).all())
             groups.wait(pulled)
@@ -48,7 +48,7 @@ def traffic() -> dict[str, Any]:
                 groups.wait(message)
             seen["received"] = (received + 0).tolist()
             seen["summed"] = (collectives.all_reduce(torch.ones(2)) + 0).tolist()
-            seen["on the host"] = groups.reduce_to_host(Role.COMMIT, torch.ones(3)).tolist()
+            seen["on the host"] = groups.reduce_to_host(Channel.COMMIT, torch.ones(3)).tolist()
         seen["first uses during this"] = device.first_uses - connected
         groups.close()
         return seen

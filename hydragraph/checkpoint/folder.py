@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-from hydragraph.checkpoint.manifest import MARKER, File, Manifest
+from hydragraph.checkpoint.manifest import MARKER, CheckpointManifest, SavedFile
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ def make_scratch(path: Path) -> Path:
     return scratch
 
 
-def written_files(scratch: Path, rank: int) -> dict[str, File]:
+def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:
     """Hash the files that this rank wrote, which DCP names by rank."""
     names = [*scratch.glob(f"__{rank}_*"), *([scratch / ".metadata"] if rank == 0 else ())]
-    return {path.name: File.of(path) for path in names}
+    return {path.name: SavedFile.of(path) for path in names}
 
 
-def commit(path: Path, scratch: Path, manifest: Manifest) -> None:
+def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
     """Complete the checkpoint in a scratch directory and move it to its path.
 
     Raises:

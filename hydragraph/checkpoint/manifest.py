@@ -26,21 +26,21 @@ class Damaged(ValueError):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class File:
+class SavedFile:
     """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
     @staticmethod
-    def of(path: Path) -> File:
+    def of(path: Path) -> SavedFile:
         """Read a file and return its size and hash."""
         with path.open("rb") as file:
-            return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+            return SavedFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Contents of `complete.json`.
 
     Attributes:
@@ -57,7 +57,7 @@ class Manifest:
     ranks: int
     parameters: dict[str, tuple[int, ...]]
     optimizer: str | None
-    files: dict[str, File]
+    files: dict[str, SavedFile]
 
 
 def versions() -> dict[str, str]:
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
     return {"hydragraph": __version__, "torch": str(torch.__version__)}
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a complete checkpoint.
 
     Raises:
@@ -83,10 +83,10 @@ def read_manifest(path: Path) -> Manifest:
         version = content["format"]
         if version == FORMAT:
             content["parameters"] = {name: tuple(shape) for name, shape in content["parameters"].items()}
-            content["files"] = {_plain(name): File(**file) for name, file in content["files"].items()}
+            content["files"] = {_plain(name): SavedFile(**file) for name, file in content["files"].items()}
             if METADATA not in content["files"]:
                 raise ValueError(f"it does not name {METADATA}")
-            return Manifest(**content)
+            return CheckpointManifest(**content)
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
     raise ValueError(
@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
+def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
     """Hash all files; each rank hashes a share of them.
 
     Args:
@@ -114,7 +114,9 @@ def check_files(path: Path, manifest: Manifest, groups: Groups, what: str, shari
         raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
 
 
-def check_model(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None) -> None:
+def check_model(
+    path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
+) -> None:
     """Check that a checkpoint belongs to this model, and to this optimizer unless only weights are loaded.
 
     Args:
@@ -150,11 +152,11 @@ def _plain(name: str) -> str:
     return name
 
 
-def _damage(path: Path, expected: File) -> str | None:
+def _damage(path: Path, expected: SavedFile) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:
-        actual = File.of(path)
+        actual = SavedFile.of(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     if actual.bytes != expected.bytes:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
-from hydragraph.checkpoint.piece_sources import Fetch, Holdings, Piece, Place, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import Fetch, Holdings, PiecePlace, StatePiece, Tier, fetch_plan
 from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
@@ -92,7 +92,7 @@ class _Found:
     """The checkpoint to read, the places that hold it, and the reads."""
 
     kept: Kept
-    places: Mapping[Place, Sequence[Piece]]
+    places: Mapping[PiecePlace, Sequence[StatePiece]]
     plan: Sequence[Fetch]
 
 
@@ -125,7 +125,7 @@ def _read(
     common = _common(pieces, found, groups)
     columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
     state = OwnedState.empty(home, columns)
-    reading = _Reading(pieces, kept, buckets, columns, state)
+    reading = _PieceReader(pieces, kept, buckets, columns, state)
     mine = [fetch for fetch in plan if fetch.receivers == (fetch.reader,)]
     shared = [fetch for fetch in plan if fetch.receivers != (fetch.reader,)]
     rank = groups.world.rank
@@ -152,7 +152,7 @@ def _read(
     return Recovered(kept, state, common, sizes, received)
 
 
-def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[Place, list[Piece]]]]:
+def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
     """Return the node of each rank and, by checkpoint, the readable pieces in every remaining place."""
     rank = groups.world.rank
     hosts = groups.gather_objects((groups.world.node, [*pieces.shelves], pieces.unreadable))
@@ -164,17 +164,17 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
         Tier.STORE: [r for r, (_, has, _) in enumerate(hosts) if Tier.STORE in has],
     }
 
-    def listed() -> dict[Kept, dict[Place, list[Piece]]]:
-        found: dict[Kept, dict[Place, list[Piece]]] = {}
+    def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
+        found: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
             if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place lists it
                 without = set().union(*(hosts[each][2] for each in ranks))
                 for kept, held in pieces.held(tier).items():
                     readable = [piece for piece in held if (tier, kept, piece) not in without]
-                    found.setdefault(kept, {})[Place(tier, tuple(ranks))] = readable
+                    found.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
         return found
 
-    everything: dict[Kept, dict[Place, list[Piece]]] = {}
+    everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
     for found in together(groups, _WHAT, listed):
         for kept, places in found.items():
             everything.setdefault(kept, {}).update(places)
@@ -191,7 +191,7 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
     return shared
 
 
-class _Reading:
+class _PieceReader:
     """Reads of one rank.
 
     Args:
@@ -264,7 +264,7 @@ class _Reading:
             begin += (hi - lo) * dtype.itemsize
 
 
-def _windows(reading: _Reading, fetches: Sequence[Fetch], chunk: int) -> Iterator[list[Fetch]]:
+def _windows(reading: _PieceReader, fetches: Sequence[Fetch], chunk: int) -> Iterator[list[Fetch]]:
     """Split reads for others into lists of about `chunk` bytes, identical on all ranks."""
     window: list[Fetch] = []
     size = 0
@@ -284,13 +284,13 @@ def _results(jobs: Mapping[Fetch, Future[Tensor]]) -> dict[Fetch, Tensor]:
 
 
 def _begin(
-    reading: _Reading, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
+    reading: _PieceReader, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
 ) -> dict[Fetch, Future[Tensor]]:
     """Start reading what this rank reads for others."""
     return {fetch: threads.submit(reading.read, fetch) for fetch in window if fetch.reader == rank}
 
 
-def _exchange(reading: _Reading, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
+def _exchange(reading: _PieceReader, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
     """Send what others need and receive what they have read; return the number of bytes received."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
 
@@ -303,7 +303,7 @@ def _exchange(reading: _Reading, window: Sequence[Fetch], data: Mapping[Fetch, T
     nothing = torch.empty(0, dtype=torch.uint8)
     outgoing = torch.cat([nothing, *(part for parts in leaving for part in parts)]).to(device)
     incoming = torch.empty(sum(received), dtype=torch.uint8, device=device)
-    groups.wait(groups.all_to_all(Role.PULL, incoming, outgoing, received, sent))
+    groups.wait(groups.all_to_all(Channel.PULL, incoming, outgoing, received, sent))
     at = 0
     for fetch in (fetch for fetches in arriving for fetch in fetches):
         size = reading.bytes_of(fetch)

@@ -35,7 +35,7 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class StatePiece:
     """Elements [lo, hi) of a bucket, with all per-element columns, as written by one owner."""
 
     bucket: str
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class PiecePlace:
     """A place that holds pieces.
 
     Attributes:
@@ -66,12 +66,12 @@ class Holdings:
         bitmap: [places, pieces]: whether a place holds a piece.
     """
 
-    places: tuple[Place, ...]
-    pieces: tuple[Piece, ...]
+    places: tuple[PiecePlace, ...]
+    pieces: tuple[StatePiece, ...]
     bitmap: Bools
 
     @staticmethod
-    def of(held: Mapping[Place, Sequence[Piece]]) -> Holdings:
+    def of(held: Mapping[PiecePlace, Sequence[StatePiece]]) -> Holdings:
         """Build the bitmap from the pieces of each place."""
         places = tuple(held)
         pieces = tuple(sorted({piece for those in held.values() for piece in those}))
@@ -96,7 +96,7 @@ class Fetch:
 
     reader: int
     tier: Tier
-    piece: Piece
+    piece: StatePiece
     lo: int
     hi: int
     receivers: tuple[int, ...]
@@ -143,7 +143,7 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
     return plan
 
 
-def _cells(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+def _cells(layout: Layout, pieces: Sequence[StatePiece]) -> Iterator[tuple[int, int]]:
     """Yield the intervals of a bucket in which needs and pieces are constant."""
     marks = {edge for piece in pieces for edge in (piece.lo, piece.hi)}
     yield from pairwise(sorted(marks.union(layout.lo.tolist(), layout.hi.tolist())))

@@ -31,7 +31,7 @@ from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
 from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
-from hydragraph.checkpoint.manifest import FORMAT, Manifest, check_files, check_model, read_manifest, versions
+from hydragraph.checkpoint.manifest import FORMAT, CheckpointManifest, check_files, check_model, read_manifest, versions
 from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.optimizer_state import (
     Plain,
@@ -157,7 +157,7 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
     try:
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             FORMAT, versions(), groups.world.ranks, dict(prepared.parameters), prepared.optimizer, files
         )
 
@@ -213,7 +213,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     return extra
 
 
-def read_buffers(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def read_buffers(path: Path, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
     """Return a checkpoint's persistent buffers, read by a single process."""
     buffers: dict[str, torch.Tensor] = _extra(path, manifest).get(BUFFERS, {})
     return buffers
@@ -229,7 +229,7 @@ def read_steps(path: Path) -> int:
     return steps
 
 
-def _extra(path: Path, manifest: Manifest) -> dict[str, Any]:
+def _extra(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
     _read(contents, Reader(path, manifest.files))
     extra: dict[str, Any] = decoded(cast(bytes, contents[_ENTRY]))["extra"]

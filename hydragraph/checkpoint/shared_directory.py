@@ -11,7 +11,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from hydragraph.checkpoint.manifest import MARKER, Manifest, read_manifest
+from hydragraph.checkpoint.manifest import MARKER, CheckpointManifest, read_manifest
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.communicators import Groups
 
@@ -36,7 +36,7 @@ def see(found: Path, what: str, rank: int) -> None:
         )
 
 
-def read_alike(path: Path, groups: Groups, what: str) -> Manifest:
+def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
     """Read a checkpoint's manifest, which must be identical on every host.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from hydragraph.checkpoint.manifest import Damaged, File, read_manifest
+from hydragraph.checkpoint.manifest import Damaged, SavedFile, read_manifest
 from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.save_and_load import read_buffers
 
@@ -25,7 +25,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
         file = path / name
-        if not file.is_file() or File.of(file) != expected:
+        if not file.is_file() or SavedFile.of(file) != expected:
             raise Damaged(f"checkpoint {path}: {name} is not what was written: export another checkpoint")
     weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
     with warnings.catch_warnings():

@@ -34,7 +34,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hydragraph.checkpoint.piece_sources import Piece, Tier
+from hydragraph.checkpoint.piece_sources import StatePiece, Tier
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.state_movement import Columns, OwnedState
 
@@ -257,7 +257,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
         self.last: Kept | None = None
-        self.unreadable: set[tuple[Tier, Kept, Piece]] = set()
+        self.unreadable: set[tuple[Tier, Kept, StatePiece]] = set()
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
@@ -346,12 +346,12 @@ class Pieces:
                 with suppress(OSError):  # other files or another rank's are in it
                     shelf.root.rmdir()
 
-    def held(self, tier: Tier) -> dict[Kept, list[Piece]]:
+    def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
         """List the pieces of this run in a place, for checkpoints whose common part is there too.
 
         Pieces in `unreadable` are listed as well: other ranks may have found further ones.
         """
-        found: dict[Kept, list[Piece]] = {}
+        found: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
         for name in shelf.names() if shelf is not None else ():
@@ -362,14 +362,14 @@ class Pieces:
             if file == _COMMON:
                 common.add(kept)
             elif piece and len(bucket) == 1:
-                found.setdefault(kept, []).append(Piece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
+                found.setdefault(kept, []).append(StatePiece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
         return {kept: sorted(pieces) for kept, pieces in found.items() if kept in common}
 
     def common(self, tier: Tier, kept: Kept) -> bytes:
         """Return the data shared by all ranks."""
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
-    def reader(self, tier: Tier, kept: Kept, piece: Piece, whole: bool) -> PieceFile:
+    def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
         """Open a piece, to read all or parts of it.
 
         Raises:
@@ -473,7 +473,7 @@ class PieceFile:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PieceCopy:
     """A copy of one interval that a rank owns.
 
     Attributes:
@@ -482,7 +482,7 @@ class Part:
         firsts: by parameter, the first element in it.
     """
 
-    piece: Piece
+    piece: StatePiece
     tensors: Mapping[str, Tensor]
     firsts: Mapping[str, int]
 
@@ -499,13 +499,13 @@ class _Job:
     """A checkpoint to write: its parts, and by place the last whole checkpoint there."""
 
     kept: Kept
-    parts: Sequence[Part]
+    parts: Sequence[PieceCopy]
     common: Callable[[], bytes]
     whole: Mapping[Tier, Kept | None]
     tidies: bool
 
 
-def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> list[Part]:
+def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> list[PieceCopy]:
     """Copy what a rank owns to CPU memory, by interval."""
     home = state.home
     parts = []
@@ -525,9 +525,9 @@ def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> li
                 for column in columns[parameter.name]:
                     values = state.column(parameter.name, column)[begin : begin + high - low].detach()
                     tensors[f"{parameter.name}|{column}"] = values.to("cpu", copy=True)
-            parts.append(Part(Piece(bucket.name, lo, hi), tensors, firsts))
+            parts.append(PieceCopy(StatePiece(bucket.name, lo, hi), tensors, firsts))
     return parts
 
 
-def _name(kept: Kept, piece: Piece) -> str:
+def _name(kept: Kept, piece: StatePiece) -> str:
     return f"{kept.folder}/{quote(piece.bucket, safe='')}/{piece.lo}-{piece.hi}.safetensors"

@@ -4,12 +4,12 @@ Traffic is separated because a connection is a queue: after 64 MB of weights, a 
 17-45 ms in a shared gloo group and 0.2-2.7 ms in a separate one.
 
     communicator      ranks               traffic                           order
-    Role.PULL         all ranks           weights from their owners         of the programs' pulls
-    Role.PUSH         all ranks           gradients to their owners         of the programs' pushes
-    Role.COMMIT       all ranks           totals of a step, objects         of calls
+    Channel.PULL      all ranks           weights from their owners         of the programs' pulls
+    Channel.PUSH      all ranks           gradients to their owners         of the programs' pushes
+    Channel.COMMIT    all ranks           totals of a step, objects         of calls
                                           gradients to second owners        of the programs' pushes, before the totals,
                                                                             which must wait for them in any case
-    Role.MOVE         all ranks           state that moves during a step    of windows; created by the first such move
+    Channel.MOVE      all ranks           state that moves during a step    of windows; created by the first such move
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
     tp-0-1-...        ranks of one stage  collectives of its graphs         of the stage's instructions
@@ -60,7 +60,7 @@ _TOLD = 1 << 14
 _LENGTH = 8
 
 
-class Role(Enum):
+class Channel(Enum):
     """A kind of traffic between all ranks."""
 
     PULL = "pull"  # weights from their owners
@@ -104,7 +104,7 @@ class Groups:
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
         self._told: tuple[Message, ...] = ()  # rank 0's broadcasts that some ranks may not have received
-        self._roles: dict[Role, dist.ProcessGroup] = {}
+        self._roles: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None if this rank is not a member. All ranks have the same keys in
         # the same order, so they create and drop groups together.
@@ -115,8 +115,8 @@ class Groups:
             if watch is not None:
                 watch.also_abort(self.abort)  # before any connection: a rank may be lost meanwhile
             with nullcontext() if watch is None else watch.guarding():
-                for role in Role:
-                    if role is not Role.MOVE:
+                for role in Channel:
+                    if role is not Channel.MOVE:
                         self._roles[role] = self._of_all(role.value)
                 for direction in _Direction:
                     self._directions[direction] = self._of_all(direction.value)
@@ -157,12 +157,12 @@ class Groups:
 
     def open_moving(self) -> None:
         """Create the communicator for moving state if it does not exist; all ranks call it."""
-        if self.world.ranks == 1 or Role.MOVE in self._roles:
+        if self.world.ranks == 1 or Channel.MOVE in self._roles:
             return
         with nullcontext() if self._watch is None else self._watch.guarding():
-            self._roles[Role.MOVE] = self._of_all(Role.MOVE.value)
+            self._roles[Channel.MOVE] = self._of_all(Channel.MOVE.value)
             self._settle()
-            self._connect(self._roles[Role.MOVE])
+            self._connect(self._roles[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
         """Connect the NCCL communicators of these groups, in the same order on all members of each.
@@ -193,7 +193,7 @@ class Groups:
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
         """Group for objects, which are CPU tensors: under NCCL the one that `join` found or created."""
-        return self._roles[Role.COMMIT] if self.world.backend == "gloo" else self.world.objects
+        return self._roles[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
         """Wait for an operation: until completion on gloo, only on the current stream on NCCL."""
@@ -223,7 +223,7 @@ class Groups:
     # Collectives of all ranks.
 
     def all_to_all(
-        self, role: Role, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+        self, role: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
         """Start sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
 
@@ -247,21 +247,21 @@ class Groups:
         splits = list(out_splits), list(in_splits)
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
-    def all_gather(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
+    def all_gather(self, role: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._roles[role]))
 
-    def reduce_scatter(self, role: Role, out: Tensor, inp: Tensor) -> Message | None:
+    def reduce_scatter(self, role: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._roles[role]))
 
-    def all_reduce(self, role: Role, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, role: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
@@ -273,7 +273,7 @@ class Groups:
             self.wait(Message(work, None if staging is None else lambda: staging.arrived(host, tensor)))
 
     def reduce_to_host(
-        self, role: Role, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self, role: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferedFile:
     """File with one rank's result.
 
     Attributes:
@@ -80,7 +80,7 @@ def once_per_machine(
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
     made: list[T] = []
     error: Exception | None = None
-    offer: Offer | None = None
+    offer: OfferedFile | None = None
     with ExitStack() as owned:
         if world.rank == fellows[-1]:
             try:
@@ -108,7 +108,7 @@ def once_per_machine(
 
 
 @contextmanager
-def _offered(value: object, what: str) -> Iterator[Offer | None]:
+def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
     """Keep a value in a file while others read it; None if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
@@ -116,7 +116,7 @@ def _offered(value: object, what: str) -> Iterator[Offer | None]:
             with open(path, "w+b") as file:
                 SharedFile(file.fileno()).write(value)
                 file.seek(0)
-                offer = Offer(str(path), hashlib.file_digest(file, "sha256").hexdigest())
+                offer = OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
         except (OSError, ValueError, RuntimeError) as refused:
             _LOG.warning("%s: it cannot be handed to other ranks, so each makes its own (%s)", what, refused)
             yield None

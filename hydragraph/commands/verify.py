@@ -26,7 +26,7 @@ from hydragraph.commands.options import (
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.engine.single_device_parity import Row
+    from hydragraph.engine.single_device_parity import ParityRow
 
 
 def verify_command(
@@ -49,7 +49,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
-def verify_rank(config: TrainConfig) -> list[Row]:
+def verify_rank(config: TrainConfig) -> list[ParityRow]:
     """Verify on this rank."""
     from hydragraph.cluster.launch import join
     from hydragraph.engine import api
@@ -90,7 +90,7 @@ def verify_rank(config: TrainConfig) -> list[Row]:
         return rows
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[ParityRow]) -> None:
     """Print a table of the comparison with one device."""
     table = Table(title="against one device (gradient error / tolerance: at most 1)", title_justify="left")
     for heading in ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", ""):

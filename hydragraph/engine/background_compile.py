@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from hydragraph.cluster.once_per_node import Offer
+from hydragraph.cluster.once_per_node import OfferedFile
 from hydragraph.cluster.processes.shared_preparation import SharedFile
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.passes.variants import Variants
@@ -70,7 +70,7 @@ class Beforehand:
         self._asked = _Asked(variants, check, tuple(strategies))
         self._folder = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
         self._process: subprocess.Popen[bytes] | None = None
-        self._offer: Offer | None = None
+        self._offer: OfferedFile | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._make, name="hydragraph-beforehand", daemon=True)
         self._thread.start()
@@ -81,7 +81,7 @@ class Beforehand:
         return not self._thread.is_alive()
 
     @property
-    def offer(self) -> Offer | None:
+    def offer(self) -> OfferedFile | None:
         """Location of the `Made` once the process has ended; None: it failed."""
         return self._offer if self.settled else None
 
@@ -108,7 +108,7 @@ class Beforehand:
             if status:
                 raise RuntimeError(f"its process ended with status {status}")
             with (folder / "made").open("rb") as file:
-                self._offer = Offer(file.name, hashlib.file_digest(file, "sha256").hexdigest())
+                self._offer = OfferedFile(file.name, hashlib.file_digest(file, "sha256").hexdigest())
             _LOG.info("made what is coming in %.1f s beside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             if self._process is not None:
@@ -137,7 +137,7 @@ class Readying:
             return None
         return Beforehand(self._variants, self._check, strategies)
 
-    def take(self, offer: Offer) -> str:
+    def take(self, offer: OfferedFile) -> str:
         """Read the result of a preparation; return why the strategies cannot run, or ""."""
         try:
             found = offer.read()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
-from hydragraph.cluster.once_per_node import Offer
+from hydragraph.cluster.once_per_node import OfferedFile
 from hydragraph.cost.chosen_home import question_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_choice import Question, choose_home
@@ -112,7 +112,7 @@ class _Made:
 
     node: str
     settled: bool
-    offer: Offer | None
+    offer: OfferedFile | None
 
 
 class Chooser:

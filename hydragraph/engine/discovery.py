@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
 from hydragraph.runtime.link_measurement import MeasuredLinks, measure_links
-from hydragraph.runtime.profile_measurement import Place
+from hydragraph.runtime.profile_measurement import DevicePlace
 from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
 
@@ -30,9 +30,9 @@ class Discovered:
     cluster: Cluster
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[DevicePlace, ...]:
         """The place of every rank: its node and type."""
-        return tuple(Place(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
+        return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
 
     @property
     def links_text(self) -> str:

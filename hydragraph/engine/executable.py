@@ -74,8 +74,8 @@ from hydragraph.runtime.elementwise import OptimizerFactory, check_hooks
 from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import HomeState, settings_of, zeroed
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span, mean_exposed
-from hydragraph.runtime.speed_probe import MOST_S, Probe
-from hydragraph.runtime.state_agreement import Progress, ProgressLog, meet
+from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
+from hydragraph.runtime.state_agreement import ProgressLog, StateProgress, meet
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import AUTO, Home, home_of
@@ -302,7 +302,7 @@ class Executable:
         self.stopping = 0
         self.listens: Callable[[], int] | None = None
         self.watched = False
-        self._probe = Probe(world.device)
+        self._probe = SpeedProbe(world.device)
         self._lasted: float | None = None  # seconds of the last step
         self.spans: list[Span] | None = None
         self._watch = world.watch
@@ -797,7 +797,7 @@ class Executable:
             self._planning = replace(self._planning, profile=self._alike(self._planning.profile))
             home = home_among(world, self.program, home, self.strategies, self._planning)
             counts = meeting.before[world.rank] is not None
-            log = ProgressLog(Progress(meeting.updates, meeting.norm))
+            log = ProgressLog(StateProgress(meeting.updates, meeting.norm))
             ending = holding.held if stays else None
             session = self._begin_session(world, home, lambda groups, state: None, log, ending)
             holding.expect(session)

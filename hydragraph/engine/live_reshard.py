@@ -21,7 +21,7 @@ import torch
 from hydragraph.checkpoint.optimizer_state import Plain, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
 from hydragraph.cluster.agreement import together
-from hydragraph.cluster.communicators import Role
+from hydragraph.cluster.communicators import Channel
 from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
@@ -66,7 +66,7 @@ class Handover:
         updated = streams.mark()
         with streams.beside():
             streams.wait(updated)
-        carrying = Carrying(route, own, state, groups, Role.MOVE, CHUNK)
+        carrying = Carrying(route, own, state, groups, Channel.MOVE, CHUNK)
         plains = [Plain(**plain) for _, plain in told if plain is not None]
         return Handover(ending, arriving, state, route, carrying, plains)
 
@@ -90,7 +90,7 @@ class Handover:
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
         columns = {p.name: {_GRADIENT: torch.float32} for bucket in learning for p in bucket.parameters}
         route = Route(learning, old.layouts, new.layouts, columns)
-        Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Role.MOVE).finish()
+        Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
             # Values shared by all ranks, such as the learning rate, may have changed since the start: use this rank's.
             own = plain_state(old, self.ending.optimizer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hydragraph.checkpoint.background_save import Saver
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
 from hydragraph.errors import Unsupported
@@ -149,7 +149,7 @@ class Session:
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
-        most = self.groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX)
+        most = self.groups.reduce_to_host(Channel.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """Comparison of one strategy with the reference.
 
     Attributes:
@@ -124,7 +124,7 @@ def reference(
     return Reference(loss, sums)
 
 
-def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> Row:
+def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> ParityRow:
     """Return the row of a strategy's worst gradient.
 
     Args:
@@ -147,7 +147,9 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
         error = float((gradients[name].double().cpu() - gradient.double()).norm())
         tolerance = GRADIENT_TOLERANCE * norm + GLOBAL_TOLERANCE * everything
         ratio = error / tolerance if tolerance else (math.inf if error else 0.0)
-        rows.append(Row(strategy, loss, expected.loss, name, error, norm, math.inf if math.isnan(ratio) else ratio))
+        rows.append(
+            ParityRow(strategy, loss, expected.loss, name, error, norm, math.inf if math.isnan(ratio) else ratio)
+        )
     return max(rows, key=lambda row: row.ratio)
 
 
@@ -159,7 +161,7 @@ def verify(
     rank: int,
     masks: Masks | None = None,
     label_smoothing: float = 0.0,
-) -> list[Row]:
+) -> list[ParityRow]:
     """Compare every strategy with one device; every rank of the executor calls it.
 
     Args:

@@ -23,7 +23,7 @@ from hydragraph.cluster.agreement import together
 from hydragraph.engine.session import Session
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.kernels.adamw import AdamW
-from hydragraph.runtime.state_agreement import Meeting
+from hydragraph.runtime.state_agreement import AgreedState
 from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed_columns, carry, named
 
 _WHAT = "move"
@@ -122,7 +122,7 @@ class _Places:
     new_series: str
 
 
-def bring(session: Session, old: Session | None, meeting: Meeting, restore: Restore | None) -> Brought:
+def bring(session: Session, old: Session | None, meeting: AgreedState, restore: Restore | None) -> Brought:
     """Fill a new session's state; all ranks call it. The old state is not changed.
 
     Args:

@@ -22,7 +22,7 @@ from hydragraph.cluster.communicators import Groups
 from hydragraph.engine.live_reshard import Handover
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transfer import kept
-from hydragraph.runtime.state_agreement import Held, Meeting, Place, Standing
+from hydragraph.runtime.state_agreement import AgreedState, HeldState, Standing, StatePlace
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Holding:
         arrived = _held(self._arriving, self._ahead) if self._arriving and self._whole else None
         return Standing(_held(self.held, self.generation), arrived, before)
 
-    def agree(self, meeting: Meeting, rank: int, max_grad_norm: float | None) -> bool:
+    def agree(self, meeting: AgreedState, rank: int, max_grad_norm: float | None) -> bool:
         """Switch to the state that all ranks have agreed on; return whether this rank finished a step to reach it."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
@@ -141,6 +141,6 @@ class Holding:
             handover.settle()
 
 
-def _held(session: Session, generation: int) -> Held:
+def _held(session: Session, generation: int) -> HeldState:
     world = session.world
-    return Held(Place(generation, world.rank, world.ranks, session.owners.home), session.log.progress)
+    return HeldState(StatePlace(generation, world.rank, world.ranks, session.owners.home), session.log.progress)

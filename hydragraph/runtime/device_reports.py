@@ -22,7 +22,7 @@ import torch
 
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.profile_measurement import device_memories, type_name
-from hydragraph.runtime.speed_probe import MOST_S, SIZES, Probe
+from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.version import __version__
 
 # Devices of one type reach at least this fraction of the median speed of the faster ones of them, and of their memory.
@@ -160,7 +160,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
 
 
 def _products_per_s(device: torch.device) -> float:
-    probe = Probe(device)
+    probe = SpeedProbe(device)
     probe.most_s = MOST_S
     return max(probe().per_s, 1e-9)
 

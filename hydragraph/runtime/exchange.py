@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, is_reduce_scatter, reduce, stays, sums_stay
@@ -198,7 +198,7 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     if exchange.native:
         target = buffers.take(exchange.target, dtype)
         outgoing = home.to(dtype)
-        message = groups.all_gather(Role.PULL, target, outgoing)
+        message = groups.all_gather(Channel.PULL, target, outgoing)
         return _finisher(message, lambda: target, outgoing, groups, buffers)
     outgoing = _gathered(home, exchange, dtype, buffers)
     if exchange.stays and exchange.in_order:
@@ -208,7 +208,7 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
     if exchange.stays:
         incoming.copy_(outgoing)
     else:
-        message = groups.all_to_all(Role.PULL, incoming, outgoing, exchange.received, exchange.sent)
+        message = groups.all_to_all(Channel.PULL, incoming, outgoing, exchange.received, exchange.sent)
     if exchange.in_order:
         return _finisher(message, lambda: incoming, outgoing, groups, buffers)
 
@@ -298,17 +298,17 @@ def _start_sum(
     if (
         exchange.native and dtype == home.dtype and groups.world.backend == "nccl"
     ):  # gloo's own is slower: it copies its input
-        message = groups.reduce_scatter(Role.PUSH, home, gradients)
+        message = groups.reduce_scatter(Channel.PUSH, home, gradients)
         return _finisher(message, lambda: home, gradients, groups, buffers)
     # Two large buffers are alive at a time instead of three: the copied one is returned before incoming is taken.
     outgoing = _gathered(gradients, exchange, dtype, buffers)
     if outgoing is not gradients:
         buffers.give(gradients)
     if exchange.in_order and dtype == home.dtype:  # one contribution to every element
-        message = groups.all_to_all(Role.PUSH, home, outgoing, exchange.received, exchange.sent)
+        message = groups.all_to_all(Channel.PUSH, home, outgoing, exchange.received, exchange.sent)
         return _finisher(message, lambda: home, outgoing, groups, buffers)
     incoming = buffers.take(sum(exchange.received), dtype)
-    message = groups.all_to_all(Role.PUSH, incoming, outgoing, exchange.received, exchange.sent)
+    message = groups.all_to_all(Channel.PUSH, incoming, outgoing, exchange.received, exchange.sent)
 
     def add() -> Tensor:
         if exchange.whole > 1:
@@ -369,7 +369,7 @@ def _start_handing(exchange: Exchange, home: Tensor, groups: Groups, buffers: Bu
     incoming = target if exchange.in_order else buffers.take(sum(exchange.received), home.dtype)
     # Not on the communicator of gradients: a rank starts to hand on when one of its sums is ready, between any two of
     # its pushes, which may differ between ranks. Before the commit all have started, in the order of the pushes.
-    message = groups.all_to_all(Role.COMMIT, incoming, outgoing, exchange.received, exchange.sent)
+    message = groups.all_to_all(Channel.COMMIT, incoming, outgoing, exchange.received, exchange.sent)
 
     def put() -> Tensor:
         if incoming is not target:

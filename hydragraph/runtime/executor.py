@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ReduceOp
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure.rank_watch import Watch, agreed
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.graph_data import form_of
@@ -36,7 +36,7 @@ from hydragraph.runtime.pending_work import Finish, Pending
 from hydragraph.runtime.prepared_programs import BoundBlock, Prepared, shard_view
 from hydragraph.runtime.rounded_weights import Rounded
 from hydragraph.runtime.sequence_sums import Scored
-from hydragraph.runtime.speed_probe import Probed
+from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
@@ -68,7 +68,7 @@ class IterationOutcome:
     scores: Tensor
 
 
-class Beside(Protocol):
+class ConcurrentWork(Protocol):
     """Work that runs during an iteration, and ends with it."""
 
     def go_on(self) -> None:
@@ -142,8 +142,8 @@ class Executor:
         self._rounded = rounded
         self._log = log or ProgressLog()
         self.before: Callable[[Instruction], None] | None = None
-        self.probe: Callable[[], Probed] | None = None
-        self.beside: Beside | None = None
+        self.probe: Callable[[], ProbeResult] | None = None
+        self.beside: ConcurrentWork | None = None
         self._scheduled = Scheduled() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
@@ -585,7 +585,7 @@ class Executor:
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
-        totals = self._groups.reduce_to_host(Role.COMMIT, totals)
+        totals = self._groups.reduce_to_host(Channel.COMMIT, totals)
         loss, square = totals[:at].view(2, -1).sum(1).tolist()
         square /= scale**2
         end = at + rows.numel()
@@ -626,7 +626,7 @@ class Executor:
         most = torch.stack([exact_sums.largest(counted, self._device), torch.zeros_like(totals[0, 0])])
         if it.largest is not None:
             most[1] = it.largest
-        of_home, added = self._groups.reduce_to_host(Role.COMMIT, most, ReduceOp.MAX).tolist()
+        of_home, added = self._groups.reduce_to_host(Channel.COMMIT, most, ReduceOp.MAX).tolist()
         if added > exact_sums.LARGEST and math.isfinite(of_home):
             raise agreed(
                 FloatingPointError(

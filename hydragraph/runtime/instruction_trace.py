@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydragraph.cost.trace_file import Event, TracedStep, write_events
 from hydragraph.ir.instruction import Stream
-from hydragraph.runtime.speed_probe import Probed
+from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 
@@ -158,7 +158,7 @@ class Timing:
         self._ran += now[0] - ran
         self._queued += now[1] - queued
 
-    def probed(self, found: Probed) -> None:
+    def probed(self, found: ProbeResult) -> None:
         """Record the result of a probe."""
         self._probe = found.per_s
         if not self._works:

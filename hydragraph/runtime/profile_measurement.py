@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
 from hydragraph.cost.datasheet import reaches_of
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
@@ -128,14 +128,14 @@ class MeasureSettings:
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where a rank computes: its node, and the type of its device; stages are measured within one place."""
 
     node: str
     type: str
 
 
-def stages_of(places: Sequence[Place], tp: int) -> tuple[tuple[int, ...], ...]:
+def stages_of(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
     """Return groups of `tp` ranks of one place, in rank order; ranks left over are in none."""
     found: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
@@ -149,7 +149,7 @@ def measure(
     settings: MeasureSettings,
     groups: Groups,
     progress: Progress | None = None,
-    places: Sequence[Place] | None = None,
+    places: Sequence[DevicePlace] | None = None,
     messages: Sequence[tuple[int, float]] | None = None,
 ) -> Profile:
     """Measure a profile; all ranks call it together and get the same one.
@@ -168,7 +168,9 @@ def measure(
     """
     program = subject.program
     world = groups.world
-    places = places or [Place("", groups.gather_objects(subject.type or type_name(world.device))[0])] * world.ranks
+    places = (
+        places or [DevicePlace("", groups.gather_objects(subject.type or type_name(world.device))[0])] * world.ranks
+    )
     settings.check(program, max(Counter(places).values()))
     devices = _devices(subject, groups, places)
     device = devices[places[world.rank].type]
@@ -251,7 +253,7 @@ def stage_timer(
 # This machine.
 
 
-def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[Place]) -> dict[str, PricedDevice]:
+def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlace]) -> dict[str, PricedDevice]:
     """Describe the devices that ranks compute on, by type."""
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
@@ -361,7 +363,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 
         def agree() -> None:
             totals[1] = square_sum(gradients)
-            groups.all_reduce(Role.COMMIT, totals)
+            groups.all_reduce(Channel.COMMIT, totals)
 
         return agree
 
@@ -381,7 +383,7 @@ def _per_element(
         run = make(elements)
         times = []
         for _ in range(repeats + 1):
-            groups.all_reduce(Role.COMMIT, torch.zeros(1, device=device))
+            groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=device))
             _synchronise(device)
             began = time.perf_counter()
             run()
@@ -418,7 +420,7 @@ class _Bench:
         self._device = groups.world.device
         rank = groups.world.rank
         tp = kind.tp
-        self._stages = stages or stages_of([Place("", "")] * groups.world.ranks, tp)
+        self._stages = stages or stages_of([DevicePlace("", "")] * groups.world.ranks, tp)
         self._collectives = next(iter(groups.tensor_parallel(self._stages).values()), None)
         own: tuple[int, ...] = next((stage for stage in self._stages if rank in stage), (rank,))
         self._part = StagePart(kind, own.index(rank))
@@ -448,7 +450,7 @@ class _Bench:
         return tuple(row for row in rows if sum(row) <= most)
 
     def measure(
-        self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[Place]
+        self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[DevicePlace]
     ) -> dict[str, Measured]:
         """Time one block, or the aux graph, on every micro-batch; return the result by type of device."""
         aux = block is self._program.aux
@@ -521,7 +523,7 @@ class _Bench:
         """Time one forward and one backward, averaged over a chain of blocks; all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
-        self._groups.all_reduce(Role.COMMIT, torch.zeros(1, device=self._device))
+        self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
         _synchronise(self._device)
         began = between = self._clock()
         if self._collectives is not None or self._kind.tp == 1:

@@ -25,7 +25,7 @@ STOP_S = 0.01  # minimum time of a product during which the device was stopped
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """Result of a probe.
 
     Attributes:
@@ -39,7 +39,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _ClockReading:
     """A reading of the clocks: seconds, seconds that the thread ran and was queued, and the number of products."""
 
     seconds: float
@@ -48,7 +48,7 @@ class _Reading:
     count: int
 
 
-class Probe:
+class SpeedProbe:
     """Probes one device.
 
     Args:
@@ -70,10 +70,10 @@ class Probe:
         self._scheduled = scheduled or (Scheduled() if device.type == "cpu" else unknown)
         self.most_s = 0.0
 
-    def __call__(self) -> Probed:
+    def __call__(self) -> ProbeResult:
         """Run the probe and return its result, empty if it must not run. Its memory is freed at the end."""
         if self.most_s <= 0:
-            return Probed()
+            return ProbeResult()
         size = SIZES[self._device.type]
         factor = torch.ones(size, size, device=self._device) / size
         out = torch.empty_like(factor)
@@ -92,8 +92,8 @@ class Probe:
             return _between(stops[0], stops[-1])
         return _between(began, self._read(count))
 
-    def _read(self, count: int) -> _Reading:
-        return _Reading(self._clock(), *self._scheduled(), count)
+    def _read(self, count: int) -> _ClockReading:
+        return _ClockReading(self._clock(), *self._scheduled(), count)
 
     def _multiply(self, factor: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(factor, factor, out=out)
@@ -101,7 +101,7 @@ class Probe:
             torch.cuda.synchronize(self._device)
 
 
-def _between(began: _Reading, ended: _Reading) -> Probed:
+def _between(began: _ClockReading, ended: _ClockReading) -> ProbeResult:
     ran, queued = ended.ran - began.ran, ended.queued - began.queued
     crowded = (ran + queued) / ran if ran > 0 else 1.0
-    return Probed(crowded * (ended.count - began.count) / (ended.seconds - began.seconds), ran, queued)
+    return ProbeResult(crowded * (ended.count - began.count) / (ended.seconds - began.seconds), ran, queued)

@@ -25,7 +25,7 @@ from hydragraph.spec.home import Home
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Position of a rank's state in the whole: its number, the number of ranks, and the home.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StateProgress:
     """Progress of a rank's state.
 
     Attributes:
@@ -61,7 +61,7 @@ class Progress:
 class ProgressLog:
     """A rank's progress, as recorded by its executor and its updates; each change is one assignment."""
 
-    progress: Progress = Progress()
+    progress: StateProgress = StateProgress()
 
     def begin(self) -> None:
         """Record that gradients are about to be computed again."""
@@ -77,19 +77,19 @@ class ProgressLog:
 
     def updated(self, norm: float) -> None:
         """Record that the update has ended."""
-        self.progress = Progress(self.progress.updates + 1, norm)
+        self.progress = StateProgress(self.progress.updates + 1, norm)
 
     def restored(self, updates: int) -> None:
         """Record that state with this number of updates was loaded."""
-        self.progress = Progress(updates)
+        self.progress = StateProgress(updates)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """One state of a rank: its position in the whole, and its progress."""
 
-    place: Place
-    progress: Progress
+    place: StatePlace
+    progress: StateProgress
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,18 @@ class Standing:
         called: its numbers since `held`, in worlds whose ranks did not complete a move.
     """
 
-    held: Held
-    arrived: Held | None = None
+    held: HeldState
+    arrived: HeldState | None = None
     called: tuple[int, ...] = ()
 
-    def of(self, generation: int) -> Held | None:
+    def of(self, generation: int) -> HeldState | None:
         """Return its state of a generation; None: it has none, or one left inconsistent by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class AgreedState:
     """Agreement of ranks that meet.
 
     Attributes:
@@ -133,7 +133,7 @@ class Meeting:
     leader: int | None
 
 
-def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> Meeting:
+def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> AgreedState:
     """Agree on the state of the model; a pure function, so that all ranks get the same result.
 
     Args:
@@ -166,12 +166,12 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
     done = {new: state for new, state in states.items() if state.progress.updates == updates}
     last = {new: s for new, s in states.items() if s.progress.updates == updates - 1 and s.progress.gathered}
     if not done:
-        return Meeting(-1, len(before), Home(), (None,) * len(before), 0, 0.0, None)
+        return AgreedState(-1, len(before), Home(), (None,) * len(before), 0, 0.0, None)
     leader = min(done)
     place = done[leader].place
     owners = {new: state.place.rank for new, state in (done | last).items()}
     numbered = tuple(owners.get(new) for new in range(len(before)))
-    return Meeting(newest, place.ranks, place.home, numbered, updates, done[leader].progress.norm, leader)
+    return AgreedState(newest, place.ranks, place.home, numbered, updates, done[leader].progress.norm, leader)
 
 
 def _twice(numbers: Sequence[int]) -> int:

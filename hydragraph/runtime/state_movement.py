@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import move
@@ -127,7 +127,7 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
 
 
 @dataclass(frozen=True)
-class Part:
+class MovedPart:
     """Elements of one parameter that move between two ranks, or stay.
 
     Attributes:
@@ -204,7 +204,7 @@ class Route:
         if window:
             yield window
 
-    def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[Part]:
+    def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[MovedPart]:
         """Yield the parts of a window that one rank sends, receives or keeps; in the same order on both ranks."""
         for bucket in self.buckets:
             if bucket.name not in window:
@@ -219,7 +219,7 @@ class Route:
                     start = offsets[parameter.name]
                     low, high = max(lo, start), min(hi, start + parameter.size)
                     if low < high:
-                        yield Part(src, dst, parameter.name, src_at + low - lo, dst_at + low - lo, high - low)
+                        yield MovedPart(src, dst, parameter.name, src_at + low - lo, dst_at + low - lo, high - low)
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
@@ -234,7 +234,7 @@ def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
 class _UnderWay:
     """A window in flight to this rank."""
 
-    arriving: Sequence[Part]
+    arriving: Sequence[MovedPart]
     incoming: Tensor
     message: Message | None
 
@@ -262,7 +262,7 @@ class Carrying:
         old: OwnedState | None,
         new: OwnedState,
         groups: Groups,
-        role: Role = Role.PULL,
+        role: Channel = Channel.PULL,
         chunk: int = CHUNK,
     ) -> None:
         self.received = 0

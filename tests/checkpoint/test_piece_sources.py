@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.checkpoint.piece_sources import Fetch, Holdings, Piece, Place, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import Fetch, Holdings, PiecePlace, StatePiece, Tier, fetch_plan
 from hydragraph.ir.layout import Layout, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
@@ -30,34 +30,38 @@ def needs(draw: st.DrawFn, ranks: int) -> Layout:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[dict[Place, list[Piece]], list[int], Layout]:
+def worlds(draw: st.DrawFn) -> tuple[dict[PiecePlace, list[StatePiece]], list[int], Layout]:
     ranks = draw(st.integers(1, 4))
     nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
     ends = st.lists(st.integers(1, SIZE - 1), max_size=3, unique=True)
     cuts = [[0, *sorted(draw(ends)), SIZE] for _ in range(2)]  # of two owners of everything
-    pieces = [Piece("layer.0", lo, hi) for cut in cuts for lo, hi in itertools.pairwise(cut)]
+    pieces = [StatePiece("layer.0", lo, hi) for cut in cuts for lo, hi in itertools.pairwise(cut)]
     some = st.lists(st.sampled_from(pieces), unique=True)
-    held = {Place(Tier.MEMORY, (rank,)): draw(some) for rank in range(ranks)}
+    held = {PiecePlace(Tier.MEMORY, (rank,)): draw(some) for rank in range(ranks)}
     for node in set(nodes):
-        held[Place(Tier.DISK, tuple(r for r in range(ranks) if nodes[r] == node))] = draw(some)
-    held[Place(Tier.STORE, tuple(range(ranks)))] = draw(st.sampled_from([pieces, pieces, []]) | some)
+        held[PiecePlace(Tier.DISK, tuple(r for r in range(ranks) if nodes[r] == node))] = draw(some)
+    held[PiecePlace(Tier.STORE, tuple(range(ranks)))] = draw(st.sampled_from([pieces, pieces, []]) | some)
     return held, nodes, draw(needs(ranks))
 
 
-def nearest(held: dict[Place, list[Piece]], nodes: list[int], rank: int, element: int) -> tuple[int, int] | None:
+def nearest(
+    held: dict[PiecePlace, list[StatePiece]], nodes: list[int], rank: int, element: int
+) -> tuple[int, int] | None:
     """Return how near the nearest place is that has an element: (how far, tier), by trying all of them."""
     found = []
     for place, pieces in held.items():
         if any(piece.lo <= element < piece.hi for piece in pieces):
             here = any(nodes[other] == nodes[rank] for other in place.ranks)
-            far = 3 if place.tier is Tier.STORE else 0 if place == Place(Tier.MEMORY, (rank,)) else 1 if here else 2
+            far = (
+                3 if place.tier is Tier.STORE else 0 if place == PiecePlace(Tier.MEMORY, (rank,)) else 1 if here else 2
+            )
             found.append((far, int(place.tier)))
     return min(found, default=None)
 
 
 @given(worlds())
 def test_every_need_is_read_once_from_the_nearest_place(
-    world: tuple[dict[Place, list[Piece]], list[int], Layout],
+    world: tuple[dict[PiecePlace, list[StatePiece]], list[int], Layout],
 ) -> None:
     held, nodes, layout = world
     wanted = {
@@ -101,21 +105,21 @@ def _far(fetch: Fetch, nodes: list[int], rank: int) -> int:
 
 def test_what_is_read_once_serves_all() -> None:
     """One node's disk has everything, the other node has no files, and both need the state."""
-    held = {Place(Tier.DISK, (0,)): [Piece("layer.0", 0, SIZE)], Place(Tier.STORE, (0, 1)): []}
+    held = {PiecePlace(Tier.DISK, (0,)): [StatePiece("layer.0", 0, SIZE)], PiecePlace(Tier.STORE, (0, 1)): []}
     plan = fetch_plan(Holdings.of(held), [0, 1], {"layer.0": home(SIZE, [0, 1], [1, 1], 2, 1)})
     assert [(fetch.reader, fetch.receivers, fetch.size) for fetch in plan] == [(0, (0, 1), SIZE)]
 
 
 def test_reads_are_shared_by_those_who_could() -> None:
     """Two ranks of one node need no common pieces; a third rank, elsewhere, needs pieces that both could send."""
-    pieces = [Piece("layer.0", at, at + 1) for at in range(SIZE)]
-    held = {Place(Tier.DISK, (0, 1)): pieces}
+    pieces = [StatePiece("layer.0", at, at + 1) for at in range(SIZE)]
+    held = {PiecePlace(Tier.DISK, (0, 1)): pieces}
     layout = home(SIZE, [2], align=1)
     plan = fetch_plan(Holdings.of(held), [0, 0, 1], {"layer.0": layout})
     assert Counter(fetch.reader for fetch in plan) == {0: SIZE // 2, 1: SIZE // 2}
 
 
 def test_neighbours_of_one_piece_are_one_read() -> None:
-    held = {Place(Tier.STORE, (0, 1)): [Piece("layer.0", 0, SIZE)]}
+    held = {PiecePlace(Tier.STORE, (0, 1)): [StatePiece("layer.0", 0, SIZE)]}
     plan = fetch_plan(Holdings.of(held), [0, 0], {"layer.0": home(SIZE, [0, 1], align=1)})
     assert [(fetch.reader, fetch.lo, fetch.hi) for fetch in plan] == [(0, 0, 6), (1, 6, 12)]

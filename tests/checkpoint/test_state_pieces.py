@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydragraph.checkpoint.piece_sources import Piece, Tier
+from hydragraph.checkpoint.piece_sources import StatePiece, Tier
 from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, MemoryShelf, Pieces, Shelf, StoreShelf, copied
 from hydragraph.runtime.state_movement import OwnedState
 from tests.runtime.homes import ALONE, MODEL, trained
@@ -56,7 +56,7 @@ def test_any_part_of_a_piece_can_be_read(tier: Tier, tmp_path: Path) -> None:
     pieces.wait()
     assert pieces.common(tier, kept(7)) == b"common"
     held = pieces.held(tier)
-    assert held == {kept(7): sorted(Piece(bucket.name, 0, bucket.size) for bucket in MODEL.buckets)}
+    assert held == {kept(7): sorted(StatePiece(bucket.name, 0, bucket.size) for bucket in MODEL.buckets)}
     layer = next(piece for piece in held[kept(7)] if piece.bucket == "layer.0")
     for whole in (True, False):
         file = pieces.reader(tier, kept(7), layer, whole)
@@ -164,7 +164,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     pieces = Pieces(memory=False, disk=tmp_path)
     pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
     pieces.wait()
-    tiny = Piece("tiny", 0, 2)
+    tiny = StatePiece("tiny", 0, 2)
     name = "step-4.-a1/tiny/0-2.safetensors"
     data = place.get(name)
     for damaged, how in (
@@ -178,7 +178,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
             read_all(pieces, tiny, own)
 
 
-def read_all(pieces: Pieces, piece: Piece, own: OwnedState) -> None:
+def read_all(pieces: Pieces, piece: StatePiece, own: OwnedState) -> None:
     for column, dtype in own.columns["tiny"].items():
         pieces.reader(Tier.DISK, kept(4), piece, whole=True).read("tiny", column, 0, 2, dtype)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydragraph.cluster.collectives import AnyCollectives, Collectives
-from hydragraph.cluster.communicators import Groups, Role, in_rounds
+from hydragraph.cluster.communicators import Channel, Groups, in_rounds
 from hydragraph.cluster.launch import World, join, launch
 from hydragraph.cluster.message_in_flight import Message, Staging
 from hydragraph.errors import RankFailure
@@ -40,15 +40,17 @@ def all_kinds(staged: bool) -> list[Tensor]:
     inp = torch.cat([torch.full((rank + j,), 10.0 * rank + j) for j in range(ranks)])
     exchanged = torch.empty(sum(i + rank for i in range(ranks)))
     splits = [i + rank for i in range(ranks)], [rank + j for j in range(ranks)]
-    groups.wait(groups.all_to_all(Role.PULL, exchanged, inp, *splits))
+    groups.wait(groups.all_to_all(Channel.PULL, exchanged, inp, *splits))
     gathered, scattered = torch.empty(ranks, 3), torch.empty(2)
-    groups.wait(groups.all_gather(Role.PULL, gathered.view(-1), value(rank, 3)))
-    groups.wait(groups.reduce_scatter(Role.PUSH, scattered, value(rank, 2 * ranks)))
+    groups.wait(groups.all_gather(Channel.PULL, gathered.view(-1), value(rank, 3)))
+    groups.wait(groups.reduce_scatter(Channel.PUSH, scattered, value(rank, 2 * ranks)))
     summed = value(rank, 5)
-    groups.all_reduce(Role.COMMIT, summed)
-    for largest in (groups.reduce_to_host(Role.COMMIT, torch.tensor([rank, -rank]), dist.ReduceOp.MAX) for _ in "ab"):
+    groups.all_reduce(Channel.COMMIT, summed)
+    for largest in (
+        groups.reduce_to_host(Channel.COMMIT, torch.tensor([rank, -rank]), dist.ReduceOp.MAX) for _ in "ab"
+    ):
         assert largest.tolist() == [ranks - 1, 0]
-    assert torch.equal(groups.reduce_to_host(Role.COMMIT, torch.ones(2, 2)), torch.full((2, 2), float(ranks)))
+    assert torch.equal(groups.reduce_to_host(Channel.COMMIT, torch.ones(2, 2)), torch.full((2, 2), float(ranks)))
     # Every pair both ways, tags posted in opposite orders.
     received = torch.empty(2, ranks)
     works = []
@@ -86,7 +88,7 @@ def rounds(grouped: int) -> Tensor:
     sent = [(rank + j) % 3 for j in range(ranks)]
     inp = torch.cat([torch.full((n,), 10.0 * rank + j) for j, n in enumerate(sent)])
     out = torch.empty(sum(sent))
-    works = in_rounds(out, inp, sent, sent, rank, groups._roles[Role.PULL], grouped)
+    works = in_rounds(out, inp, sent, sent, rank, groups._roles[Channel.PULL], grouped)
     groups.wait(Message(works))
     assert works.is_completed()
     groups.close()
@@ -240,15 +242,15 @@ def test_alone_everything_is_a_copy() -> None:
     groups = Groups(ALONE, TIMEOUT)
     inp = torch.arange(4.0)
     for start in (
-        lambda out: groups.all_to_all(Role.PULL, out, inp, [4], [4]),
-        lambda out: groups.all_gather(Role.PULL, out, inp),
-        lambda out: groups.reduce_scatter(Role.PUSH, out, inp),
+        lambda out: groups.all_to_all(Channel.PULL, out, inp, [4], [4]),
+        lambda out: groups.all_gather(Channel.PULL, out, inp),
+        lambda out: groups.reduce_scatter(Channel.PUSH, out, inp),
     ):
         out = torch.empty(4)
         assert start(out) is None
         assert torch.equal(out, inp)
-    groups.all_reduce(Role.COMMIT, inp)
-    assert groups.reduce_to_host(Role.COMMIT, inp).tolist() == inp.tolist() == [0, 1, 2, 3]
+    groups.all_reduce(Channel.COMMIT, inp)
+    assert groups.reduce_to_host(Channel.COMMIT, inp).tolist() == inp.tolist() == [0, 1, 2, 3]
     assert groups.gather_objects("x") == ["x"]
     groups.same_everywhere("program", "x")
     (collectives,) = groups.tensor_parallel([(0,)]).values()
@@ -290,7 +292,7 @@ class Watched:
 class Queueing(Groups):
     """One of two ranks whose reductions are only queued, as NCCL's are; an abort leaves what memory held."""
 
-    def all_reduce(self, role: Role, tensor: Tensor, operation: Any = None) -> None:
+    def all_reduce(self, role: Channel, tensor: Tensor, operation: Any = None) -> None:
         """Leave the tensor as it is."""
 
 
@@ -300,4 +302,4 @@ def test_numbers_of_an_aborted_reduction_are_never_returned(known: bool) -> None
     groups.world = replace(ALONE, ranks=2)
     error, match = (RankFailure, "killed") if known else (RuntimeError, "before every rank took part")
     with pytest.raises(error, match=match):
-        groups.reduce_to_host(Role.COMMIT, torch.zeros(3))
+        groups.reduce_to_host(Channel.COMMIT, torch.zeros(3))

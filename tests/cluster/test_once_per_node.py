@@ -19,7 +19,7 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.cluster import once_per_node
 from hydragraph.cluster.launch import join, launch
-from hydragraph.cluster.once_per_node import Offer, once_per_machine
+from hydragraph.cluster.once_per_node import OfferedFile, once_per_machine
 from hydragraph.engine import api
 from hydragraph.errors import RankFailure, Unsupported
 from hydragraph.passes.variants import Variants
@@ -154,14 +154,14 @@ def test_what_cannot_be_sent_is_made_by_each() -> None:
 
 
 def tampered() -> Found:
-    read = Offer.read
+    read = OfferedFile.read
 
-    def other(self: Offer) -> object:
+    def other(self: OfferedFile) -> object:
         with open(self.path, "ab") as file:
             file.write(b"more")
         return read(self)
 
-    with mock.patch.object(Offer, "read", other):
+    with mock.patch.object(OfferedFile, "read", other):
         return made_by(tensors)
 
 
@@ -176,7 +176,7 @@ def test_a_folder_of_others_is_not_read(tmp_path: Path) -> None:
     path.write_bytes(b"")
     os.chmod(tmp_path, 0o755)
     with pytest.raises(PermissionError, match="not a folder of this user alone"):
-        Offer(str(path), "").read()
+        OfferedFile(str(path), "").read()
 
 
 def trained(alone: bool) -> tuple[list[float], dict[str, Tensor], int]:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from hydragraph.commands import verify
-from hydragraph.engine.single_device_parity import Row
+from hydragraph.engine.single_device_parity import ParityRow
 from tests.commands.tiny import run, write
 
 
@@ -23,7 +23,10 @@ def test_verify_passes_and_prints_a_table(trained: tuple[Path, Result]) -> None:
 
 
 def test_verify_fails_beyond_the_tolerances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row("<[0,1]x2>@aa", 1.0, 1.0, "w", 0.0, 1.0, 0.5), Row("<tp1,pp1>@bb", 1.0, 1.0, "w", 1.0, 1.0, 1.5)]
+    rows = [
+        ParityRow("<[0,1]x2>@aa", 1.0, 1.0, "w", 0.0, 1.0, 0.5),
+        ParityRow("<tp1,pp1>@bb", 1.0, 1.0, "w", 1.0, 1.0, 1.5),
+    ]
     monkeypatch.setattr(verify, "verify_rank", lambda config: rows)
     result = run("verify", write(tmp_path))
     assert result.exit_code == 1

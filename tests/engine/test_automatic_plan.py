@@ -21,7 +21,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import automatic_plan
 from hydragraph.engine.discovery import Discovered, discover
-from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, Place, measure
+from hydragraph.runtime.profile_measurement import DevicePlace, MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.ready import Ready
@@ -65,7 +65,12 @@ def trained(prepared: Ready, speeds: tuple[float, ...], measuring: object, **opt
 
 
 def pretended(
-    subject: MeasuredModel, settings: MeasureSettings, groups: object, tell: object, places: list[Place], *_: object
+    subject: MeasuredModel,
+    settings: MeasureSettings,
+    groups: object,
+    tell: object,
+    places: list[DevicePlace],
+    *_: object,
 ) -> Profile:
     """Return the costs of operations at the speeds that devices pretend to have, as if they had been measured."""
     speeds = {name: 4e10 if name.endswith("-25") else 1.6e11 for name in Counter(place.type for place in places)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cluster.once_per_node import Offer
+from hydragraph.cluster.once_per_node import OfferedFile
 from hydragraph.engine.background_compile import Beforehand, Readying, _Asked, made
 from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.errors import Unsupported
@@ -142,4 +142,4 @@ def test_a_process_whose_rank_is_gone_ends() -> None:
 def test_what_cannot_be_read_is_made_by_ranks_themselves(tmp_path: Path) -> None:
     (tmp_path / "made").write_bytes(b"something else")
     tmp_path.chmod(0o700)
-    assert Readying(variants(), None, makes=False).take(Offer(str(tmp_path / "made"), "0" * 64)) == ""
+    assert Readying(variants(), None, makes=False).take(OfferedFile(str(tmp_path / "made"), "0" * 64)) == ""

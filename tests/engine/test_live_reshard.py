@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.engine.live_reshard import Handover
 from hydragraph.engine.session import Session
 from tests.engine.test_state_transfer import (
@@ -157,8 +157,8 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
     end, every_to_all = Handover.end, Groups.all_to_all
     first = iter([True])
 
-    def sent(self: Groups, role: Role, *given: Any) -> Any:
-        if role is Role.MOVE and not next(first, False):
+    def sent(self: Groups, role: Channel, *given: Any) -> Any:
+        if role is Channel.MOVE and not next(first, False):
             raise StruckError
         return every_to_all(self, role, *given)
 

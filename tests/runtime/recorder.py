@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydragraph.cluster.collectives import head_loss, head_token_losses
-from hydragraph.cluster.communicators import Role
+from hydragraph.cluster.communicators import Channel
 from hydragraph.cluster.launch import World
 from hydragraph.ir.instruction import Stream
 from hydragraph.kernels import slice_copy
@@ -249,21 +249,21 @@ class RecordingGroups:
         if message is not None:
             self._recorder.learn(message.end)
 
-    def all_to_all(self, role: Role, out: Tensor, inp: Tensor, out_splits: Any, in_splits: Any) -> RecordedMessage:
+    def all_to_all(self, role: Channel, out: Tensor, inp: Tensor, out_splits: Any, in_splits: Any) -> RecordedMessage:
         assert len(out) == sum(out_splits)
         assert len(inp) == sum(in_splits)
         return self._message(role.value, [inp], [out])
 
-    def all_gather(self, role: Role, out: Tensor, inp: Tensor) -> RecordedMessage:
+    def all_gather(self, role: Channel, out: Tensor, inp: Tensor) -> RecordedMessage:
         return self._message(role.value, [inp], [out])
 
-    def reduce_scatter(self, role: Role, out: Tensor, inp: Tensor) -> RecordedMessage:
+    def reduce_scatter(self, role: Channel, out: Tensor, inp: Tensor) -> RecordedMessage:
         return self._message(role.value, [inp], [out])
 
-    def all_reduce(self, role: Role, tensor: Tensor, operation: object = None) -> None:
+    def all_reduce(self, role: Channel, tensor: Tensor, operation: object = None) -> None:
         self.wait(self._message(role.value, [tensor], [tensor]))
 
-    def reduce_to_host(self, role: Role, tensor: Tensor, operation: object = None) -> Tensor:
+    def reduce_to_host(self, role: Channel, tensor: Tensor, operation: object = None) -> Tensor:
         self.all_reduce(role, tensor)
         return tensor.to("cpu", copy=True)
 

@@ -22,9 +22,9 @@ from hydragraph.passes.variants import Variants
 from hydragraph.runtime.profile_measurement import (
     CHAIN,
     MESSAGES,
+    DevicePlace,
     MeasuredModel,
     MeasureSettings,
-    Place,
     _Bench,
     measure,
     memory_shares,
@@ -151,7 +151,13 @@ def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], 
 
 
 def test_stages_are_within_a_node_and_a_type() -> None:
-    places = [Place("a", "fast"), Place("a", "slow"), Place("a", "fast"), Place("b", "fast"), Place("b", "fast")]
+    places = [
+        DevicePlace("a", "fast"),
+        DevicePlace("a", "slow"),
+        DevicePlace("a", "fast"),
+        DevicePlace("b", "fast"),
+        DevicePlace("b", "fast"),
+    ]
     assert stages_of(places, 1) == ((0,), (2,), (1,), (3,), (4,))
     assert stages_of(places, 2) == ((0, 2), (3, 4))
     assert stages_of(places, 3) == ()

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hydragraph.runtime.speed_probe import MOST_S, Probe, Probed
+from hydragraph.runtime.speed_probe import MOST_S, ProbeResult, SpeedProbe
 from tests.thorough import first, only
 
 PERIOD_S = 0.1
@@ -34,16 +34,16 @@ class Stopped:
         return self._ready * (1 - self._queued), self._ready * self._queued
 
 
-def probed(began: float, share: float, queued: float = 0.0, most_s: float = MOST_S) -> Probed:
+def probed(began: float, share: float, queued: float = 0.0, most_s: float = MOST_S) -> ProbeResult:
     stopped = Stopped(began, share, queued)
-    probe = Probe(torch.device("cpu"), stopped.clock, stopped.scheduled)
+    probe = SpeedProbe(torch.device("cpu"), stopped.clock, stopped.scheduled)
     probe.most_s = most_s
     return probe()
 
 
 def test_a_probe_counts_products_for_a_bounded_time() -> None:
-    probe = Probe(torch.device("cpu"))
-    assert probe() == Probed()
+    probe = SpeedProbe(torch.device("cpu"))
+    assert probe() == ProbeResult()
     probe.most_s = 0.02
     began = time.process_time()
     assert probe().per_s > 0

@@ -7,20 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from hydragraph.runtime.state_agreement import Held, Meeting, Place, Progress, ProgressLog, Standing, meet
+from hydragraph.runtime.state_agreement import (
+    AgreedState,
+    HeldState,
+    ProgressLog,
+    Standing,
+    StatePlace,
+    StateProgress,
+    meet,
+)
 from hydragraph.spec.home import Home
 
 TWICE = Home(copies=2, nodes=(0, 1, 2))
 
 
-def standing(rank: int, progress: Progress, generation: int = 0) -> Standing:
-    return Standing(Held(Place(generation, rank, 3, TWICE), progress))
+def standing(rank: int, progress: StateProgress, generation: int = 0) -> Standing:
+    return Standing(HeldState(StatePlace(generation, rank, 3, TWICE), progress))
 
 
-BEFORE = Progress(7, 1.5)
-READY = Progress(7, 1.5, gathered=True)
-DONE = Progress(8, 2.5)
-TORN = Progress(7, 1.5, gathered=True, torn=True)
+BEFORE = StateProgress(7, 1.5)
+READY = StateProgress(7, 1.5, gathered=True)
+DONE = StateProgress(8, 2.5)
+TORN = StateProgress(7, 1.5, gathered=True, torn=True)
 
 
 def test_a_log_goes_through_a_step() -> None:
@@ -29,19 +37,26 @@ def test_a_log_goes_through_a_step() -> None:
     for note in (log.begin, log.gathered, log.updating, lambda: log.updated(2.5), log.begin):
         note()
         seen.append(log.progress)
-    gathered = Progress(gathered=True)
-    assert seen == [Progress(), Progress(), gathered, replace(gathered, torn=True), Progress(1, 2.5), Progress(1, 2.5)]
+    gathered = StateProgress(gathered=True)
+    assert seen == [
+        StateProgress(),
+        StateProgress(),
+        gathered,
+        replace(gathered, torn=True),
+        StateProgress(1, 2.5),
+        StateProgress(1, 2.5),
+    ]
     log.restored(40)
-    assert log.progress == Progress(40)
+    assert log.progress == StateProgress(40)
 
 
 @pytest.mark.parametrize("each", itertools.product([BEFORE, READY, DONE, TORN], repeat=3))
-def test_ranks_agree_on_the_newest_update_that_all_who_count_can_have(each: tuple[Progress, ...]) -> None:
+def test_ranks_agree_on_the_newest_update_that_all_who_count_can_have(each: tuple[StateProgress, ...]) -> None:
     """Whoever has updated did so after all had their gradients: others are ready, done or torn, or something is odd."""
     found = meet([standing(rank, progress) for rank, progress in enumerate(each)], range(3))
     whole = [rank for rank in range(3) if not each[rank].torn]
     if not whole:
-        assert found == Meeting(-1, 3, Home(), (None,) * 3, 0, 0.0, None)
+        assert found == AgreedState(-1, 3, Home(), (None,) * 3, 0, 0.0, None)
         return
     updates = max(each[rank].updates for rank in whole)
     counts = [rank for rank in whole if each[rank].updates == updates or each[rank].gathered]
@@ -54,16 +69,16 @@ def test_ranks_agree_on_the_newest_update_that_all_who_count_can_have(each: tupl
 
 def test_who_missed_the_end_of_a_move_takes_what_it_brought() -> None:
     """Ranks 0 and 1 had everything; 0 has taken it; 2, which was thought lost then, is still in the old world."""
-    new = Place(1, 0, 2, Home())
-    took = Standing(Held(new, DONE))
-    missed = Standing(Held(Place(0, 2, 3, TWICE), DONE), Held(replace(new, rank=1), DONE), called=(1,))
+    new = StatePlace(1, 0, 2, Home())
+    took = Standing(HeldState(new, DONE))
+    missed = Standing(HeldState(StatePlace(0, 2, 3, TWICE), DONE), HeldState(replace(new, rank=1), DONE), called=(1,))
     late = standing(1, BEFORE)
     found = meet([missed, late, took, None], [1, None, 0, None])
-    assert found == Meeting(1, 2, Home(), (1, None, 0, None), 8, 2.5, 0)
+    assert found == AgreedState(1, 2, Home(), (1, None, 0, None), 8, 2.5, 0)
 
 
 def test_a_move_that_nobody_has_ended_counts_for_nothing() -> None:
-    arrived = Held(Place(1, 0, 3, Home()), DONE)
+    arrived = HeldState(StatePlace(1, 0, 3, Home()), DONE)
     found = meet([replace(standing(rank, BEFORE), arrived=arrived, called=(2 - rank,)) for rank in range(3)], range(3))
     assert (found.generation, found.before, found.updates) == (0, (0, 1, 2), 7)
 

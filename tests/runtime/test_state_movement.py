@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.launch import World
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.parameter import Bucket, Parameter
@@ -81,7 +81,7 @@ class RankGroups:
         self.exchanges = exchanges
         self.world = world
 
-    def all_to_all(self, role: Role, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
+    def all_to_all(self, role: Channel, out: Tensor, inp: Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         exchanges, rank = self.exchanges, self.world.rank
         assert in_splits[rank] == out_splits[rank] == 0, "a rank does not send to itself"
         exchanges.sent[rank] = list(inp.split(in_splits))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hydragraph.cluster.failure.heartbeat_board import Progress
+from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 
 STOPPED_S = 6.0  # a stop this long is not a pause; all ranks raise well within 10 s of it
@@ -29,11 +29,11 @@ class Seen:
     """Observation of a rank: its process's state, its board entry, and its CPU time in system ticks."""
 
     state: ProcessState
-    progress: Progress
+    progress: RankProgress
     ticks: int = 0
 
 
-def seen_of(process: WatchedProcess, progress: Progress) -> Seen:
+def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
     """Observe a rank's process."""
     state, ticks = process.look()
     return Seen(state, progress, ticks)

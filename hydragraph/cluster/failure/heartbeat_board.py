@@ -18,7 +18,7 @@ PROGRESS_S = 600.0  # without progress of any rank; longer than any single instr
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """One rank's line of the board.
 
     Attributes:
@@ -131,14 +131,14 @@ class Board:
         """Return whether a rank has closed its watch, with or without a fault."""
         return bool(self._memory[rank * self._LINE + self._FINISHED])
 
-    def read(self, rank: int) -> Progress:
+    def read(self, rank: int) -> RankProgress:
         """Return a rank's line."""
         start = rank * self._LINE
         moves, step, index = self._PLACE.unpack_from(self._memory, start)
         length = self._memory[start + self._CALL]
         text = self._memory[start + self._CALL + 1 : start + self._CALL + 1 + length].decode(errors="replace")
         flags = bool(self._memory[start + self._WAITING]), bool(self._memory[start + self._LEFT])
-        return Progress(moves, step, index - 1 if index else None, text, *flags)
+        return RankProgress(moves, step, index - 1 if index else None, text, *flags)
 
     @property
     def progress_s(self) -> float:

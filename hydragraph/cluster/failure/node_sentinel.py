@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 
 from hydragraph.cluster.failure.failure_detector import PAUSE_S, Accusation, Judge, Seen, Stall, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, Ledger
-from hydragraph.cluster.failure.heartbeat_board import Board, Progress
+from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
 
@@ -124,7 +124,7 @@ class _Others:
         sightings: dict[int, Seen] = {}
         for beat in self._beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
-                sightings[int(rank)] = Seen(ProcessState(state), Progress(moves, 0, None, "", waiting, left))
+                sightings[int(rank)] = Seen(ProcessState(state), RankProgress(moves, 0, None, "", waiting, left))
         return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:

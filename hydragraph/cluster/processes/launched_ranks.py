@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.cluster.failure.failure_detector import STOPPED_S, Judge, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
-from hydragraph.cluster.failure.heartbeat_board import Progress
+from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 from hydragraph.cluster.processes.pickling import nothing_else_imported
 from hydragraph.cluster.processes.rank_process import (
@@ -49,7 +49,7 @@ GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which r
 Context = ForkServerContext | SpawnContext
 
 
-class Process(Protocol):
+class LaunchedProcess(Protocol):
     """A rank's process as seen by its launcher: a multiprocessing process, or one on another machine."""
 
     @property
@@ -125,7 +125,7 @@ class RankHandle:
     """One rank's process and, once known, its outcome."""
 
     rank: int
-    process: Process
+    process: LaunchedProcess
     connection: Connection
     outcome: Returned | Raised | Died | Left | None = None
 
@@ -195,7 +195,7 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
     answering_server()
     ours, theirs = context.Pipe()
     new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
-    process: Process = new
+    process: LaunchedProcess = new
     try:
         with _nothing_from_the_current_directory(), nothing_else_imported():
             new.start()
@@ -277,7 +277,7 @@ class Stops:
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
-        nothing = Progress(0, 0, None, "", waiting=False, left=False)
+        nothing = RankProgress(0, 0, None, "", waiting=False, left=False)
         every = {member.rank: seen_of(WatchedProcess(member.process.pid or 0), nothing) for member in waiting}
         seen = {rank: sighting for rank, sighting in every.items() if sighting.state is not ProcessState.ENDED}
         accused = self._judge.look(elapsed, seen, others_run=others_run)

@@ -28,7 +28,7 @@ from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.cluster.processes.pickling import sent
 from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.rendezvous.member import Dismissed, Member, be, meet
-from hydragraph.cluster.rendezvous.store_registers import Peer, Place
+from hydragraph.cluster.rendezvous.store_registers import Peer, Registers
 
 HOST = "127.0.0.1"
 
@@ -138,7 +138,7 @@ def run_member(
         _allow_many_files()
         member = Member(number, lambda: _client(seat), late, grace_s)
         member.listen_to_signals()
-        Place(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
+        Registers(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)
         function, args = _work(seat, work, prepared)
         if late:

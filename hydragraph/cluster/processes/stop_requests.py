@@ -39,7 +39,7 @@ class Overdue(BaseException):
     """The current work exceeded the grace period."""
 
 
-class Process(Protocol):
+class StoppableProcess(Protocol):
     """A process that can be asked to end."""
 
     def terminate(self) -> None:
@@ -61,10 +61,10 @@ class Relay:
     """Processes to which a launcher forwards requests."""
 
     def __init__(self) -> None:
-        self._processes: Sequence[Process] = ()
+        self._processes: Sequence[StoppableProcess] = ()
 
     @contextmanager
-    def to(self, processes: Sequence[Process]) -> Iterator[None]:
+    def to(self, processes: Sequence[StoppableProcess]) -> Iterator[None]:
         """Forward requests to these processes, inside."""
         self._processes = processes
         try:

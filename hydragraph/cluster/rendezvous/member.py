@@ -19,7 +19,7 @@ from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
 from hydragraph.cluster.interface import interface_for
 from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
-from hydragraph.cluster.rendezvous.store_registers import Peer, Place, prefix
+from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix
 from hydragraph.cluster.unreachable import explained, write_addresses
 from hydragraph.errors import RankFailure
 from hydragraph.private.process_groups import drop_all
@@ -62,8 +62,8 @@ class Member:
         self.progress_s = PROGRESS_S
         self._grace_s = grace_s
         self._connect = connect
-        self._place = Place(connect())
-        self._heard = Place(connect())
+        self._place = Registers(connect())
+        self._heard = Registers(connect())
         self._orders = Orders()
         self._closed = threading.Event()
         threading.Thread(target=self._listen, name="hydragraph-ear", daemon=True).start()

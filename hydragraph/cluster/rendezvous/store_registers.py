@@ -32,7 +32,7 @@ class Peer:
     node: int = 0
 
 
-class Place:
+class Registers:
     """Reads and writes these keys.
 
     Args:

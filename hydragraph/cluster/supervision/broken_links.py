@@ -21,7 +21,7 @@ Pair = tuple[int, int]  # the lower number first
 
 
 @dataclass(frozen=True)
-class Links:
+class MachineLinks:
     """State of the links between machines.
 
     Attributes:
@@ -35,7 +35,7 @@ class Links:
     healed_s: Mapping[int, float] = field(default_factory=dict)
 
 
-def look(links: Links, elapsed: float, broken: Collection[Pair], ranks: Mapping[int, int]) -> Links:
+def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: Mapping[int, int]) -> MachineLinks:
     """Count the pairs that are broken now; return the new state, with machines dropped or returned.
 
     Args:
@@ -56,7 +56,7 @@ def look(links: Links, elapsed: float, broken: Collection[Pair], ranks: Mapping[
     if any(seconds >= CUT_S for seconds in in_use.values()):
         # Pairs that broke together are reported one by one: decide about all of them together.
         dropped |= smaller_side([pair for pair, seconds in in_use.items() if seconds >= CUT_S / 2], ranks)
-    return Links(broken_s, dropped, healed_s)
+    return MachineLinks(broken_s, dropped, healed_s)
 
 
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:

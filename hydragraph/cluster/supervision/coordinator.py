@@ -8,8 +8,8 @@ and is given up after a period of silence. A deputy gives up sooner than the lea
 without a machine, that machine's ranks have already been ended. Deputies also probe each other, because two machines
 that both reach the first may not reach each other: then the leader drops one of them (`broken_links`).
 
-    leader -> deputy   Start, Kill, Stop, Over, Peers, Beat
-    deputy -> leader   Hello, Ended, Leaving, Back, Probed, Unheard, Beat
+    leader -> deputy   Start, Kill, Stop, Over, Peers, Heartbeat
+    deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
 from hydragraph.cluster.processes.launched_ranks import RankHandle
 from hydragraph.cluster.processes.rank_process import Died, Left, Raised, Returned, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
-from hydragraph.cluster.supervision.broken_links import Links, look
+from hydragraph.cluster.supervision.broken_links import MachineLinks, look
 from hydragraph.cluster.supervision.link_probe import Address
 
 _LOG = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeAddress:
     """Address at which this machine receives the probes of the others."""
 
     address: Address
@@ -171,7 +171,7 @@ class Unheard:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Heartbeat."""
 
 
@@ -220,7 +220,7 @@ class Link:
         if self.silent_s >= self._patience_s:
             self.down = f"nothing has been heard of it for {self._patience_s:g} s"
         if now - self._sent >= BEAT_S:
-            self.send(Beat())
+            self.send(Heartbeat())
         return message
 
     def close(self, why: str) -> None:
@@ -298,7 +298,7 @@ class Hub:
         self.nodes = nodes
         self._posts: dict[int, _Post] = {}
         self._news: set[int] = set()
-        self._links = Links()
+        self._links = MachineLinks()
         self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False
@@ -424,7 +424,7 @@ class Hub:
                 post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
-            elif isinstance(message, Probed):
+            elif isinstance(message, ProbeAddress):
                 post.address = message.address
                 self._introduce()
             elif isinstance(message, Unheard):

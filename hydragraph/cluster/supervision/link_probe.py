@@ -20,7 +20,7 @@ _WAIT_S = 0.1
 Address = tuple[str, int]  # host and port
 
 
-class Probe:
+class LinkProbe:
     """Thread that sends datagrams to other machines and receives theirs.
 
     Args:

@@ -27,14 +27,14 @@ from hydragraph.cluster.supervision.coordinator import (
     Nodes,
     Over,
     Peers,
-    Probed,
+    ProbeAddress,
     Start,
     Stop,
     Unheard,
     host_of,
     reach,
 )
-from hydragraph.cluster.supervision.link_probe import Probe
+from hydragraph.cluster.supervision.link_probe import LinkProbe
 from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Deputy:
         self._stopping = False
         self._back = False
         self._crew: dict[int, RankHandle] = {}
-        self._probe: Probe | None = None
+        self._probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
         """Serve until the run ends or this machine is taken away.
@@ -146,7 +146,7 @@ class Deputy:
                 if self._probe is not None:
                     self._probe.close()
 
-    def _probing(self, link: Link) -> Probe | None:
+    def _probing(self, link: Link) -> LinkProbe | None:
         """Probe the links to other machines that do not lead, if there are any."""
         if self._nodes.count < 3:
             return None
@@ -156,8 +156,8 @@ class Deputy:
             _LOG.warning("nodes that do not reach this one: %s", names or "none any more")
             link.send(Unheard(nodes))
 
-        probe = Probe(self._nodes.number, host_of(link), tell)
-        link.send(Probed(probe.address))
+        probe = LinkProbe(self._nodes.number, host_of(link), tell)
+        link.send(ProbeAddress(probe.address))
         return probe
 
     def _obey(self, link: Link, kept: str) -> Over | None:

@@ -42,7 +42,7 @@ from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.restart_cache import KEPT
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.rendezvous.protocol import Orders, Record, Rules, Said, awaited, decide
-from hydragraph.cluster.rendezvous.store_registers import Peer, Place, prefix
+from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix
 from hydragraph.cluster.supervision.coordinator import Hub, Nodes, Over, Start
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
@@ -162,7 +162,7 @@ class Supervisor:
         self._started = started
         self._store = store
         self._hub = hub
-        self._place = Place(store)
+        self._place = Registers(store)
         self._ranks = ranks
         self._elastic = elastic
         self._rules = Rules(ranks, elastic.min_ranks)

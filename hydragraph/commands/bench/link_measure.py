@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hydragraph.cluster.communicators import Role
+from hydragraph.cluster.communicators import Channel
 from hydragraph.commands.bench.bench_models import draw_sequences, meta_model, mixed_lengths
 from hydragraph.commands.bench.interleaved_timing import WARM_UP
 from hydragraph.commands.bench.link_overlap import Overlap
@@ -72,8 +72,10 @@ def measure_rank(
             sent.clear()
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
-            pushed = sent[Role.PUSH] + sent[Role.COMMIT]  # on to second owners: with no others there does each exchange
-            seen[i].append(_Step({"pull": sent[Role.PULL], "push": pushed}, waits, report.seconds))
+            pushed = (
+                sent[Channel.PUSH] + sent[Channel.COMMIT]
+            )  # on to second owners: with no others there does each exchange
+            seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
         placed = layouts(exe.program, strategy, exe.home.layouts)
@@ -99,9 +101,9 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
     )
 
 
-def _count_bytes(exe: Executable) -> Counter[Role]:
+def _count_bytes(exe: Executable) -> Counter[Channel]:
     """Have the communicators count the bytes that they are given for other ranks, by role."""
-    sent: Counter[Role] = Counter()
+    sent: Counter[Channel] = Counter()
     rank = exe.rank
     ranks = exe.ranks
     groups = exe.groups
@@ -109,18 +111,18 @@ def _count_bytes(exe: Executable) -> Counter[Role]:
     gather = groups.all_gather
     scatter = groups.reduce_scatter
 
-    def add(role: Role, size: int) -> None:
+    def add(role: Channel, size: int) -> None:
         sent[role] += size
 
-    def all_to_all(role: Role, out: Any, inp: Any, out_splits: Any, in_splits: Any) -> Any:
+    def all_to_all(role: Channel, out: Any, inp: Any, out_splits: Any, in_splits: Any) -> Any:
         add(role, (sum(in_splits) - in_splits[rank]) * inp.element_size())
         return exchange(role, out, inp, out_splits, in_splits)
 
-    def all_gather(role: Role, out: Any, inp: Any) -> Any:
+    def all_gather(role: Channel, out: Any, inp: Any) -> Any:
         add(role, inp.nbytes * (ranks - 1))
         return gather(role, out, inp)
 
-    def reduce_scatter(role: Role, out: Any, inp: Any) -> Any:
+    def reduce_scatter(role: Channel, out: Any, inp: Any) -> Any:
         add(role, inp.nbytes * (ranks - 1) // ranks)
         return scatter(role, out, inp)
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.cluster.failure.failure_detector import ENDED, Accusation, Judge, Seen, Stall
-from hydragraph.cluster.failure.heartbeat_board import Progress
+from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState
 
 RUNNING, STOPPED, GONE = ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.ENDED
 
 
 def seen(state: ProcessState = RUNNING, moves: int = 0, *, waiting: bool = False, left: bool = False) -> Seen:
-    return Seen(state, Progress(moves, 0, None, "", waiting, left))
+    return Seen(state, RankProgress(moves, 0, None, "", waiting, left))
 
 
 def looks(judge: Judge, ranks: Mapping[int, Seen], times: int, elapsed: float = 0.1) -> Accusation | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cluster.failure.heartbeat_board import Board, Progress
+from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
 
-NOTHING = Progress(0, 0, None, "", waiting=False, left=False)
+NOTHING = RankProgress(0, 0, None, "", waiting=False, left=False)
 
 
 def test_board_keeps_ranks_apart() -> None:
@@ -18,14 +18,14 @@ def test_board_keeps_ranks_apart() -> None:
     other = Board.open(board.address, 3)
     assert other.read(1) == NOTHING
     board.place(1, 7, 0)
-    assert other.read(1) == Progress(1, 7, 0, "", waiting=False, left=False)
+    assert other.read(1) == RankProgress(1, 7, 0, "", waiting=False, left=False)
     board.call(1, "save")
     board.waits(1, True)
     board.place(1, 8, None)
     board.leave(1)
     board.finish(1)
     assert [other.finished(rank) for rank in range(3)] == [False, True, False]
-    assert other.read(1) == Progress(2, 8, None, "save", waiting=True, left=True)
+    assert other.read(1) == RankProgress(2, 8, None, "save", waiting=True, left=True)
     board.call(1, "x" * 1000)
     assert set(other.read(1).call) == {"x"}
     board.waits(1, False)

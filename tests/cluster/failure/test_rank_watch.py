@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hydragraph.cluster.communicators import Groups, Role
+from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure.failure_detector import Judge
 from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import join, launch
@@ -46,7 +46,7 @@ def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
         hook(index)
         with watch.communicating():
             if index == 0:
-                pull = groups.all_to_all(Role.PULL, out, inp, [1000] * ranks, [1000] * ranks)
+                pull = groups.all_to_all(Channel.PULL, out, inp, [1000] * ranks, [1000] * ranks)
             if index == 1 and 0 < rank < 3:
                 groups.wait(groups.receive(hidden, rank - 1, 0))
             if index == 2 and rank < 2:
@@ -54,7 +54,7 @@ def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
             if index == 3:
                 groups.wait(pull)
         if index == 4:
-            groups.all_reduce(Role.COMMIT, torch.ones(1))
+            groups.all_reduce(Channel.COMMIT, torch.ones(1))
 
 
 def misbehave(how: str) -> None:
@@ -170,7 +170,7 @@ def wrong_splits() -> str:
         watch.at(0)
         with watch.communicating():
             splits = [5, 5] if world.rank == 0 else [1, 1]
-            work = groups.all_to_all(Role.PULL, torch.empty(2), torch.ones(2), [1, 1], splits)
+            work = groups.all_to_all(Channel.PULL, torch.empty(2), torch.ones(2), [1, 1], splits)
             groups.wait(work)
     return "ran"
 
@@ -192,7 +192,7 @@ def break_off(kind: str, folder: Path) -> None:
             watch.at(0)
             for _ in range(1000):  # until it dies
                 if kind == "all-to-all":
-                    groups.wait(groups.all_to_all(Role.PULL, out, inp, [size] * 2, [size] * 2))
+                    groups.wait(groups.all_to_all(Channel.PULL, out, inp, [size] * 2, [size] * 2))
                 elif world.rank == 0:
                     groups.wait(groups.send(inp, 1, 0))
                 else:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cluster.supervision.broken_links import CUT_S, HEALED_S, Links, Pair, look, smaller_side
+from hydragraph.cluster.supervision.broken_links import CUT_S, HEALED_S, MachineLinks, Pair, look, smaller_side
 
 LOOK_S = 0.25
 TWO_EACH = {1: 2, 2: 2, 3: 2}
 
 
-def after(links: Links, seconds: float, broken: list[Pair], ranks: dict[int, int] = TWO_EACH) -> Links:
+def after(links: MachineLinks, seconds: float, broken: list[Pair], ranks: dict[int, int] = TWO_EACH) -> MachineLinks:
     for _ in range(round(seconds / LOOK_S)):
         links = look(links, LOOK_S, broken, ranks)
     return links
@@ -22,7 +22,7 @@ def after(links: Links, seconds: float, broken: list[Pair], ranks: dict[int, int
 
 @pytest.mark.parametrize("pair", combinations((1, 2, 3), 2))
 def test_one_machine_of_a_broken_pair_is_dropped_in_time_and_returns(pair: Pair) -> None:
-    links = after(Links(), CUT_S - LOOK_S, [pair])
+    links = after(MachineLinks(), CUT_S - LOOK_S, [pair])
     assert not links.dropped, "a link may be back after 3 s, which takes TCP up to 6"
     links = after(links, LOOK_S, [pair])
     assert links.dropped == {pair[1]: pair[0]}
@@ -34,18 +34,18 @@ def test_one_machine_of_a_broken_pair_is_dropped_in_time_and_returns(pair: Pair)
 
 @pytest.mark.parametrize("pair", combinations((1, 2, 3), 2))
 def test_the_machine_with_fewer_ranks_is_dropped(pair: Pair) -> None:
-    assert after(Links(), CUT_S, [pair], TWO_EACH | {pair[0]: 1}).dropped == {pair[0]: pair[1]}
+    assert after(MachineLinks(), CUT_S, [pair], TWO_EACH | {pair[0]: 1}).dropped == {pair[0]: pair[1]}
 
 
 def test_a_link_that_comes_back_drops_nothing() -> None:
-    links = Links()
+    links = MachineLinks()
     for _ in range(10):
         links = after(after(links, 5, [(1, 2)]), LOOK_S, [])
     assert not links.dropped
 
 
 def test_of_two_groups_the_smaller_one_is_dropped_even_if_its_links_are_reported_one_by_one() -> None:
-    links = after(Links(), 1, [(1, 3)])
+    links = after(MachineLinks(), 1, [(1, 3)])
     assert after(links, CUT_S - 1, [(1, 2), (1, 3)]).dropped == {1: 2}
     across = [(low, high) for low in (1, 2, 3) for high in (4, 5)]
     ranks = dict.fromkeys(range(1, 6), 1)
@@ -54,7 +54,7 @@ def test_of_two_groups_the_smaller_one_is_dropped_even_if_its_links_are_reported
 
 
 def test_a_dropped_machine_returns_while_another_is_dropped() -> None:
-    links = after(Links(), CUT_S, [(1, 3), (2, 3)])
+    links = after(MachineLinks(), CUT_S, [(1, 3), (2, 3)])
     assert links.dropped.keys() == {3}
     links = after(links, CUT_S, [(1, 2), (1, 3), (2, 3)])
     assert links.dropped.keys() == {2, 3}

@@ -21,8 +21,8 @@ from hydragraph.cluster.supervision import broken_links
 from hydragraph.cluster.supervision import coordinator as module
 from hydragraph.cluster.supervision.coordinator import (
     Back,
-    Beat,
     Ended,
+    Heartbeat,
     Hub,
     Kill,
     Leaving,
@@ -30,7 +30,7 @@ from hydragraph.cluster.supervision.coordinator import (
     Nodes,
     Over,
     Peers,
-    Probed,
+    ProbeAddress,
     Start,
     Unheard,
     nodes_of,
@@ -172,7 +172,7 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
     monkeypatch.setattr(broken_links, "HEALED_S", 0.1)
     links = {number: reach(replace(first, number=number)) for number in (1, 2, 3)}
     for number, link in links.items():
-        link.send(Probed(("127.0.0.1", number)))
+        link.send(ProbeAddress(("127.0.0.1", number)))
     until(lambda: all(map(hub.present, links)))
     members = {number: hub.start(number, order(number)) for number in links}
     until(lambda: len(heard(links[1], Peers).addresses) == 3)
@@ -183,7 +183,7 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
 
     def looked() -> bool:
         for link in links.values():
-            link.hear(0.0) if link is not links[dropped] else link.send(Beat())
+            link.hear(0.0) if link is not links[dropped] else link.send(Heartbeat())
         hub.drop_unreachable()
         return not hub.present(dropped)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hydragraph.cluster.supervision import link_probe
-from hydragraph.cluster.supervision.link_probe import Address, Probe
+from hydragraph.cluster.supervision.link_probe import Address, LinkProbe
 
 TAG = b"run"
 
@@ -19,7 +19,7 @@ class Machine:
 
     def __init__(self, number: int) -> None:
         self.told: list[tuple[int, ...]] = []
-        self.probe = Probe(number, "127.0.0.1", self.told.append)
+        self.probe = LinkProbe(number, "127.0.0.1", self.told.append)
 
     def tells(self, nodes: tuple[int, ...]) -> None:
         end = time.monotonic() + 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hydragraph.cluster.processes.launched_ranks import NotStarted, Process, RankHandle
+from hydragraph.cluster.processes.launched_ranks import LaunchedProcess, NotStarted, RankHandle
 from hydragraph.cluster.processes.rank_process import Returned
 from hydragraph.cluster.supervision import supervisor as supervisors
 from hydragraph.cluster.supervision.supervisor import Supervisor
@@ -60,7 +60,7 @@ class Starts:
     def __call__(self, number: int, seat: int, late: bool) -> RankHandle:
         self.counts[seat] = self.counts.get(seat, 0) + 1
         ours, theirs = multiprocessing.Pipe()
-        process: Process = Lives()
+        process: LaunchedProcess = Lives()
         if seat == self._broken and self.counts[seat] <= self._fails:
             theirs.close()
             process = NotStarted(FAILED)
