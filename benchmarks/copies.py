@@ -95,7 +95,7 @@ def links(ranks: int, hidden: int, layers: int, rounds: int) -> dict[tuple[int, 
             pushes.append((push_exchange(users, owners, world.rank, ranks), torch.ones(size), own, handing))
         buffers.begin()
         for what in ("pull", "push"):
-            groups.gather_objects(None)
+            groups.gather(None)
             began = time.process_time()
             if what == "pull":
                 for finish in [start_pull(each, own, torch.float32, groups, buffers) for each, own in pulls]:

@@ -36,7 +36,6 @@ from hydragraph.cost.trace_file import Event, TracedStep
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner.quick_plan import assign
 from hydragraph.report.measured_beside_predicted import ComparedStep, Comparison, compared_step
-from hydragraph.runtime.instruction_trace import events_of
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 
 SMALL = Sizes(hidden=256, layers=4, lengths=(500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40))
@@ -104,7 +103,7 @@ def on_ranks(sizes: Sizes, texts: Sequence[str], rounds: int, device: str, dtype
             report = exe.step(sizes.sequences(turn), strategy)
             seconds = max(world.gather(report.seconds - report.planning_s))
             step = TracedStep(report.step, report.strategy, report.assignment, seconds)
-            steps.append((step, tuple(world.gather(events_of(exe.spans)))))
+            steps.append((step, tuple(map(tuple, world.gather(exe.spans)))))
         after = measure(subject, settings, groups)
         found.append(Round(before, after, tuple(steps)))
         before = after

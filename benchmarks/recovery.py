@@ -173,10 +173,10 @@ def read(of: Model, folder: Path, scenario: Scenario, near: bool, cloud: float, 
         del pieces.shelves[Tier.DISK]
     elif len(scenario.nodes) == 1:
         pieces.shelves[Tier.STORE] = Limited(DiskShelf(folder / "cloud"), cloud)
-    groups.gather_objects(None)
+    groups.gather(None)
     began = time.perf_counter()
     recover(pieces, of.buckets, state, groups, chunk=8 << 20)
-    groups.gather_objects(None)
+    groups.gather(None)
     seconds = time.perf_counter() - began
     groups.close()
     return seconds

@@ -56,7 +56,7 @@ __all__, __getattr__, __dir__ = attributes(
         "RankPrograms": "hydragraph.engine.api",
         "Stage": "hydragraph.spec.strategy",
         "Stopped": "hydragraph.errors",
-        "StepReport": "hydragraph.engine.executable",
+        "StepReport": "hydragraph.engine.step_report",
         "Strategy": "hydragraph.spec.strategy",
         "Survived": "hydragraph.engine.recovery",
         "TooFewRanks": "hydragraph.errors",

@@ -12,10 +12,10 @@ from hydragraph.engine.api import lower as lower
 from hydragraph.engine.api import precompile as precompile
 from hydragraph.engine.api import simulate as simulate
 from hydragraph.engine.executable import Executable as Executable
-from hydragraph.engine.executable import StepReport as StepReport
 from hydragraph.engine.recovery import Survived as Survived
 from hydragraph.engine.recovery import survive as survive
 from hydragraph.engine.state_transfer import Moved as Moved
+from hydragraph.engine.step_report import StepReport as StepReport
 from hydragraph.errors import RankFailure as RankFailure
 from hydragraph.errors import Stopped as Stopped
 from hydragraph.errors import TooFewRanks as TooFewRanks

@@ -1,9 +1,8 @@
 """Checkpoints written by a background thread during training.
 
-Training waits for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam, held until they
-are written), not for the disk. The thread uses separate communicators: operations of two threads in one communicator
-could be ordered differently on other ranks. The checkpoint appears at its path once all ranks have written their parts,
-so a crash before that keeps what was at the path.
+Training waits for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam), not for the
+disk. The thread has its own communicators, in which only its operations are ordered. The checkpoint appears at its path
+once all ranks have written their parts, so a crash before that keeps what was at the path.
 
 The thread is not a daemon: a process that exits normally waits for it, a killed one does not.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,20 +29,19 @@ from hydragraph.runtime.home_state import HomeState
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Saver:
     """One rank's background saves, one at a time; all ranks call the same methods in the same order.
 
     Args:
         world: this process's place, from `join`; the saver creates its own communicators.
-        timeout: timeout of an operation of these communicators.
     """
 
-    def __init__(self, world: World, timeout: timedelta) -> None:
-        self._world = world
-        self._timeout = timeout
-        self._groups: Groups | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+    _world: World
+    _timeout: timedelta
+    _groups: Groups | None = None
+    _thread: threading.Thread | None = None
+    _error: Exception | None = None
 
     @property
     def failed(self) -> bool:

@@ -37,12 +37,10 @@ class ShardedSave(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """List the items that this rank writes."""
         self.plan = SavePlan([item for name, value in self.state_dict.items() for item in _write_items(name, value)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the data of an item."""
         value: OwnedBoxes | bytes = self.state_dict[write_item.index.fqn]
         if isinstance(value, bytes):
             return io.BytesIO(value)
@@ -56,13 +54,11 @@ class ShardedLoad(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Store what to load, and the metadata of what is stored."""
         assert metadata is not None
         self._contents: dict[str, OwnedBoxes | bytes] = state_dict
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """List the items that this rank reads."""
         items: list[ReadItem] = []
         for name, value in self._contents.items():
             if isinstance(value, bytes):
@@ -75,19 +71,15 @@ class ShardedLoad(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return every rank's plan unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store an entry that is not a tensor."""
         self._contents[read_item.dest_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the destination of an item's elements."""
         value = self._contents[read_item.dest_index.fqn]
         offset = read_item.dest_index.offset
         assert isinstance(value, OwnedBoxes)

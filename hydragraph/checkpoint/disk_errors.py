@@ -19,7 +19,6 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
 
     Args:
         directory: where files are written; a probe there finds the cause that the writer did not report.
-        shown: path that the user gave, named in errors.
     """
     try:
         yield

@@ -45,11 +45,8 @@ class CheckpointManifest:
 
     Attributes:
         format: version of the directory's format (`FORMAT`); other versions are rejected.
-        versions: package -> version that saved it.
         ranks: number of ranks that saved it; any number may load it.
-        parameters: name -> natural shape.
         optimizer: class name; None if only weights were saved.
-        files: name -> expected size and hash.
     """
 
     format: int
@@ -99,10 +96,8 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 
     Args:
         path: the checkpoint's directory.
-        manifest: its manifest.
         groups: communicators of all ranks that train; each of them calls this function.
         what: description of the operation ("load checkpoint ..."), for errors on other ranks.
-        sharing: ranks that read the same copy as this one.
 
     Raises:
         Damaged: on all ranks, naming every file that is missing or differs from what was written.
@@ -121,7 +116,6 @@ def check_model(
 
     Args:
         path: the checkpoint's directory.
-        manifest: its manifest.
         shapes: the model's parameters by name, in their natural shapes.
         optimizer: class name; None: only weights are loaded.
 

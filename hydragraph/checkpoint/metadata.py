@@ -30,7 +30,6 @@ class Reader(FileSystemReader):
 
     Args:
         path: the checkpoint's directory.
-        files: names of the verified files; no others are read.
     """
 
     def __init__(self, path: Path, files: Collection[str]) -> None:

@@ -99,9 +99,7 @@ def restore(
     """Restore the state of a checkpoint, or of other ranks, into this rank's optimizer.
 
     Args:
-        what: what was read or received, for the error.
         home, optimizer: this rank's; the optimizer is changed in place.
-        plain: state shared by all ranks: groups, hyperparameters, scalars.
         states: elementwise state: parameter -> state -> this rank's part, 1-D.
 
     Raises:

@@ -23,7 +23,7 @@ from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.ir.parameter import Bucket
-from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.home_state import HomeState, parameters_within
 from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 
 _LOG = logging.getLogger(__name__)
@@ -38,9 +38,6 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        kept: step and series of the checkpoint.
-        state: what this rank owns, filled.
-        common: data shared by all ranks.
         read: bytes that this rank has read, by tier.
         received: bytes received from other ranks.
     """
@@ -65,10 +62,6 @@ def recover(
     A piece that turns out to be unreadable is left out, and another copy or an earlier checkpoint is read.
 
     Args:
-        pieces: where this rank keeps them; may be empty.
-        buckets: of the model.
-        home: what this rank will own; its weights are filled.
-        groups: communicators of all ranks.
         chunk: bytes, over all ranks, that are read and exchanged for others at a time.
         least: read none of an earlier step; without one return None on all ranks. None: there must be one.
 
@@ -81,7 +74,7 @@ def recover(
             found = _newest(pieces, home, groups, least)
             return None if found is None else _read(pieces, found, buckets, home, groups, chunk)
         except ValueError as error:  # raised on all ranks
-            if not any(groups.gather_objects(len(pieces.unreadable) > known)):
+            if not any(groups.gather(len(pieces.unreadable) > known)):
                 raise
             if len(pieces.unreadable) > known:
                 _LOG.warning("%s; another copy or an earlier checkpoint is read", error)
@@ -125,7 +118,7 @@ def _read(
     common = _common(pieces, found, groups)
     columns: Columns = {name: dtypes(kinds) for name, kinds in common["columns"].items()}
     state = OwnedState.empty(home, columns)
-    reading = _PieceReader(pieces, kept, buckets, columns, state)
+    reading = _PieceReader(pieces, kept, {bucket.name: bucket for bucket in buckets}, columns, state)
     mine = [fetch for fetch in plan if fetch.receivers == (fetch.reader,)]
     shared = [fetch for fetch in plan if fetch.receivers != (fetch.reader,)]
     rank = groups.world.rank
@@ -155,7 +148,7 @@ def _read(
 def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
     """Return the node of each rank and, by checkpoint, the readable pieces in every remaining place."""
     rank = groups.world.rank
-    hosts = groups.gather_objects((groups.world.node, [*pieces.shelves], pieces.unreadable))
+    hosts = groups.gather((groups.world.node, [*pieces.shelves], pieces.unreadable))
     names = [host for host, _, _ in hosts]
     nodes = [names.index(name) for name in names]
     reach = {
@@ -191,23 +184,15 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
     return shared
 
 
+@dataclass(frozen=True, eq=False)
 class _PieceReader:
-    """Reads of one rank.
+    """Reads of one rank."""
 
-    Args:
-        pieces, kept: what to read.
-        buckets, columns: description of the state.
-        state: destination.
-    """
-
-    def __init__(
-        self, pieces: Pieces, kept: Kept, buckets: Sequence[Bucket], columns: Columns, state: OwnedState
-    ) -> None:
-        self._pieces = pieces
-        self._kept = kept
-        self._buckets = {bucket.name: bucket for bucket in buckets}
-        self._columns = columns
-        self._state = state
+    pieces: Pieces
+    kept: Kept
+    buckets: Mapping[str, Bucket]
+    columns: Columns
+    state: OwnedState
 
     def keep(self, fetches: Sequence[Fetch]) -> None:
         """Read parts that this rank needs itself."""
@@ -216,13 +201,10 @@ class _PieceReader:
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
         """Yield (parameter, lo, hi, column, dtype) of the parts of a fetch, in the order in which they are sent."""
-        start = 0
-        for parameter in self._buckets[fetch.piece.bucket].parameters:
-            low, high = max(fetch.lo, start), min(fetch.hi, start + parameter.size)
-            if low < high:
-                for column, dtype in self._columns[parameter.name].items():
-                    yield parameter.name, low - start, high - start, column, dtype
-            start += parameter.size
+        bucket = self.buckets[fetch.piece.bucket]
+        for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
+            for column, dtype in self.columns[name].items():
+                yield name, low - start, high - start, column, dtype
 
     def bytes_of(self, fetch: Fetch) -> int:
         """Return the size of a fetch in bytes."""
@@ -237,29 +219,29 @@ class _PieceReader:
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:
-            file = self._pieces.reader(fetch.tier, self._kept, piece, whole)
+            file = self.pieces.reader(fetch.tier, self.kept, piece, whole)
             parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
         except (OSError, KeyError, ValueError) as error:
-            self._pieces.unreadable.add((fetch.tier, self._kept, piece))
+            self.pieces.unreadable.add((fetch.tier, self.kept, piece))
             raise ValueError(
-                f"{_WHAT}: [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self._kept.step}, from "
+                f"{_WHAT}: [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "
                 f"{fetch.tier.name.lower()}: {error}"
             ) from error
         return torch.cat([part.view(torch.uint8) for part in parts])
 
     def fill(self, fetch: Fetch, data: Tensor) -> None:
         """Copy the data of a fetch to its place in this rank's state."""
-        home = self._state.home
+        home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
         at = (
             int(rows.at[row]) + fetch.lo - int(rows.lo[row])
         )  # position of the first element in the shard; rows are contiguous
-        offsets = self._buckets[fetch.piece.bucket].offsets()
+        offsets = self.buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):
             there = at + offsets[name] + lo - fetch.lo - home.pieces[name].at
-            view = self._state.column(name, column)[there : there + hi - lo].view(torch.uint8)
+            view = self.state.column(name, column)[there : there + hi - lo].view(torch.uint8)
             view.copy_(data[begin : begin + len(view)])
             begin += (hi - lo) * dtype.itemsize
 

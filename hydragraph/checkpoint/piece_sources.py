@@ -1,8 +1,7 @@
 """Choice of the source of each piece of a checkpoint: memory, a node's disk, a peer, or the store, in this order.
 
-A checkpoint in pieces has one piece per bucket and interval owned by one of the ranks that wrote it. Reading ranks may
-cut the state differently (higher, lower or equal tensor-parallel degree, other homes). A need is an interval of a
-bucket, and so is a piece; their intersection is read.
+A checkpoint in pieces has one piece per bucket and interval owned by one of the ranks that wrote it. Ranks that read
+may cut the state differently: they read the intersections of their intervals with the pieces'.
 
     the piece is             read from, by                                                read once per
     in memory on the node    this memory, by its rank, for all of the node that need it   rank that has it and needs it
@@ -10,8 +9,7 @@ bucket, and so is a piece; their intersection is read.
     on another node          memory before disk, by a rank there                          node that needs it
     only in the store        the store, by one rank that needs it, for all of the node    node
 
-A reader sends what it has read to all ranks that it serves, on its node and elsewhere. Among equally near readers, the
-one with the least to read so far is chosen.
+Among equally near readers, the one with the least to read so far is chosen.
 """
 
 from __future__ import annotations
@@ -45,12 +43,7 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class PiecePlace:
-    """A place that holds pieces.
-
-    Attributes:
-        tier: kind of place.
-        ranks: ranks that can read it directly.
-    """
+    """A place that holds pieces."""
 
     tier: Tier
     ranks: tuple[int, ...]
@@ -62,7 +55,6 @@ class Holdings:
 
     Attributes:
         places: places of the remaining ranks, without the memory and disks of lost ones.
-        pieces: all existing pieces.
         bitmap: [places, pieces]: whether a place holds a piece.
     """
 
@@ -87,9 +79,6 @@ class Fetch:
     """Elements [lo, hi) of a bucket that one rank reads, for itself or for others.
 
     Attributes:
-        reader: rank that reads.
-        tier: kind of place to read from.
-        piece: piece that contains them.
         lo, hi: the elements.
         receivers: ranks that need them, ascending.
     """
@@ -111,8 +100,6 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
     """Plan which rank reads what from where; a pure function, so that all ranks compute the same plan.
 
     Args:
-        holdings: pieces and their places.
-        nodes: node of each rank.
         needed: by bucket, which rank needs which elements.
 
     Returns:

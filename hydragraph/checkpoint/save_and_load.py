@@ -55,11 +55,7 @@ BUFFERS = "buffers"  # key of `extra`: the model's persistent buffers by name
 
 
 def save(
-    path: PathLike,
-    home: HomeState,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any],
-    groups: Groups,
+    path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> None:
     """Save weights, optimizer and `extra`; the previous content of `path` is kept until everything is written.
 
@@ -83,10 +79,8 @@ class PendingCheckpoint:
     """One rank's part of a checkpoint that is about to be written.
 
     Attributes:
-        path: directory of the checkpoint.
         scratch: directory to write into, renamed to `path` once complete.
         contents: this rank's part of every entry.
-        parameters: name -> natural shape.
         optimizer: class name; None if only weights are saved.
     """
 
@@ -112,11 +106,7 @@ class PendingCheckpoint:
 
 
 def prepare(
-    path: PathLike,
-    home: HomeState,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any],
-    groups: Groups,
+    path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> PendingCheckpoint:
     """Check that a checkpoint can be saved and create its scratch directory; all ranks call it, with `save`'s
     arguments.

@@ -1,17 +1,15 @@
 """Checkpoints in pieces, per bucket and owner, in several places: memory, a disk of the node, a store.
 
-A piece is the part of one bucket that one rank owns: an interval in all columns (weights, and the optimizer's
-per-element state), as one safetensors file. Any part of it can be read without the rest:
+A piece is one rank's interval of a bucket in all columns (weights, and the optimizer's per-element state), as one
+safetensors file, of which any part can be read:
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
-A file appears under its name completely or not at all. Completeness of a checkpoint cannot be recorded at write time: a
-rank may be lost, with its memory and its disk, before its piece reaches the store. Readers list what is left
-(`checkpoint.piece_sources.Holdings`), and take the newest complete checkpoint.
-
-The second part of a directory's name, the series, changes whenever training goes back to an earlier step. Pieces of the
-same step from before and after that are therefore never mixed, even if a disk returns later.
+A file appears under its name completely or not at all. A rank may be lost before its piece reaches the store, so
+readers list what is left (`checkpoint.piece_sources.Holdings`), and take the newest complete checkpoint. The second
+part of a directory's name, the series, changes whenever training goes back to an earlier step, so that pieces of one
+step from before and after that are never mixed.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from torch import Tensor
 
 from hydragraph.checkpoint.piece_sources import StatePiece, Tier
 from hydragraph.ir.parameter import Bucket
+from hydragraph.runtime.home_state import parameters_within
 from hydragraph.runtime.state_movement import Columns, OwnedState
 
 _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
@@ -50,7 +49,6 @@ class Kept:
     """A checkpoint in pieces.
 
     Attributes:
-        step: last step that the state includes.
         series: checkpoints between two returns to an earlier step, as "run-random".
     """
 
@@ -99,25 +97,20 @@ class MemoryShelf:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file."""
         self.files[name] = data
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [begin, end) of a file."""
         if name not in self.files:
             raise FileNotFoundError(name)
         return self.files[name][begin:end]
 
     def names(self) -> Iterable[str]:
-        """List all files."""
         return list(self.files)
 
     def folders(self) -> Iterable[str]:
-        """List the directories of checkpoints, without the files in them."""
         return {name.partition("/")[0] for name in list(self.files)}
 
     def drop(self, folder: str) -> None:
-        """Delete a directory of a checkpoint."""
         for name in [name for name in self.files if name.startswith(f"{folder}/")]:
             self.files.pop(name, None)
 
@@ -140,18 +133,15 @@ class DiskShelf:
         scratch.rename(path)
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [begin, end) of a file."""
         with (self.root / name).open("rb") as file:
             file.seek(begin)
             return file.read(-1 if end is None else end - begin)
 
     def names(self) -> Iterable[str]:
-        """List all files."""
         found = self.root.glob("step-*/**/*")
         return [str(path.relative_to(self.root)) for path in found if path.is_file() and path.name[0] != "."]
 
     def folders(self) -> Iterable[str]:
-        """List the directories of checkpoints, without the files in them."""
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
@@ -188,11 +178,9 @@ class StoreShelf:
         self._files.pipe_file(path, data)
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [begin, end) of a file."""
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}", begin, end))
 
     def names(self) -> Iterable[str]:
-        """List all current files."""
         self._files.invalidate_cache()
         try:
             found = self._files.find(self._root)
@@ -203,7 +191,6 @@ class StoreShelf:
         return [name for name in names if not name.rsplit("/", 1)[-1].startswith(".")]
 
     def folders(self) -> Iterable[str]:
-        """List the directories of checkpoints, without the files in them."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._root, detail=False)
@@ -212,7 +199,6 @@ class StoreShelf:
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def drop(self, folder: str) -> None:
-        """Delete a directory of a checkpoint."""
         try:
             self._files.rm(f"{self._root}/{folder}", recursive=True)
         except FileNotFoundError:
@@ -296,11 +282,8 @@ class Pieces:
         """Copy what this rank owns to CPU memory, and write it to all places in the background (`wait`).
 
         Args:
-            kept: step and series.
             state: this rank's state.
-            buckets: of the model.
             columns: per-element columns of every parameter.
-            common: serialises the data shared by all ranks; called in the background.
             without: places to leave out, the same on all ranks: those to which any rank is still writing. So one
                 checkpoint at most waits for each place, and each is complete or left out.
             whole: the last checkpoint in each place to which all ranks have written; older ones are deleted.
@@ -332,11 +315,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints from this process's memory and this node's disk.
-
-        Args:
-            store: whether to delete those in the store as well.
-        """
+        """Wait for pending writes, then delete all checkpoints from this process's memory and this node's disk."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -430,7 +409,6 @@ class PieceFile:
     """A piece with random access.
 
     Args:
-        shelf, name: where it is.
         whole: whether all of it will be read; it is then loaded immediately.
 
     Raises:
@@ -477,7 +455,6 @@ class PieceCopy:
     """A copy of one interval that a rank owns.
 
     Attributes:
-        piece: bucket and interval.
         tensors: by "parameter|column".
         firsts: by parameter, the first element in it.
     """
@@ -511,20 +488,15 @@ def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> li
     parts = []
     for bucket in buckets:
         rows = home.layouts[bucket.name].of(home.rank)
-        offsets = bucket.offsets()
         for lo, hi, at in zip(rows.lo.tolist(), rows.hi.tolist(), rows.at.tolist(), strict=True):
             tensors: dict[str, Tensor] = {}
             firsts: dict[str, int] = {}
-            for parameter in bucket.parameters:
-                start = offsets[parameter.name]
-                low, high = max(lo, start), min(hi, start + parameter.size)
-                if low >= high:
-                    continue
-                firsts[parameter.name] = low - start
-                begin = at + low - lo - home.pieces[parameter.name].at
-                for column in columns[parameter.name]:
-                    values = state.column(parameter.name, column)[begin : begin + high - low].detach()
-                    tensors[f"{parameter.name}|{column}"] = values.to("cpu", copy=True)
+            for name, low, high, start in parameters_within(bucket, lo, hi):
+                firsts[name] = low - start
+                begin = at + low - lo - home.pieces[name].at
+                for column in columns[name]:
+                    values = state.column(name, column)[begin : begin + high - low].detach()
+                    tensors[f"{name}|{column}"] = values.to("cpu", copy=True)
             parts.append(PieceCopy(StatePiece(bucket.name, lo, hi), tensors, firsts))
     return parts
 

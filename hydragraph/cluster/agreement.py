@@ -1,16 +1,23 @@
-"""Collective error handling: an error on one rank is raised on all, with the text of the first one."""
+"""Collective error handling: an error on one rank is raised on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
-from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.failure.rank_watch import agreed
+from hydragraph.cluster.launch import World
 from hydragraph.errors import RankFailure
 
 T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Ranks that exchange small picklable objects: a `World` or the `Groups` of an executable."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank."""
 
 
 @dataclass(frozen=True)
@@ -27,32 +34,54 @@ class Failure:
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
-def together(groups: Groups, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank and return all results by rank; if it fails on one, all raise."""
+def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
+    """Run a function on every rank and return all results by rank; if it fails on one, all raise.
+
+    A rank raises its own error, or that of the first rank that has one: a caller's mistake stays a ValueError.
+    """
     error: Exception | None = None
     try:
         outcome: T | Failure = work()
     except Exception as raised:
         outcome = Failure.of(raised)
         error = raised
-    outcomes = groups.gather_objects(outcome)
-    raise_first({r: o for r, o in enumerate(outcomes) if isinstance(o, Failure)}, error, what)
+    outcomes = ranks.gather(outcome)
+    if error is not None:
+        raise agreed(error)
+    for rank, each in enumerate(outcomes):
+        if isinstance(each, Failure):
+            raise ValueError(each.text) if each.users else RankFailure(rank, what, each.text)
     return cast(list[T], outcomes)
 
 
-def together_own(groups: Groups, what: str, work: Callable[[], T]) -> T:
+def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
     """Run a function on every rank and return this rank's result; if it fails on one, all raise."""
     results: list[T] = []
-    together(groups, what, lambda: results.append(work()))
+    together(ranks, what, lambda: results.append(work()))
     return results[0]
 
 
-def raise_first(failures: Mapping[int, Failure], own: BaseException | None, what: str) -> None:
-    """Raise this rank's own error, or the first failure of another; a caller's mistake stays a ValueError."""
-    if own is not None:
-        raise agreed(own)
-    if failures:
-        rank = min(failures)
-        if failures[rank].users:
-            raise ValueError(failures[rank].text)
-        raise RankFailure(rank, what, failures[rank].text)
+def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
+    """Raise on all ranks if one has an error: its own one, or that of the first rank that has one.
+
+    Args:
+        own: this rank's error.
+        sent: the same for the other ranks, in a form that can be pickled.
+    """
+    first = next((error for error in ranks.gather(sent) if error is not None), None)
+    if first is not None:
+        raise agreed(own or first)
+
+
+def from_first(world: World, make: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result, or raise its ValueError, on all ranks of a `World`."""
+    outcome: T | ValueError | None = None
+    if world.rank == 0:
+        try:
+            outcome = make()
+        except ValueError as refused:
+            outcome = refused
+    outcome = world.gather(outcome)[0]
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return cast(T, outcome)

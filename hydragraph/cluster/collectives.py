@@ -77,10 +77,7 @@ class Collectives:
 
     Attributes:
         ranks: ranks of the stage in tensor-parallel order, which is the order of parts.
-        rank: rank of this process, one of them.
         group: their communicator; None for a single rank.
-        guard: entered around the start of every communication.
-        wait: waits for a started communication, and informs the failure watch.
         native: use the backend's collectives at every size; they are the fastest with NCCL, but not with gloo.
     """
 
@@ -194,12 +191,7 @@ class Collectives:
 
 
 class StagedCollectives:
-    """The same collectives for GPU tensors, through host memory.
-
-    Args:
-        host: collectives for tensors in host memory.
-        staging: copies GPU tensors to the host and back.
-    """
+    """The same collectives for GPU tensors, through host memory."""
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host
@@ -210,23 +202,18 @@ class StagedCollectives:
         self.index = host.index
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As `Collectives.all_reduce`."""
         return self._back(self._host.all_reduce(self._staging.outgoing(x)), x)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """As `Collectives.all_reduce_max`."""
         return self._back(self._host.all_reduce_max(self._staging.outgoing(x)), x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """As `Collectives.all_gather`."""
         return self._back(self._host.all_gather(self._staging.outgoing(x), dim), x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """As `Collectives.reduce_scatter`."""
         return self._back(self._host.reduce_scatter(self._staging.outgoing(x), dim), x)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """As `Collectives.split`; no communication."""
         return self._host.split(x, dim)
 
     head_token_losses = head_token_losses

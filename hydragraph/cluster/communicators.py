@@ -1,14 +1,13 @@
 """Communicators of one executable: one for each kind of traffic, and one for each tensor-parallel group.
 
-Traffic is separated because a connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits
-17-45 ms in a shared gloo group and 0.2-2.7 ms in a separate one.
+A connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits 17-45 ms in a shared gloo group
+and 0.2-2.7 ms in a separate one.
 
     communicator      ranks               traffic                           order
     Channel.PULL      all ranks           weights from their owners         of the programs' pulls
     Channel.PUSH      all ranks           gradients to their owners         of the programs' pushes
     Channel.COMMIT    all ranks           totals of a step, objects         of calls
-                                          gradients to second owners        of the programs' pushes, before the totals,
-                                                                            which must wait for them in any case
+                                          gradients to second owners        of the programs' pushes, before the totals
     Channel.MOVE      all ranks           state that moves during a step    of windows; created by the first such move
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
@@ -23,7 +22,7 @@ import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -83,13 +82,10 @@ class Groups:
 
     Args:
         world: this process's place, from `join`.
-        timeout: timeout of an operation.
         watch: distinguishes communication errors from other errors, and ends waits. None: waits end with the timeout.
-        capacity: number of tensor-parallel communicators to keep for later strategies.
 
     Attributes:
         waited_s: total seconds that this process has waited for messages.
-        closed: whether `close` was called.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -104,7 +100,7 @@ class Groups:
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
         self._told: tuple[Message, ...] = ()  # rank 0's broadcasts that some ranks may not have received
-        self._roles: dict[Channel, dist.ProcessGroup] = {}
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None if this rank is not a member. All ranks have the same keys in
         # the same order, so they create and drop groups together.
@@ -114,14 +110,14 @@ class Groups:
             began = time.perf_counter()
             if watch is not None:
                 watch.also_abort(self.abort)  # before any connection: a rank may be lost meanwhile
-            with nullcontext() if watch is None else watch.guarding():
-                for role in Channel:
-                    if role is not Channel.MOVE:
-                        self._roles[role] = self._of_all(role.value)
+            with self._opening():
+                for channel in Channel:
+                    if channel is not Channel.MOVE:
+                        self._channels[channel] = self._of_all(channel.value)
                 for direction in _Direction:
                     self._directions[direction] = self._of_all(direction.value)
                 self._settle()
-                self._connect(*self._roles.values())
+                self._connect(*self._channels.values())
             seconds = time.perf_counter() - began
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
@@ -132,6 +128,10 @@ class Groups:
             RankFailure: inside a watched call, if another rank failed meanwhile.
         """
         return function() if self._watch is None else self._watch.call(function, self._waiter)
+
+    def _opening(self) -> AbstractContextManager[None]:
+        """Let the watch shut down the connections opened inside after a fault."""
+        return nullcontext() if self._watch is None else self._watch.guarding()
 
     def _of_all(self, name: str) -> dist.ProcessGroup:
         group = self._new(name, tuple(range(self.world.ranks)))
@@ -153,16 +153,16 @@ class Groups:
 
     def _settle(self) -> None:
         """Wait for all ranks: one that left early would break those that are still connecting."""
-        self.gather_objects(None)
+        self.gather(None)
 
     def open_moving(self) -> None:
         """Create the communicator for moving state if it does not exist; all ranks call it."""
-        if self.world.ranks == 1 or Channel.MOVE in self._roles:
+        if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
-        with nullcontext() if self._watch is None else self._watch.guarding():
-            self._roles[Channel.MOVE] = self._of_all(Channel.MOVE.value)
+        with self._opening():
+            self._channels[Channel.MOVE] = self._of_all(Channel.MOVE.value)
             self._settle()
-            self._connect(self._roles[Channel.MOVE])
+            self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
         """Connect the NCCL communicators of these groups, in the same order on all members of each.
@@ -193,7 +193,7 @@ class Groups:
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
         """Group for objects, which are CPU tensors: under NCCL the one that `join` found or created."""
-        return self._roles[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
+        return self._channels[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
         """Wait for an operation: until completion on gloo, only on the current stream on NCCL."""
@@ -223,12 +223,12 @@ class Groups:
     # Collectives of all ranks.
 
     def all_to_all(
-        self, role: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+        self, channel: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
         """Start sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
 
         Args:
-            role: communicator to use; its operations run in the order in which they are started.
+            channel: communicator to use; its operations run in the order in which they are started.
             out, inp: contiguous, split along dim 0; keep both alive until the work is done.
             out_splits, in_splits: elements of dim 0 from and to each rank.
 
@@ -238,7 +238,7 @@ class Groups:
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
-        group = self._roles[role]
+        group = self._channels[channel]
         # NCCL would send to all peers in one grouped operation, and hold channel buffers for each of them.
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
             return Message(
@@ -247,33 +247,35 @@ class Groups:
         splits = list(out_splits), list(in_splits)
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
-    def all_gather(self, role: Channel, out: Tensor, inp: Tensor) -> Message | None:
+    def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
-        return self._move(out, inp, lambda to, of: all_gather(to, of, self._roles[role]))
+        return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
-    def reduce_scatter(self, role: Channel, out: Tensor, inp: Tensor) -> Message | None:
+    def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
         """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0; return the pending work."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
-        return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._roles[role]))
+        return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._channels[channel]))
 
-    def all_reduce(self, role: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
         """Reduce a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
             # In place, on the copy in host memory if there is one, which then holds the result.
             host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
-                work = dist.all_reduce(host, operation, group=self._roles[role], async_op=True)
+                work = dist.all_reduce(host, operation, group=self._channels[channel], async_op=True)
             assert work is not None
             self.wait(Message(work, None if staging is None else lambda: staging.arrived(host, tensor)))
 
     def reduce_to_host(
-        self, role: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
 
@@ -293,7 +295,7 @@ class Groups:
         marks = tensor.new_zeros(ranks)
         marks[self.world.rank] = self._reductions
         reduced = torch.cat([tensor.flatten(), marks])
-        self.all_reduce(role, reduced, operation)
+        self.all_reduce(channel, reduced, operation)
         with nullcontext() if self._watch is None else self._watch.waiting():
             on_host = reduced.to("cpu", copy=True)  # waits until the current stream has them
         if self._watch is not None:
@@ -303,7 +305,7 @@ class Groups:
                 raise RuntimeError("a reduction ended before every rank took part: its communicator was aborted")
         return on_host[:-ranks].view(tensor.shape)
 
-    def gather_objects(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank; for small picklable objects."""
         values = [value] * self.world.ranks
         if self.world.ranks > 1:
@@ -318,28 +320,29 @@ class Groups:
             self.wait(message)
         self._told = ()
         leads = self.world.rank == 0
-        data = pickle.dumps(value) if leads else b""
-        first = torch.zeros(_TOLD, dtype=torch.uint8)
-        if leads:
-            beginning = len(data).to_bytes(_LENGTH, "little") + data[: _TOLD - _LENGTH]
-            first[: len(beginning)] = torch.frombuffer(bytearray(beginning), dtype=torch.uint8)
-        messages = [self._from_first(first)]
-        if not leads:
-            self.wait(messages[0])
-            data = first.numpy().tobytes()
-        length = len(data) if leads else int.from_bytes(data[:_LENGTH], "little")
-        if length > _TOLD - _LENGTH:
-            rest = torch.zeros(length - (_TOLD - _LENGTH), dtype=torch.uint8)
+        content = pickle.dumps(value) if leads else b""
+        data = len(content).to_bytes(_LENGTH, "little") + content
+        messages: list[Message] = []
+
+        def share(part: bytes, size: int) -> bytes:
+            """Broadcast rank 0's bytes, padded to `size`; the others wait for them."""
+            tensor = torch.zeros(size, dtype=torch.uint8)
             if leads:
-                rest[:] = torch.frombuffer(bytearray(data[_TOLD - _LENGTH :]), dtype=torch.uint8)
-            messages.append(self._from_first(rest))
-            if not leads:
-                self.wait(messages[1])
-                data += rest.numpy().tobytes()
+                tensor[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            messages.append(self._from_first(tensor))
+            if leads:
+                return part
+            self.wait(messages[-1])
+            return tensor.numpy().tobytes()
+
+        arrived = share(data[:_TOLD], _TOLD)
+        length = _LENGTH + int.from_bytes(arrived[:_LENGTH], "little")
+        if length > _TOLD:
+            arrived += share(data[_TOLD:], length - _TOLD)
         if leads:
             self._told = tuple(messages)
             return value
-        told: T = pickle.loads(data[_LENGTH : _LENGTH + length])
+        told: T = pickle.loads(arrived[_LENGTH:length])
         return told
 
     def _from_first(self, tensor: Tensor) -> Message:
@@ -355,7 +358,7 @@ class Groups:
         Raises:
             ValueError: on every rank, naming the ranks that have each text.
         """
-        texts = self.gather_objects(text)
+        texts = self.gather(text)
         if len(set(texts)) > 1:
             differing = "; ".join(
                 f"{value!r} on ranks {[rank for rank, other in enumerate(texts) if other == value]}"
@@ -404,7 +407,7 @@ class Groups:
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
-            with nullcontext() if self._watch is None else self._watch.guarding():
+            with self._opening():
                 for ranks in missing:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
@@ -445,7 +448,7 @@ class Groups:
         """Close all communicators."""
         self.closed = True
         groups = self._all()
-        self._roles = {}
+        self._channels = {}
         self._directions = {}
         self._tensor_parallel.clear()
         if self._waiter is not None:
@@ -460,7 +463,7 @@ class Groups:
 
     def _all(self) -> list[dist.ProcessGroup]:
         # Atomic copies: the watch calls this from its own thread while this rank may be creating groups.
-        made = [*self._roles.copy().values(), *self._directions.copy().values()]
+        made = [*self._channels.copy().values(), *self._directions.copy().values()]
         return made + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
 

@@ -19,9 +19,6 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 def interface_for(address: str) -> str | None:
     """Return the interface that gloo should use on this host; None if the host's own name works, or no interface is
     found.
-
-    Args:
-        address: name or address of the first machine.
     """
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None

@@ -30,12 +30,10 @@ class Works:
     parts: tuple[Operation, ...]
 
     def wait(self) -> None:
-        """Wait for all."""
         for work in self.parts:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all are complete."""
         return all(work.is_completed() for work in self.parts)
 
 
@@ -44,7 +42,6 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        work: handle of torch.distributed.
         landed: called after completion, on the waiting stream; copies data received in host memory to its destination.
         kept: tensors that the operation still reads or writes, kept alive so that their memory is not reused.
     """

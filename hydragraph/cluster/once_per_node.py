@@ -1,13 +1,10 @@
-"""Results that one rank of each machine computes and its other ranks read, such as a captured model, under any
-launcher.
+"""Results that one rank of each machine computes and its other ranks read, such as a captured model.
 
-    1. all ranks share where they run and what they would make; of those that agree, the highest rank makes it, because
-       the lowest rank of all plans, and can prepare for that meanwhile
+    1. of the ranks of a machine with equal inputs, the highest makes the result: the lowest rank of all plans meanwhile
     2. it writes the result into a folder that only its user may enter, and shares the path, with the file's hash
     3. the others read it; when all have, the folder is deleted
 
-Each folder has a unique name known only to these ranks, so leftovers of an earlier run are never read. A rank that
-cannot read the result (another file system, a full disk) computes its own, and logs it.
+A rank that cannot read the result (another file system, a full disk) computes its own, and logs it.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import TypeVar
 from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.processes.restart_cache import check_private, keep
-from hydragraph.cluster.processes.shared_preparation import SharedFile
+from hydragraph.cluster.processes.shared_preparation import read_value, write_value
 from hydragraph.errors import Unsupported
 
 _LOG = logging.getLogger(__name__)
@@ -37,12 +34,17 @@ class OfferedFile:
     """File with one rank's result.
 
     Attributes:
-        path: path of the file.
         digest: SHA-256 of its bytes.
     """
 
     path: str
     digest: str
+
+    @staticmethod
+    def of(path: Path) -> OfferedFile:
+        """Describe a file."""
+        with path.open("rb") as file:
+            return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
     def read(self) -> object:
         """Return the value; tensors are memory-mapped, privately.
@@ -51,11 +53,11 @@ class OfferedFile:
             OSError: the file does not exist, or its folder is accessible to others.
             ValueError: it holds something else.
         """
-        check_private(Path(self.path).parent)
-        with open(self.path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != self.digest:
-                raise ValueError(f"{self.path} is not what was written")
-            return SharedFile(file.fileno()).read()
+        path = Path(self.path)
+        check_private(path.parent)
+        if OfferedFile.of(path).digest != self.digest:
+            raise ValueError(f"{self.path} is not what was written")
+        return read_value(path)
 
 
 def once_per_machine(
@@ -65,11 +67,9 @@ def once_per_machine(
 
     Args:
         world: this process's place.
-        what: description of the result, for messages.
         key: identifies the inputs of the result; ranks of one machine with different keys compute their own.
         make: called on the ranks that compute. Its result should be picklable, like that of `launch`'s `prepare`;
             otherwise every rank computes its own.
-        meanwhile: called on a rank while it waits for the result.
 
     Raises:
         Any error that `make` raised on one rank, on every rank: an `Unsupported` unchanged, others as a RuntimeError
@@ -113,10 +113,8 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
         try:
-            with open(path, "w+b") as file:
-                SharedFile(file.fileno()).write(value)
-                file.seek(0)
-                offer = OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
+            write_value(path, value)
+            offer = OfferedFile.of(path)
         except (OSError, ValueError, RuntimeError) as refused:
             _LOG.warning("%s: it cannot be handed to other ranks, so each makes its own (%s)", what, refused)
             yield None

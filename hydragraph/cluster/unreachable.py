@@ -36,13 +36,7 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Return the error of a rank that could not connect to another one; any other error is returned as it is.
-
-    Args:
-        error: raised by gloo.
-        store: where ranks wrote their addresses.
-        rank, ranks: of this process, and their number.
-    """
+    """Return the error of a rank that could not connect to another one; any other error is returned as it is."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
@@ -66,8 +60,6 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 
     Args:
         error: of the store's client.
-        address, port: of the store.
-        rank: of this process.
     """
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"

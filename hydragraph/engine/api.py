@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from hydragraph.cluster.agreement import raise_together
 from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.once_per_node import once_per_machine
 from hydragraph.cluster.processes.restart_cache import kept
-from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cluster.rendezvous.member import comes_late, here
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.timeline import Timeline
@@ -29,7 +29,7 @@ from hydragraph.engine.recovery import survive
 from hydragraph.frontend import capture as frontend
 from hydragraph.frontend.check.check_once import check_here, check_on_hosts, mode_of
 from hydragraph.frontend.check.numeric_check import CheckedModel
-from hydragraph.frontend.compiled_folder.load import load
+from hydragraph.frontend.compiled_folder.load import CompiledFolder, load
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.loss_module import check_loss_of, loss_buffers
@@ -58,6 +58,40 @@ from hydragraph.spec.strategy import Strategy
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What a program is captured from: the arguments of `capture`."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    example: Mapping[str, Tensor] | None
+    loss: Loss | None
+    blocks: str | None
+    check: str | bool
+
+    def subject(self, program: Program) -> CheckedModel:
+        """Return a captured program with the model to compare it with."""
+        loss = self.loss or token_cross_entropy
+        return CheckedModel(self.model, program, loss=loss, blocks=self.blocks, example=self.example)
+
+    def captured(self) -> Program:
+        """Trace the model, and check the result."""
+        program = frontend.capture(self.model, self.dtype, self.example, self.loss, self.blocks)
+        check_here(self.subject(program), self.check)
+        return program
+
+    def loaded(self, folder: str | Path, ranks: int = 1, trust: bool = False) -> CompiledFolder:
+        """Read a compiled folder of the model."""
+        record = model_record(self.model, self.loss, self.example, self.blocks)
+        return load(folder, record, self.dtype, ranks, trust)
+
+    def key(self, strategy: Choices, backend: str | None) -> str:
+        """Return the key under which ranks share the program: a hash of its origin and all arguments."""
+        arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.loss, self.blocks)
+        said = [frontend.origin(self.model), *map(_said, arguments)]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
 @own_modes("capture")
 def capture(
     model: nn.Module,
@@ -81,15 +115,13 @@ def capture(
         Unsupported: the model cannot be captured, or the captured graphs differ from it.
         Refused: the folder is damaged, stale, or belongs to another model (a ValueError).
     """
-    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
-    if compiled is not None:
-        library = load(compiled, model_record(model, loss, example, blocks), dtype)
-        if not library.checked(mode_of(check)):
-            check_here(subject(library.program), check)
-        return library.program
-    program = frontend.capture(model, dtype, example, loss, blocks)
-    check_here(subject(program), check)
-    return program
+    source = _Source(model, dtype, example, loss, blocks, check)
+    if compiled is None:
+        return source.captured()
+    library = source.loaded(compiled)
+    if not library.checked(mode_of(check)):
+        check_here(source.subject(library.program), check)
+    return library.program
 
 
 @own_modes("compile")
@@ -119,71 +151,81 @@ def compile(
     push_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Executable:
-    """Compile a model for training under a strategy that every step may change.
+    """Compile a model for training under a strategy that every step may change; all ranks call it alike.
 
-    Joins the process group described by the launcher's environment, uses an existing one, or runs as a single process.
+    Joins the process group of the launcher's environment, uses an existing one, or runs as a single process.
 
     Args:
-        model: an unmodified Hugging Face model, or your own module, with weights on the CPU, the same on every rank. A
-            model on the meta device takes no memory: its weights come from `load`, or, at the first step, from its own
-            initialiser, block by block and seeded by `torch.manual_seed`.
-        strategy: which devices compute what, as a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list of them,
-            from which every step picks the one expected to finish first; or "auto", which proposes strategies for the
-            data (it needs a profile and lengths).
-        optimizer: called on every rank with one (name, 1-D fp32 tensor) pair per parameter in model order; the tensor
-            has 0 elements if this rank owns no part of the parameter. Returns a torch.optim optimizer. It is called
-            again when `Executable.move` moves state, and, if it makes parameter groups, with tensors of whole shapes,
-            to check that it makes the same groups. None: no training.
+        model: a Hugging Face model or your own module, the same on every rank, with weights on the CPU; or on the meta
+            device: weights then come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
+        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which every step picks the fastest;
+            or "auto", which plans for `lengths` with `profile`, or measures the devices.
+        optimizer: makes a torch.optim optimizer from one (name, 1-D fp32 tensor) pair per parameter in model order, of
+            0 elements where this rank owns none; also called after moves, and with whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
-        dtype: compute dtype; master weights and optimizer state are fp32.
-        device: "cpu" or "cuda"; default: a GPU if available.
-        loss: takes the model's outputs and the packed batch, and returns the loss summed over targets (positions whose
-            label is not -100); a step divides it by the number of targets of the global mini-batch.
-        example, blocks: for custom modules and fields; see `hydragraph.capture`.
-        profile: measurements of `hydragraph profile` on this hardware; or the costs that a plan was made with (`plan`),
-            if devices differ by type or by their current speed: pipelines then get sequences by their speed. Without
-            either, candidates are compared by rough costs.
-        lengths: sequence lengths of sample mini-batches. "auto" proposes strategies for them, and they decide whether
-            choosing a strategy every step is worthwhile (`Executable.decision`).
+        dtype, device: of computation; master weights and optimizer state are fp32. Default: a GPU if available.
+        loss: returns the loss summed over targets, from the model's outputs and the packed batch.
+        example, blocks, check: see `hydragraph.capture`; unless off, strategies are also checked before they first run.
+        profile: from `hydragraph profile`, or the costs of a plan, for devices that differ; None: rough costs.
+        lengths: of the sequences of sample mini-batches; they decide whether to choose every step (`decision`).
         policy: how iterations are planned.
-        backend: "inductor" compiles the graphs between communications, "eager" runs them operator by operator; None:
-            Inductor on CUDA, eager elsewhere.
-        program: an earlier result of `capture` for this model or an equal one; skips the capture. `example`, `loss`,
-            `dtype` and the check against the model are then those of that capture.
-        check: check of the captured graphs, made by one rank of each host for all its ranks; see `hydragraph.capture`.
-            Unless "off", the graphs that ranks run under a strategy (cut, split by tokens, recomputed) are also
-            compared with whole blocks before its first step.
-        progress_s: after this many seconds in which no rank makes progress while some wait for others, all ranks raise
-            and write their stacks to stderr. Choose more than the longest instruction, or the longest pause between
-            steps, takes.
-        home: which rank owns how much of the weights and optimizer state, and whether a second rank owns it too; an
-            object or its text: "3,1 copies=2", "equal" shares of all ranks, "stages" for the ranks that compute a
-            block, or "auto" for the owners that exchange least within the ranks' memory. None: "auto".
-        compiled: a folder written by `hydragraph compile`, used instead of capturing; checks made when it was written
-            are not repeated. Missing graphs are compiled here and logged.
-        trust: also load Inductor's code from that folder. This is executable code: it can do anything that you may.
-        joining: for a process that will join ranks that already train: it communicates with no other rank yet, has no
-            weights, and joins through `Executable.move`. Pass all other arguments as those ranks did, and the model on
-            the meta device. A process that a launch with `elastic=` starts later joins automatically, unless this is
-            given.
-        deterministic: losses, gradients and weights have the same bits for all pipelines, micro-batches, ranks and
-            homes: sequences are computed one by one, and their gradients are summed exactly. Strategies then have one
-            tensor-parallel degree for all stages; see docs/deterministic.md.
-        window: maximum bytes of fp32 gradients that a rank may have in flight; also limits weights in flight to the
-            same number of elements. One bucket always passes. Default: two of the largest blocks.
-        push_dtype: dtype in which gradients travel to their owners; `torch.bfloat16` halves the bytes. Each rank rounds
-            its sum over micro-batches once; owners sum and store in fp32. Cannot be combined with `deterministic`.
-        seed: seed of dropout, the same on every rank. A mask depends on it, the number of the update, the call in the
-            model, the number of the sequence in its mini-batch, position and feature, but not on the strategy.
+        backend: of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
+        program: an earlier result of `capture` for an equal model, with the arguments of that capture.
+        progress_s: seconds without progress of any rank, while some wait, after which all raise and write their stacks.
+        home: shares of the state by rank, as an object or text ("3,1 copies=2", "equal", "stages"); None: "auto".
+        compiled: a folder of `hydragraph compile` in place of a capture; graphs that are not in it are compiled here.
+        trust: also load Inductor's code from it, which can do anything that you may.
+        joining: this process joins ranks that train, by `Executable.move`; other arguments as on those, a meta model.
+        deterministic: results have the same bits for all pipelines, ranks and homes; see docs/deterministic.md.
+        window: most bytes of fp32 gradients in flight, and as many weights; None: two of the largest blocks.
+        push_dtype: of gradients on their way to owners, which sum in fp32; bfloat16 halves the bytes.
+        seed: of dropout, the same on every rank; masks do not depend on the strategy.
 
     Raises:
-        TypeError: `model` is not a module.
-        ValueError: `program` belongs to another model, or `home` does not fit the ranks or the model.
-        Refused: the folder is damaged, stale, or belongs to another model (a ValueError).
-        Unsupported: the model cannot be captured or trained.
+        TypeError, ValueError: an argument is wrong, or does not fit the model or the ranks.
+        Refused, Unsupported: the compiled folder is damaged, stale or another model's; the model cannot be trained.
         RankFailure: another rank failed meanwhile.
     """
     frontend.check_model(model, "compile")
+    _check_options(optimizer, max_grad_norm, deterministic, window, push_dtype, seed)
+    owners = home_of(home)
+    apart_now = joining or comes_late()
+    backend = "eager" if deterministic and backend is None else backend
+    source = _Source(model, dtype, example, loss, blocks, check)
+    automatic = isinstance(strategy, str) and strategy == "auto"
+    mode, world = mode_of(check), apart(device) if apart_now else join(device)
+    world.watch.progress_s = progress_s
+    with world.watch.calling("compile"):
+        if compiled is not None or program is not None:
+            known = _given(source, program, compiled, world, trust)
+        else:
+            plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
+            known = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
+        program = _with_limits(known.program, window, push_dtype)
+        planning = Planning(profile, lengths, policy or Policy())
+        if profile is None and automatic and not apart_now:
+            subject = _subject(source, program, backend, owners or AUTO, world)
+            planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
+        how = (mode, owners, known.library, known.variants, apart_now, deterministic, loss, seed)
+        what = (model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend)
+        executable = Executable(*what, *how)
+    executable.progress_s = progress_s
+    if not apart_now and (member := here()) is not None:
+        member.hold()
+    elif apart_now and not joining:
+        survive(executable)
+    return executable
+
+
+def _check_options(
+    optimizer: OptimizerFactory | None,
+    max_grad_norm: float | None,
+    deterministic: bool,
+    window: int | None,
+    push_dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Reject arguments of `compile` that are wrong by themselves."""
     check_factory(optimizer)
     if window is not None and window < 0:
         raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
@@ -200,98 +242,69 @@ def compile(
         raise ValueError(
             f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
         )
-    owners = home_of(home)
-    member = here()
-    late = member is not None and not member.generation.number
-    backend = "eager" if deterministic and backend is None else backend
-    mode, world = mode_of(check), apart(device) if joining or late else join(device)
-    world.watch.progress_s = progress_s
-    subject = partial(CheckedModel, model, loss=loss or token_cross_entropy, blocks=blocks, example=example)
-    library = None
-    with world.watch.calling("compile"):
-        variants: Variants | None = None
-        if compiled is not None:
-            if program is not None:
-                raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
-            record = model_record(model, loss, example, blocks)
-            library = _on_all(world, lambda: load(compiled, record, dtype, world.ranks, trust))
-            program = library.program
-            if not library.checked(mode):
-                check_on_hosts(subject(program), check, world)
-        elif program is None:
-
-            def captured() -> tuple[Program, Variants | None]:
-                made = frontend.capture(model, dtype, example, loss, blocks)
-                check_here(subject(made), check)
-                return made, _compiled_for_all(made, strategy, world, backend)
-
-            key = _key(model, strategy, dtype, backend, mode, example, loss, blocks)
-            # Rank 0 plans, so it captures only if it is alone on its machine.
-            plans = world.rank == 0 and (
-                profile is not None or strategy == "auto" or not isinstance(strategy, Strategy | str)
-            )
-            if joining or late:
-                program, variants = kept("capture", key, captured)
-            else:
-                program, variants = once_per_machine(world, "capture", key, captured, get_ready if plans else None)
-        else:
-            check_loss_of(program, loss)
-            _check_origin(
-                program, model, dtype, given=example is not None or (loss is not None and not loss_buffers(loss))
-            )
-        limit = None if window is None else window // GRADIENT_BYTES
-        if (program.window, program.push_dtype) != (limit, push_dtype):
-            program = replace(program, window=limit, push_dtype=push_dtype)
-        planning = Planning(profile, lengths, policy or Policy())
-        if profile is None and isinstance(strategy, str) and strategy == "auto" and not (joining or late):
-            planning = _measured_here(
-                model, loss, program, backend, AUTO if owners is None else owners, world, planning, deterministic
-            )
-        executable = Executable(
-            model,
-            program,
-            strategy,
-            optimizer,
-            max_grad_norm,
-            world,
-            blocks,
-            planning,
-            backend,
-            mode,
-            owners,
-            library,
-            variants,
-            joining or late,
-            deterministic,
-            loss,
-            seed,
-        )
-    executable.progress_s = progress_s
-    if member is not None and not late:
-        member.hold()
-    elif late and not joining:
-        survive(executable)
-    return executable
 
 
-def _measured_here(
-    model: nn.Module,
-    loss: Loss | None,
-    program: Program,
-    backend: str | None,
-    home: Home,
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A program, the folder that it comes from, and the graphs of it that are compiled already."""
+
+    program: Program
+    library: CompiledFolder | None = None
+    variants: Variants | None = None
+
+
+def _given(source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool) -> _Known:
+    """Return the program that a user gave, or that of a compiled folder."""
+    if folder is None:
+        assert program is not None
+        check_loss_of(program, source.loss)
+        _check_origin(program, source)
+        return _Known(program)
+    if program is not None:
+        raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
+    library = _on_all(world, lambda: source.loaded(folder, world.ranks, trust))
+    if not library.checked(mode_of(source.check)):
+        check_on_hosts(source.subject(library.program), source.check, world)
+    return _Known(library.program, library)
+
+
+def _captured(
+    source: _Source,
+    strategy: Choices,
     world: World,
-    planning: Planning,
-    deterministic: bool,
-) -> Planning:
-    """Measure this run's devices, and plan for them unless stages must be cut alike, which `Executable` sees to."""
+    backend: str | None,
+    apart_now: bool,
+    meanwhile: Callable[[], object] | None,
+) -> _Known:
+    """Capture the model and compile the known strategies' graphs on one rank of each machine.
+
+    Rank 0, which plans, prepares for that meanwhile, unless it is alone on its machine.
+    """
+
+    def make() -> tuple[Program, Variants | None]:
+        program = source.captured()
+        return program, _compiled_for_all(program, strategy, world, backend)
+
+    key = source.key(strategy, backend)
+    made = kept("capture", key, make) if apart_now else once_per_machine(world, "capture", key, make, meanwhile)
+    return _Known(made[0], variants=made[1])
+
+
+def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) -> Program:
+    limit = None if window is None else window // GRADIENT_BYTES
+    if (program.window, program.push_dtype) == (limit, push_dtype):
+        return program
+    return replace(program, window=limit, push_dtype=push_dtype)
+
+
+def _subject(source: _Source, program: Program, backend: str | None, home: Home, world: World) -> Subject:
+    """Return the model as its blocks are measured on this run's devices."""
     limits = limits_of(program)
     vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
     positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
+    buffers = initial_buffers(source.model) | loss_buffers(source.loss)
     chosen = choose_backend(backend, world.device)
-    measured = MeasuredModel(program, initial_buffers(model) | loss_buffers(loss), vocabulary, positions, chosen)
-    subject = Subject(measured, home)
-    return plan_automatically(subject, world, planning, preplanned=not deterministic)
+    return Subject(MeasuredModel(program, buffers, vocabulary, positions, chosen), home)
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
@@ -313,12 +326,6 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
     return variants
 
 
-def _key(model: nn.Module, *others: object) -> str:
-    """Return the key under which ranks share a captured model: a hash of its origin and all arguments."""
-    said = [frontend.origin(model), *map(_said, others)]
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()
-
-
 def _said(value: object) -> str:
     """Describe an argument of `compile` so that equal texts mean equal arguments on ranks that run one script."""
     match value:
@@ -336,24 +343,22 @@ def _said(value: object) -> str:
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
     """Call a function on every rank; if it raises ValueError on some rank, all ranks raise."""
-    made: T | None = None
+    made: list[T] = []
     error: ValueError | None = None
     try:
-        made = make()
+        made.append(make())
     except ValueError as refused:
         error = refused
-    first = next((other for other in world.gather(error) if other is not None), None)
-    if error is not None or first is not None:
-        raise error or first  # type: ignore[misc]
-    assert made is not None
-    return made
+    raise_together(world, error, error)
+    return made[0]
 
 
-def _check_origin(program: Program, model: nn.Module, dtype: torch.dtype, given: bool) -> None:
-    name = type(model).__name__
-    if program.origin != frontend.origin(model):
+def _check_origin(program: Program, source: _Source) -> None:
+    if program.origin != frontend.origin(source.model):
+        name = type(source.model).__name__
         raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
-    if given or dtype not in (torch.float32, program.dtype):
+    without_buffers = source.loss is not None and not loss_buffers(source.loss)
+    if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
         raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")
 
 
@@ -421,11 +426,7 @@ class RankPrograms(Sequence[RankProgram]):
 
 
 def lower(
-    program: Program,
-    strategy: Strategy,
-    micro_batches: Sequence[int],
-    ranks: int | None = None,
-    mode: Mode = "train",
+    program: Program, strategy: Strategy, micro_batches: Sequence[int], ranks: int | None = None, mode: Mode = "train"
 ) -> RankPrograms:
     """Lower a program for a strategy.
 

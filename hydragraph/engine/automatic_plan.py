@@ -4,9 +4,9 @@
     2. blocks are timed on all types of devices at the same time, unless cached   `runtime.profile_measurement`
     3. rank 0 plans for the data's lengths, and tells all ranks                   `planner.plan`
 
-A kind of stage whose times are too noisy for a fit is measured once more, for longer. If a type then has no usable
-kind, all types are priced by the model's operations at their measured speed. Stages with sequence parallelism or
-recomputation are measured only if nothing fits without them.
+Times that are too noisy for a fit are measured once more, for longer. If a type then has no usable kind of stage, all
+types are priced by the model's operations. Sequence parallelism and recomputation are measured only if nothing fits
+without them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar, cast
 
+from hydragraph.cluster.agreement import from_first
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
@@ -54,12 +56,7 @@ ASSUMED = (4, 512)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned.
-
-    Attributes:
-        model: to measure, with its backend.
-        home: where the state is to live.
-    """
+    """What is planned."""
 
     model: MeasuredModel
     home: Home
@@ -70,21 +67,12 @@ class Subject:
         return self.model.program
 
 
-def plan_automatically(
-    subject: Subject,
-    world: World,
-    planning: Planning,
-    preplanned: bool = True,
-    probe: Callable[[], float] | None = None,
-) -> Planning:
+def plan_automatically(subject: Subject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
     """Return inputs for the choice of strategies, measured and planned on the ranks that run; all ranks call this.
 
     Args:
-        subject: the model.
         world: this process's place.
-        planning: its lengths, if they are known, and its policy.
         preplanned: whether to plan now; otherwise only devices and costs are measured.
-        probe: returns a device's products per second; None: measure them.
 
     Raises:
         Unsupported: on all ranks: no plan fits the devices.
@@ -101,21 +89,23 @@ def plan_automatically(
     try:
         if world.rank == 0:
             doing("looking at devices and links")
-        found = discover(groups, probe)
+        found = discover(groups)
         _check_models(subject, found, groups)
         more = False
         while True:
             costs, source = _costs(subject, found, groups, planning, more)
             if not preplanned:
                 return replace(planning, profile=costs, explanation=_lines(costs, found, (), source, assumed))
-            answer = _plan_on_first(subject, found, world, costs, planning)
-            if isinstance(answer, ValueError):
+            try:
+                answer = from_first(world, partial(_planned, subject, costs, planning))
+            except ValueError:
                 if more:
-                    raise answer
-            # If only streaming fits without recomputation, other plans with it may be faster.
-            elif more or not any(strategy.streams for strategy in answer.strategies):
-                lines = _lines(costs, found, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed)
-                return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
+                    raise
+            else:
+                # If only streaming fits without recomputation, other plans with it may be faster.
+                if more or not any(strategy.streams for strategy in answer.strategies):
+                    lines = _lines(costs, found, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed)
+                    return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
             more = True
     finally:
         groups.close()
@@ -127,7 +117,7 @@ def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
     Raises:
         ValueError: naming two ranks and their hosts.
     """
-    programs: list[str] = groups.gather_objects(f"{subject.program.fingerprint}, {subject.program.dtype}")
+    programs: list[str] = groups.gather(f"{subject.program.fingerprint}, {subject.program.dtype}")
     for rank, other in enumerate(programs):
         if other != programs[0]:
             hosts = found.reports[rank].host, found.reports[0].host
@@ -146,30 +136,19 @@ class _Plan:
     took_s: float
 
 
-def _plan_on_first(
-    subject: Subject, found: Discovered, world: World, costs: Costs, planning: Planning
-) -> _Plan | ValueError:
-    """Plan on rank 0; return its plan, or the reason why there is none, on all ranks."""
-    answer: _Plan | ValueError | None = None
-    if world.rank == 0:
-        from hydragraph.planner.brief_explanation import brief_explanation  # needs numba, which other ranks do without
+def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
+    """Plan on rank 0."""
+    from hydragraph.planner.brief_explanation import brief_explanation  # needs numba, which other ranks do without
 
-        doing("planning")
-        try:
-            began = time.monotonic()
-            batches = planning.lengths or ()
-            schedules = planned_schedules(subject.model.backend or "eager")
-            plan = planned_for(subject.program, costs, batches, subject.home, schedules)
-            took_s = time.monotonic() - began
-            workload = Workload(lengths=sample_of(batches))
-            lines = brief_explanation(costs.changed(home=subject.home), workload, plan)
-            able = tuple(s for s in plan.strategies if runs(subject.program, s, costs.ranks))
-            answer = _Plan(able, lines, took_s)
-        except ValueError as error:
-            answer = error
-    answer = world.gather(answer)[0]
-    assert answer is not None, "rank 0 plans"
-    return answer
+    doing("planning")
+    began = time.monotonic()
+    batches = planning.lengths or ()
+    schedules = planned_schedules(subject.model.backend or "eager")
+    plan = planned_for(subject.program, costs, batches, subject.home, schedules)
+    took_s = time.monotonic() - began
+    lines = brief_explanation(costs.changed(home=subject.home), Workload(lengths=sample_of(batches)), plan)
+    able = tuple(s for s in plan.strategies if runs(subject.program, s, costs.ranks))
+    return _Plan(able, lines, took_s)
 
 
 def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
@@ -215,7 +194,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 def _of_first(groups: Groups, value: T) -> T:
     """Return rank 0's value on all ranks: fits of one set of times may differ in rounding between hosts."""
-    first: list[T | None] = groups.gather_objects(value if groups.world.rank == 0 else None)
+    first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
 
@@ -241,19 +220,13 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dict[str, str]:
     """Return the key of each type's profile in the cache."""
     program = subject.program
+    kinds = tuple(kind.text for kind in settings.every_kind)
+    model = (program.fingerprint, program.origin, str(program.dtype), subject.model.backend)
+    others = (*model, kinds, settings.longest)
     together = Counter(found.places)
     keys: dict[str, str] = {}
     for rank, name in enumerate(found.types):
         count = max(n for place, n in together.items() if place.type == name)
-        kinds = tuple(kind.text for kind in settings.every_kind)
-        others = (
-            program.fingerprint,
-            program.origin,
-            str(program.dtype),
-            subject.model.backend,
-            kinds,
-            settings.longest,
-        )
         keys.setdefault(name, profile_key(found.reports[rank], count, others))
     return keys
 

@@ -4,13 +4,12 @@
                                                 they need; steps continue as before
     the result is ready on every machine        all ranks read it, and choose from the new strategies in the next step
 
-So the first step of a new strategy is as fast as its second. Strategies that fail the check are not used. If the
-process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy, as without it.
+Strategies that fail the check are not used. If the process dies, or takes longer than LIMIT_S, ranks compile when they
+first run the strategy.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import subprocess
@@ -24,8 +23,9 @@ from pathlib import Path
 
 import torch
 
+from hydragraph.cluster.module_process import start_module
 from hydragraph.cluster.once_per_node import OfferedFile
-from hydragraph.cluster.processes.shared_preparation import SharedFile
+from hydragraph.cluster.processes.shared_preparation import read_value, write_value
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.strategy import Strategy
@@ -40,8 +40,6 @@ class Made:
     """Result of a preparation, for all ranks of a machine.
 
     Attributes:
-        variants: graphs of all their stages, including the ones that already existed.
-        passed: checks that need not be repeated (`StageCheck.passed`).
         refused: why the strategies cannot run; "" if they can.
     """
 
@@ -58,13 +56,7 @@ class _Asked:
 
 
 class Beforehand:
-    """Process that prepares some strategies.
-
-    Args:
-        variants: graphs of the model; existing ones are not compiled again.
-        check: check of new graphs, if this run checks them.
-        strategies: the strategies to prepare.
-    """
+    """Process that prepares some strategies."""
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
         self._asked = _Asked(variants, check, tuple(strategies))
@@ -99,16 +91,14 @@ class Beforehand:
         began = time.monotonic()
         try:
             folder = Path(self._folder.name)
-            with (folder / "asked").open("w+b") as file:
-                SharedFile(file.fileno()).write(self._asked)
+            write_value(folder / "asked", self._asked)
             self._process = _started(folder)
             if self._closed:
                 self._process.kill()
             status = self._process.wait(LIMIT_S)
             if status:
                 raise RuntimeError(f"its process ended with status {status}")
-            with (folder / "made").open("rb") as file:
-                self._offer = OfferedFile(file.name, hashlib.file_digest(file, "sha256").hexdigest())
+            self._offer = OfferedFile.of(folder / "made")
             _LOG.info("made what is coming in %.1f s beside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             if self._process is not None:
@@ -117,25 +107,25 @@ class Beforehand:
                 _LOG.warning("what is coming cannot be made beside training, so ranks make it then: %s", error)
 
 
+@dataclass(frozen=True, eq=False)
 class Readying:
     """Prepares a rank for strategies that it has never run.
 
-    Args:
+    Attributes:
         variants: this rank's graphs.
         check: check of these graphs; None: done by another rank of this machine, or by none.
         makes: whether this rank starts preparations for its machine.
     """
 
-    def __init__(self, variants: Variants, check: StageCheck | None, makes: bool) -> None:
-        self._variants = variants
-        self._check = check
-        self._makes = makes
+    variants: Variants
+    check: StageCheck | None
+    makes: bool
 
     def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
         """Start preparing strategies; None: they need no preparation, or another rank does it."""
-        if not self._makes or not self._variants.portable or not self._variants.lacks(strategies):
+        if not self.makes or not self.variants.portable or not self.variants.lacks(strategies):
             return None
-        return Beforehand(self._variants, self._check, strategies)
+        return Beforehand(self.variants, self.check, strategies)
 
     def take(self, offer: OfferedFile) -> str:
         """Read the result of a preparation; return why the strategies cannot run, or ""."""
@@ -146,22 +136,20 @@ class Readying:
             return ""
         assert isinstance(found, Made), "a process has made it"
         if found.variants is not None:
-            self._variants.adopt(found.variants)
-        if self._check is not None:
-            self._check.passed.update(found.passed)
+            self.variants.adopt(found.variants)
+        if self.check is not None:
+            self.check.passed.update(found.passed)
         return found.refused
 
 
 def _started(folder: Path) -> subprocess.Popen[bytes]:
-    # The process must import this same package, installed or not, and the model's code from where the run found it.
-    package = str(Path(__file__).parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "hydragraph.engine.background_compile", str(folder)],
+    return start_module(
+        "hydragraph.engine.background_compile",
+        str(folder),
+        environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        paths=sys.path,  # the model's code is imported from where the run found it
         stdin=subprocess.PIPE,  # closed when this process ends for any reason, which ends the other process too
         stdout=subprocess.DEVNULL,
-        env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
     )
 
 
@@ -185,10 +173,7 @@ def end_with_stdin() -> None:
 
 def main(folder: Path) -> None:
     """Process the file "asked" of a folder, and write the result as "made"."""
-    with (folder / "asked").open("rb") as file:
-        asked = SharedFile(file.fileno()).read()
-    with (folder / "made").open("w+b") as file:
-        SharedFile(file.fileno()).write(made(asked))
+    write_value(folder / "made", made(read_value(folder / "asked")))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ class Discovered:
     """The discovered cluster.
 
     Attributes:
-        reports: of every rank.
         types: name of every rank's type of device.
-        links: as measured.
-        cluster: all of it, as plans are priced on it.
     """
 
     reports: tuple[DeviceReport, ...]
@@ -51,7 +48,6 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     """Discover the devices and links of all ranks, which call this together and get the same result.
 
     Args:
-        groups: their communicators.
         probe: returns a device's products per second; None: measure them.
 
     Raises:
@@ -60,7 +56,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     reports = report_devices(groups, probe)
     types = types_of(reports)
     links = measure_links(groups, [report.node for report in reports])
-    links = groups.gather_objects(links)[0]  # fitted on each rank from the same times, but rounding may differ
+    links = groups.gather(links)[0]  # fitted on each rank from the same times, but rounding may differ
     return Discovered(reports, types, links, cluster_of(reports, types, links))
 
 

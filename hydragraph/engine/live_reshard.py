@@ -1,15 +1,14 @@
 """Handover of state to new owners during a step, which continues with the current owners.
 
-A rank's state is constant from the end of one update to the next; only gradients change. So a part of it that is to
-move gets a second owner while a step computes, and at the end of the step this owner only needs the gradients:
+Between two updates only gradients change. So state that is to move gets a second owner while a step computes, and at
+the end of the step this owner only needs the gradients:
 
     step k    pull, forward, backward, push     | commit             | update           step k + 1
     first     the only owner of the part        | sends gradients    | drops the part
     second    receives weights and moments      | receives them      | updates          pulled from, pushed to
 
-The handover uses the commit of the step. No rank knows the step's totals before all ranks have contributed, and none
-contributes before it has received everything, so either all ranks switch to the new owners or none does. Until then
-every rank uses its old state, and a failure discards the new owners' part (`runtime.state_agreement`).
+Every rank contributes to the commit after it has received everything, so either all ranks switch to the new owners or
+none does; a failure before it discards the new owners' part (`runtime.state_agreement`).
 """
 
 from __future__ import annotations

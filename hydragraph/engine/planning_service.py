@@ -6,15 +6,13 @@ A worker that dies is replaced, and its mini-batch is given to the new one.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import queue
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import IO, cast
 
+from hydragraph.cluster.module_process import start_module
 from hydragraph.errors import Unsupported
 from hydragraph.planner.request import Answer, PlanRequest
 
@@ -34,8 +32,6 @@ class PlanService:
     A plan is looked up by the mini-batch's lengths, so it can never be used for another one.
 
     Args:
-        request: the candidates and their costs.
-        workers: number of processes.
         ahead: maximum number of mini-batches that are queued, in work or waiting to be taken.
     """
 
@@ -86,7 +82,6 @@ class PlanService:
         taken.
 
         Args:
-            request: the candidates and their costs.
             forget: discard those mini-batches instead, because others will follow.
         """
         with self._changed:
@@ -172,21 +167,8 @@ class PlanService:
         return answer
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        # The worker must import this same package, installed or not.
-        package = str(Path(__file__).parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "hydragraph.engine.planning_worker",
-            ],  # -P: the current directory is not on the import path
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
         # Protocol: the request, sent again when it changes; then lengths go out and answers come back.
+        process = start_module("hydragraph.engine.planning_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes[index] = process
         self._tell(index, cast(IO[bytes], process.stdin))
         return process

@@ -1,8 +1,7 @@
 """Cache of measured profiles in the user's cache folder, so that a second start measures no blocks.
 
-A profile is stored under a digest of everything that it depends on: the model's structure, dtype, backend, the device's
-name, memory and threads, the ranks of its node, the measured kinds of stages, and versions. The speed that the device
-had is part of the file's name: a device that is much slower today than it was then is measured again.
+A profile is stored under a digest of everything that it depends on, and the speed that the device had is part of the
+file's name: a device that is much slower today than it was then is measured again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     """Return the digest of what a profile depends on, except the device's speed.
 
     Args:
-        report: of a device of the type.
         together: most ranks of this type on one node, which share its cores and links.
         others: the model, dtype, backend and settings of the measurement; their `repr` must be the same every time.
     """

@@ -22,14 +22,14 @@ from pathlib import Path
 
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, join
-from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, Member, here
+from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, here
 from hydragraph.cluster.rendezvous.protocol import Generation
 from hydragraph.cluster.rendezvous.store_registers import Peer
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.candidate_strategies import at_once_among, candidates_among, strategy_for
 from hydragraph.engine.executable import Executable
-from hydragraph.engine.state_transfer import Restore, parts
+from hydragraph.engine.state_transfer import Moved, Restore, parts
 from hydragraph.engine.strategy_history import Past
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.planner.refit import refit
@@ -130,13 +130,14 @@ def meet_again(
         member.progress_s = exe.progress_s
         generation = member.meet(failure)
         try:
-            survived = _move(exe, member, generation, newest, pieces, past if soon else None, rates or {})
+            peers = member.peers
+            moved = _move(exe, generation, peers, newest, pieces, past if soon else None, rates or {})
         except RankFailure as again:
             failure = again
             continue
         member.holds = generation.number
-        received += survived.received
-        read.update(survived.read)
+        received += moved.received
+        read.update(moved.read)
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -146,35 +147,39 @@ def meet_again(
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
         failure = None  # the others meet again, without those that have handed over their state
     exe.stopping = 0
-    exe.past = replace(past, seats=tuple(peer.seat for peer in survived.peers))
+    exe.past = replace(past, seats=tuple(peer.seat for peer in peers))
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
     if len(joined) == len(now) and generation.lost:  # no survivor can report them
         lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
-    return replace(
-        survived,
+    return Survived(
+        generation=generation.number,
+        step=moved.step,
         lost=lost,
         left=tuple(rank for rank, m in enumerate(before) if m in left),
         joined=joined,
+        peers=peers,
+        strategies=exe.strategies,
+        restored=moved.restored,
         received=received,
-        read=read,
         seconds=time.monotonic() - began,
         why="; ".join(dict.fromkeys(reasons)) or came,
         ending=generation.ending,
+        read=read,
     )
 
 
 def _move(
     exe: Executable,
-    member: Member,
     generation: Generation,
+    peers: Sequence[Peer],
     newest: Callable[[], Path | None],
     pieces: Pieces | None,
     past: Past | None,
     rates: Mapping[int, float],
-) -> Survived:
+) -> Moved:
     """Move the state to a generation's ranks; arguments as for `meet_again`.
 
     Args:
@@ -183,27 +188,23 @@ def _move(
     """
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
-    peers = member.peers
+    seats = [peer.seat for peer in peers]
     going = [generation.members.index(m) for m in generation.leaving]
-    home = home_for(exe.wanted_home, [peer.seat for peer in peers], going)
+    home = home_for(exe.wanted_home, seats, going)
     with world.calling("meet"):
         if exe.given == "auto":
             exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has measured nothing
-        profile = costs_for(exe.given_profile, [peer.seat for peer in peers], home)
+        profile = costs_for(exe.given_profile, seats, home)
         if past is not None and isinstance(profile, Costs):
             told = next((each for each in world.gather(rates) if each), {})
             slow = {rank: told[m] for rank, m in enumerate(generation.members) if math.isfinite(told.get(m, math.inf))}
             profile = profile.changed(health=Health(slow))
-        strategies = strategies_for(exe, world, home, profile, past, [peer.seat for peer in peers])
+        strategies = strategies_for(exe, world, home, profile, past, seats)
         saved = next((each for each in world.gather(newest()) if each is not None), None)
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
-    moved = exe.move(world, home, generation.before, restore, strategies, profile)
-    came = moved.received
-    return Survived(
-        generation.number, moved.step, (), (), (), peers, exe.strategies, moved.restored, came, 0.0, "", read=moved.read
-    )
+    return exe.move(world, home, generation.before, restore, strategies, profile)
 
 
 def strategies_for(
@@ -242,7 +243,7 @@ def strategies_for(
     def fits(strategy: Strategy) -> bool:
         try:
             exe.check(strategy, world.ranks)
-        except (ValueError, Unsupported):
+        except ValueError:
             return False
         return True
 

@@ -20,22 +20,23 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hydragraph.checkpoint.background_save import Saver
+from hydragraph.cluster.agreement import raise_together
 from hydragraph.cluster.communicators import Channel, Groups
-from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
+from hydragraph.cost.trace_file import Event
+from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.mini_batch import AssignedBatch
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose
-from hydragraph.passes.variants import Variants
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, IterationOutcome
 from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
-from hydragraph.runtime.instruction_trace import Span, Timing
+from hydragraph.runtime.instruction_trace import Timing
 from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.runtime.rounded_weights import rounded
 from hydragraph.runtime.sequence_sums import Scored
@@ -52,14 +53,11 @@ class Session:
     """One rank's part of a world.
 
     Attributes:
-        program: the model.
         buffers: its buffers by name, on this rank's device.
         world: this process's place.
-        groups, saver: communicators, and those of background saves.
         owners: where every bucket's state lives.
         home, optimizer: this rank's share of the state; without an optimizer, no training.
         preparer, executor: build and run this rank's programs.
-        log: progress of the state.
     """
 
     program: Program
@@ -76,9 +74,7 @@ class Session:
 
     @staticmethod
     def begin(
-        program: Program,
-        variants: Variants,
-        buffers: Mapping[str, Tensor],
+        model: CompiledModel,
         world: World,
         home: Home,
         optimizer: OptimizerFactory | None,
@@ -86,21 +82,15 @@ class Session:
         alike: Mapping[str, str],
         log: ProgressLog | None = None,
         ending: Session | None = None,
-        deterministic: bool = False,
     ) -> Session:
         """Connect the ranks of a world and give each its share of the state; all ranks call it.
 
         Args:
-            program, variants, buffers: the model, its compiled graphs, and its buffers on this rank's device.
             world: this process's place.
-            home: owners of the state.
-            optimizer: as for `compile`.
-            fill: fills the home state with weights, before the optimizer is created.
             alike: texts by name that must be identical on all ranks.
             log: progress of the state that `fill` provides; None: it is new.
             ending: session of the same world to replace: its communicators are re-used, and so is the state of buckets
                 whose owners do not change.
-            deterministic: sums over micro-batches and ranks are exact.
 
         Raises:
             ValueError: on every rank: an input differs between ranks, or the home does not fit them.
@@ -109,42 +99,32 @@ class Session:
         world.watch.rest("")
         groups = ending.groups if ending else Groups(world, TIMEOUT, watch=world.watch)
         log = log or ProgressLog()
+        program, device = model.program, world.device
         for what, text in {**alike, "home": str(home)}.items():
-            agree(groups, what, text)
+            groups.same_everywhere(what, text)
         home.check(world.ranks, [bucket.name for bucket in program.buckets])
         if home.copies > 1:
-            nodes = groups.gather_objects(world.node)
+            nodes = groups.gather(world.node)
             home = home.on([nodes.index(node) for node in nodes])
         owners = HomeLayouts(home, world.ranks)
         layouts = owners.by_name(program.buckets)
         if ending:
             layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
-        old = ending.home if ending else None
-        state = HomeState.allocate(program, layouts, world.rank, world.device, old)
+        state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
         fill(groups, state)
         trained_by = _optimizer(optimizer, state, groups)
-        preparer = Preparer(program, variants, buffers, state.layouts, world.rank, world.ranks, device=world.device)
+        preparer = Preparer(program, model.variants, model.buffers, layouts, world.rank, world.ranks, device=device)
         copies = rounded(state, program.dtype, trained_by)
-        executor = Executor(
-            program, state, groups, world.watch, world.device, rounded=copies, log=log, deterministic=deterministic
-        )
+        exact = model.sums is not None
+        executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
         saver = ending.saver if ending else Saver(world, TIMEOUT)
-        return Session(program, buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
-
-    def agree(self, what: str, text: str) -> None:
-        """Check that a short text is identical on all ranks; all ranks call it.
-
-        Raises:
-            ValueError: on every rank, naming the ranks that have each text.
-        """
-        agree(self.groups, what, text)
+        return Session(program, model.buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
         """Compare what all ranks are about to do, in one small all-reduce.
 
         Args:
             digest: digest of this rank's call and data.
-            stopping: a positive number if this rank is to stop.
         """
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
@@ -157,7 +137,6 @@ class Session:
 
         Args:
             digest: 62-bit digest of the next call; -1 if unknown.
-            stopping: as for `compare`.
         """
         high, low = divmod(digest, 1 << 31)
         return high, low, int(self.saver.failed), stopping
@@ -170,18 +149,13 @@ class Session:
         count: int,
         update: Callable[[float], None],
         step: int,
-        spans: list[Span] | None,
+        spans: list[Event] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
         """Run one prepared iteration.
 
         Args:
-            work: the mini-batch, assigned and packed.
             purpose: what is run; only "train" updates.
-            divisor: the summed loss of the mini-batch is divided by it.
-            count: sequences of the mini-batch.
-            update: called with the gradient norm to update the weights.
-            step: step number, for the times of instructions.
             spans: receives these times; None: they are not recorded.
             says: called once this rank has computed; returns its message to all others (`saying`).
         """
@@ -239,7 +213,6 @@ class Session:
         """Update this rank's share, clipping gradients as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            norm: global norm of all gradients.
             most: maximum norm; None: no clipping.
         """
         self.log.updating()
@@ -258,8 +231,6 @@ class RanksCompared:
     """Comparison of what ranks are about to do, made before an iteration; identical on all ranks.
 
     Attributes:
-        same: whether all are about to do the same.
-        unsaved: whether a background save has failed on some rank.
         stopping: largest stop request of any rank; 0: none.
     """
 
@@ -293,27 +264,11 @@ def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Group
         optimizer = make_optimizer(factory, state) if factory else None
     except Exception as error:  # whatever a user's function raises
         refused = error
-    if groups.world.ranks > 1:
-        told = refused
-        if refused is not None and not isinstance(refused, Unsupported):
-            sentence = f"rank {groups.world.rank} cannot make it ({type(refused).__name__}: {refused})"
-            told = Unsupported(sentence, where="optimizer", remedy="correct the function that makes it")
-        first = first_of(groups, told)
-        if first is not None:
-            raise agreed(told or first) from refused
-        agree(groups, "optimizer and its settings", settings_of(optimizer))
-    elif refused is not None:
-        raise refused
+    sent = refused
+    if refused is not None and not isinstance(refused, Unsupported) and groups.world.ranks > 1:
+        sentence = f"rank {groups.world.rank} cannot make it ({type(refused).__name__}: {refused})"
+        sent = Unsupported(sentence, where="optimizer", remedy="correct the function that makes it")
+        sent.__cause__ = refused
+    raise_together(groups, sent, sent)
+    groups.same_everywhere("optimizer and its settings", settings_of(optimizer))
     return optimizer
-
-
-def agree(groups: Groups, what: str, text: str) -> None:
-    """Check that a short text is identical on all ranks; a single process always agrees."""
-    if groups.world.ranks > 1:
-        groups.same_everywhere(what, text)
-
-
-def first_of(groups: Groups, error: Exception | None) -> Exception | None:
-    """Return the error of the lowest rank that has one, on every rank; all ranks call it."""
-    errors: Sequence[Exception | None] = groups.gather_objects(error)
-    return next((each for each in errors if each is not None), None)

@@ -50,8 +50,6 @@ class ParityRow:
 
     Attributes:
         strategy: text of the strategy.
-        loss, reference_loss: mean per target.
-        parameter: parameter with the worst gradient, relative to its tolerance.
         error, norm: |error|_2 and |g|_2 of that parameter's gradient.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
@@ -85,7 +83,6 @@ def reference(
         sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and perhaps `weights`,
             the factor of the sequence's losses.
         masks: for a model with dropout, the masks of its gradients; the loss is that of an evaluation, without any.
-        label_smoothing: of the loss.
 
     Raises:
         ValueError: no sequence has a target.
@@ -128,10 +125,8 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the row of a strategy's worst gradient.
 
     Args:
-        expected: results of one device.
         gradients: the strategy's gradients, by the same names.
         loss: the strategy's loss.
-        strategy: its name.
 
     Raises:
         ValueError: a parameter has a nonzero gradient on one side only.
@@ -163,14 +158,6 @@ def verify(
     label_smoothing: float = 0.0,
 ) -> list[ParityRow]:
     """Compare every strategy with one device; every rank of the executor calls it.
-
-    Args:
-        model: the compiled model, with its weights, on the CPU.
-        executor: compiled from it.
-        strategies: strategies to compare.
-        sequences: one global mini-batch.
-        rank: rank of this process.
-        masks, label_smoothing: as for `reference`.
 
     Returns:
         One row per strategy on rank 0; an empty list elsewhere.

@@ -204,12 +204,12 @@ def read(session: Session, restore: Restore) -> Brought:
         Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
     """
     pieces, path = parts(restore)
-    session.agree("what to restore from", f"{pieces is not None} {path}")
     groups = session.groups
+    groups.same_everywhere("what to restore from", f"{pieces is not None} {path}")
     if pieces is not None:
         least = None
         if path is not None:
-            least = groups.gather_objects(_steps_of(path) if session.world.rank == 0 else 0)[0]
+            least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         found = recover(pieces, session.program.buckets, session.home, groups, least=least)
         pieces.last = None  # pieces kept from now on are of another series
         if found is not None:

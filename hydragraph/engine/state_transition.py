@@ -32,8 +32,6 @@ class Holding:
 
     Attributes:
         held: current session; None: this rank has joined no ranks yet.
-        handover: state that moves during the next step.
-        generation: number of times that this rank has switched to another session.
     """
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
@@ -128,11 +126,7 @@ class Holding:
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
-        """Stop a handover; among ranks that continue together, all have then sent and received the same.
-
-        Args:
-            broken: whether the ranks do not continue together.
-        """
+        """Stop a handover; among ranks that continue together, all have then sent and received the same."""
         handover, self.handover = self.handover, None
         if handover is None:
             return

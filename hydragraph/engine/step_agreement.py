@@ -6,8 +6,7 @@
     compare digests: all ranks meet
     step 8
 
-The digests travel with the totals that ranks sum at a commit anyway. So ranks wait for a slow or briefly stopped rank
-once per step instead of twice.
+So ranks wait for a slow or briefly stopped rank once per step instead of twice.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Call:
 
     Attributes:
         batch, strategy: None if rejected; strategy also None by default.
-        refused: the error.
         mark: digest of all this, including an error, so that ranks that reject the call alike stay in step.
     """
 
@@ -42,9 +40,7 @@ class Promise:
     """A promised step that follows the current one.
 
     Attributes:
-        sequences, strategy, divide_by: arguments of the coming call.
         call: the checked arguments, once gradients of the step before are in flight.
-        ranks: what ranks learned about one another at its commit.
     """
 
     sequences: Batches

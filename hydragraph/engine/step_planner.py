@@ -22,7 +22,6 @@ class IterationPlan:
 
     Attributes:
         candidate: index of the strategy.
-        assignment: assignment of its sequences.
         seconds: expected time; 0 for the quick plan, which has no estimate.
         hidden_s: seconds of planning that overlapped with training.
         exposed_s: seconds of planning that training waited for.
@@ -41,7 +40,6 @@ class IterationPlanner:
     """Plans the iterations of one training run, on one rank.
 
     Args:
-        request: the candidates and their costs.
         policy: how to plan: number of processes, how far ahead, and how long to wait.
         static: candidate to keep whenever it can run the longest sequence; None: choose every time.
     """

@@ -20,7 +20,6 @@ class Era:
     """One set of ranks that met and trained.
 
     Attributes:
-        seats: their seats.
         strategies: strategies they trained with, most recent first, with seats in place of ranks.
     """
 
@@ -34,7 +33,6 @@ class Past:
 
     Attributes:
         seats: seats of the current ranks, by rank; None: every rank's seat equals its number.
-        eras: past eras, newest first.
     """
 
     seats: tuple[int, ...] | None = None
@@ -45,7 +43,6 @@ class Past:
 
         Args:
             strategies: strategies they have trained with, most recent first.
-            ranks: number of ranks.
         """
         if not strategies:
             return self

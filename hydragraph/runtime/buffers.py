@@ -1,12 +1,8 @@
 """Buffers for an iteration's weights, gradients and messages, kept for the next iteration.
 
-On the CPU, freed memory of this size returns to the system, and every step would pay for fresh pages again. On CUDA the
-host runs ahead of the device, which may still read a returned buffer, so the buffer carries a mark: it is free once the
-device has passed it.
-
-A buffer is taken from those returned in this iteration, else from those that the last one left, else allocated.
-Iterations of one strategy need the same sizes, so from the second on hardly any is allocated; buffers unused by one
-iteration are dropped when the next begins.
+On the CPU, every step would otherwise pay for fresh pages. On CUDA the device may still read a returned buffer, so the
+buffer carries a mark: it is free once the device has passed it. Iterations of one strategy need the same sizes, so from
+the second on hardly any is allocated; buffers unused by one iteration are dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ class Buffers:
     """Hands out 1-D uninitialised tensors, and reuses them once they are returned.
 
     Args:
-        device: of the buffers.
         streams: the device's queues; default: a CPU's.
     """
 

@@ -1,10 +1,9 @@
 """Discovery of devices: what every rank reports of its own, and the types that these reports form.
 
-Types are told apart by measurement, not by name: a GPU that is throttled to half its clock is a type of its own.
+Types are told apart by measurement, not by name: a GPU that is throttled to half its clock is a type of its own. From
+the fastest down, a rank joins a type if it reaches `ALIKE` of the median of the ranks in it.
 
-Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second. From the fastest down, a rank joins a type
-if it reaches `ALIKE` of the median of the ranks in it; the third forms another type, named after its speed: "a100",
-"a100", "a100-51", "a100". The median, because one rank that has its core to itself for a moment is not a type.
+Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second: "a100", "a100", "a100-51", "a100".
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ import torch
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.profile_measurement import device_memories, type_name
 from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
+from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
 # Devices of one type reach at least this fraction of the median speed of the faster ones of them, and of their memory.
 ALIKE = 0.8
-# Most probes of a device, of which the fastest counts. A second one runs only if some devices of one name seem slower
+# Most probes of a device; the fastest one counts. A second one runs only if some devices of one name seem slower
 # than others: other processes may have slowed them for a moment.
 PROBES = 6
 # Bytes copied to measure the bandwidth of memory.
@@ -42,10 +42,8 @@ class DeviceReport:
 
     Attributes:
         node: identifies the rank's node; ranks of one node share memory and network cards.
-        host: name of the machine.
-        name: short name of the device.
         memory_bytes: bytes that the rank may use: its share where several ranks share a device or a host.
-        products_per_s: small matrix products per second, by which types are told apart.
+        products_per_s: small matrix products per second, which distinguish types.
         flops_per_s: floating-point operations per second of these products.
         memory_bytes_per_s: bandwidth of the device's memory.
         threads: compute threads of a rank on a CPU; 0 on a GPU.
@@ -69,7 +67,6 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     """Measure this rank's device while all others measure theirs, and return the reports of all ranks.
 
     Args:
-        groups: the communicators of all ranks, which call this together.
         probe: returns products per second; None: measure them.
 
     Raises:
@@ -92,14 +89,14 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
         _details(device),
         _versions(),
     )
-    reports = tuple(groups.gather_objects(own))
+    reports = tuple(groups.gather(own))
     check_versions(reports)
     for _ in range(PROBES - 1):
         if not _differ_in_speed(reports):
             break
         per_s = max(own.products_per_s, measured())
         own = replace(own, products_per_s=per_s, flops_per_s=2 * size**3 * per_s)
-        reports = tuple(groups.gather_objects(own))
+        reports = tuple(groups.gather(own))
     return reports
 
 
@@ -171,12 +168,10 @@ def _bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         began = time.perf_counter()
         target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         best = min(best, time.perf_counter() - began)
     return 2 * COPIED / best
 

@@ -1,6 +1,7 @@
 """Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks.
 
-A push to a home of two copies is two links: first owners sum the gradients of all ranks, then hand the sums on.
+A push to a home of two copies is two links: first owners sum the gradients of all ranks, then hand the sums on. Sums
+are in the order of the source ranks, so the same step gives the same bits.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
@@ -13,10 +14,7 @@ A gather or scatter that would not move any element is left out, and so is its r
     `in_order`      incoming equals the target element by element: it is received in place
     `whole`         every sending rank has the whole target: rows to sum, instead of a scatter that adds
 
-If a link reads or writes only a part of a buffer, source or target is that part, from the first moved element to the
-last.
-
-Sums here are in the order of the source ranks, regardless of the order of arrival: the same step gives the same bits.
+If a link uses only a part of a buffer, source or target is that part, from the first moved element to the last.
 """
 
 from __future__ import annotations
@@ -50,10 +48,7 @@ class Exchange:
             rank's message to itself.
         sent, received: elements per peer.
         source, target: elements of this rank's local buffers, or of the parts of them that take part.
-        native: the equivalent collective, if there is one.
-        source_at, target_at: offsets of these parts in the buffers.
         stays: no rank of the link, this one included, sends data to another.
-        device: of the buffers.
     """
 
     sends: tuple[Piece, ...]
@@ -143,13 +138,7 @@ def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | 
 
 
 def _lower(
-    slices: Slices,
-    source: Piece,
-    target: Piece,
-    rank: int,
-    ranks: int,
-    native: str | None,
-    device: torch.device | None,
+    slices: Slices, source: Piece, target: Piece, rank: int, ranks: int, native: str | None, device: torch.device | None
 ) -> Exchange:
     sends, receives = slices.of(rank)
     return Exchange(
@@ -193,32 +182,7 @@ def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Gro
 
     If the link is the identity and no cast is needed, the target is the home shard itself.
     """
-    if exchange.is_identity and home.dtype == dtype:
-        return Finish(lambda: home)
-    if exchange.native:
-        target = buffers.take(exchange.target, dtype)
-        outgoing = home.to(dtype)
-        message = groups.all_gather(Channel.PULL, target, outgoing)
-        return _finisher(message, lambda: target, outgoing, groups, buffers)
-    outgoing = _gathered(home, exchange, dtype, buffers)
-    if exchange.stays and exchange.in_order:
-        return Finish(lambda: outgoing)
-    incoming = buffers.take(sum(exchange.received), dtype)
-    message = None
-    if exchange.stays:
-        incoming.copy_(outgoing)
-    else:
-        message = groups.all_to_all(Channel.PULL, incoming, outgoing, exchange.received, exchange.sent)
-    if exchange.in_order:
-        return _finisher(message, lambda: incoming, outgoing, groups, buffers)
-
-    def scatter() -> Tensor:
-        target = buffers.take(exchange.target, dtype)
-        slice_copy(incoming, target, exchange.scatter)
-        buffers.give(incoming)
-        return target
-
-    return _finisher(message, scatter, outgoing, groups, buffers)
+    return _Transfer(exchange, groups, buffers).pull(home, dtype)
 
 
 def start_push(
@@ -240,87 +204,10 @@ def start_push(
         dtype: to round to before sending; gradients that stay on their rank are not rounded.
         adds: add the sums to `home`, which the bucket's earlier pushes have written.
     """
+    transfer = _Transfer(exchange, groups, buffers)
     target = _part(home, exchange.target_at, exchange.target)
-    if adds and gradients is not home:
-        push = _added(exchange, gradients, target, groups, buffers, dtype)
-    else:
-        push = _start_sum(exchange, gradients, target, groups, buffers, dtype)
-    return _handed_on(push, handing, home, groups, buffers)
-
-
-def _added(
-    exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers, dtype: torch.dtype
-) -> Finish:
-    """Start moving gradients to the owners, whose sums are added to `home`; arguments as for `start_push`."""
-    if exchange.is_identity:
-
-        def add_own() -> Tensor:
-            home.add_(gradients)
-            buffers.give(gradients)
-            return home
-
-        return Finish(add_own)
-    sums = buffers.take(len(home))
-    push = _start_sum(exchange, gradients, sums, groups, buffers, dtype)
-
-    def add() -> Tensor:
-        home.add_(push())
-        buffers.give(sums)
-        return home
-
-    return Finish(add, push.message)
-
-
-def _start_sum(
-    exchange: Exchange, gradients: Tensor, home: Tensor, groups: Groups, buffers: Buffers, dtype: torch.dtype
-) -> Finish:
-    """Start moving gradients to the owners that sum them; arguments as for `start_push`."""
-    if exchange.is_identity:
-
-        def stay() -> Tensor:
-            if gradients is not home:
-                home.copy_(gradients)
-                buffers.give(gradients)
-            return home
-
-        return Finish(stay)
-    if exchange.stays:
-
-        def add_own() -> Tensor:
-            outgoing = _gathered(gradients, exchange, home.dtype, buffers)
-            home.zero_()
-            slice_copy(outgoing, home, exchange.scatter, accumulate=True)
-            buffers.give(outgoing)
-            buffers.give(gradients)
-            return home
-
-        return Finish(add_own)
-    if (
-        exchange.native and dtype == home.dtype and groups.world.backend == "nccl"
-    ):  # gloo's own is slower: it copies its input
-        message = groups.reduce_scatter(Channel.PUSH, home, gradients)
-        return _finisher(message, lambda: home, gradients, groups, buffers)
-    # Two large buffers are alive at a time instead of three: the copied one is returned before incoming is taken.
-    outgoing = _gathered(gradients, exchange, dtype, buffers)
-    if outgoing is not gradients:
-        buffers.give(gradients)
-    if exchange.in_order and dtype == home.dtype:  # one contribution to every element
-        message = groups.all_to_all(Channel.PUSH, home, outgoing, exchange.received, exchange.sent)
-        return _finisher(message, lambda: home, outgoing, groups, buffers)
-    incoming = buffers.take(sum(exchange.received), dtype)
-    message = groups.all_to_all(Channel.PUSH, incoming, outgoing, exchange.received, exchange.sent)
-
-    def add() -> Tensor:
-        if exchange.whole > 1:
-            _sum(incoming.view(exchange.whole, -1), home)
-        else:
-            # Incoming and its table are ordered by peer: every element is summed in the order of the ranks.
-            home.zero_()
-            slice_copy(incoming, home, exchange.scatter, accumulate=True)
-        buffers.give(incoming)
-        return home
-
-    return _finisher(message, add, outgoing, groups, buffers)
+    push = transfer.added if adds and gradients is not home else transfer.summed
+    return _handed_on(push(gradients, target, dtype), handing, home, groups, buffers)
 
 
 def start_exact_push(
@@ -338,11 +225,9 @@ def start_exact_push(
         home: this rank's 1-D fp32 gradient shard, overwritten.
         handing: as for `start_push`; the sums are rounded before.
     """
+    transfer = _Transfer(exchange, groups, buffers)
     totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
-    pushes = [
-        _start_sum(exchange, part, total, groups, buffers, torch.float64)
-        for part, total in zip(parts, totals, strict=True)
-    ]
+    pushes = [transfer.summed(part, total, torch.float64) for part, total in zip(parts, totals, strict=True)]
 
     def finish() -> Tensor:
         for push in pushes:
@@ -358,40 +243,154 @@ def start_exact_push(
 
 def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
     """Let a transfer to second owners follow a push."""
-    return push if handing is None else replace(push, then=lambda: _start_handing(handing, home, groups, buffers))
+    if handing is None:
+        return push
+    transfer = _Transfer(handing, groups, buffers)
+    return replace(push, then=lambda: transfer.handed(home))
 
 
-def _start_handing(exchange: Exchange, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    """Start handing sums on to second owners, from gradient shards into those of other ranks."""
-    source = _part(home, exchange.source_at, exchange.source)
-    target = _part(home, exchange.target_at, exchange.target)
-    outgoing = _gathered(source, exchange, home.dtype, buffers)
-    incoming = target if exchange.in_order else buffers.take(sum(exchange.received), home.dtype)
-    # Not on the communicator of gradients: a rank starts to hand on when one of its sums is ready, between any two of
-    # its pushes, which may differ between ranks. Before the commit all have started, in the order of the pushes.
-    message = groups.all_to_all(Channel.COMMIT, incoming, outgoing, exchange.received, exchange.sent)
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    """One rank's part of a link, with the communicators and buffers that carry it."""
 
-    def put() -> Tensor:
-        if incoming is not target:
+    exchange: Exchange
+    groups: Groups
+    buffers: Buffers
+
+    def pull(self, home: Tensor, dtype: torch.dtype) -> Finish:
+        """Start moving values to a new buffer."""
+        exchange, buffers = self.exchange, self.buffers
+        if exchange.is_identity and home.dtype == dtype:
+            return Finish(lambda: home)
+        if exchange.native:
+            target = buffers.take(exchange.target, dtype)
+            outgoing = home.to(dtype)
+            message = self.groups.all_gather(Channel.PULL, target, outgoing)
+            return self._finish(message, lambda: target, outgoing)
+        outgoing = self._gathered(home, dtype)
+        if exchange.stays and exchange.in_order:
+            return Finish(lambda: outgoing)
+        incoming = buffers.take(sum(exchange.received), dtype)
+        message = None
+        if exchange.stays:
+            incoming.copy_(outgoing)
+        else:
+            message = self._send(Channel.PULL, incoming, outgoing)
+        if exchange.in_order:
+            return self._finish(message, lambda: incoming, outgoing)
+
+        def scatter() -> Tensor:
+            target = buffers.take(exchange.target, dtype)
             slice_copy(incoming, target, exchange.scatter)
             buffers.give(incoming)
-        return home
+            return target
 
-    return _finisher(message, put, outgoing, groups, buffers)
+        return self._finish(message, scatter, outgoing)
+
+    def added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
+        """Start moving gradients to the owners, whose sums are added to `home`."""
+        stays = self.exchange.is_identity
+        sums = gradients if stays else self.buffers.take(len(home))
+        push = Finish(lambda: gradients) if stays else self.summed(gradients, sums, dtype)
+
+        def add() -> Tensor:
+            home.add_(push())
+            self.buffers.give(sums)
+            return home
+
+        return Finish(add, push.message)
+
+    def summed(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
+        """Start moving gradients to the owners that sum them, in place of what `home` has."""
+        exchange, groups, buffers = self.exchange, self.groups, self.buffers
+        if exchange.is_identity:
+
+            def stay() -> Tensor:
+                if gradients is not home:
+                    home.copy_(gradients)
+                    buffers.give(gradients)
+                return home
+
+            return Finish(stay)
+        if exchange.stays:
+
+            def add_own() -> Tensor:
+                outgoing = self._gathered(gradients, home.dtype)
+                home.zero_()
+                slice_copy(outgoing, home, exchange.scatter, accumulate=True)
+                buffers.give(outgoing)
+                buffers.give(gradients)
+                return home
+
+            return Finish(add_own)
+        # gloo's own reduce-scatter is slower: it copies its input.
+        if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
+            message = groups.reduce_scatter(Channel.PUSH, home, gradients)
+            return self._finish(message, lambda: home, gradients)
+        # Two large buffers are alive at a time instead of three: the copied one is returned before incoming is taken.
+        outgoing = self._gathered(gradients, dtype)
+        if outgoing is not gradients:
+            buffers.give(gradients)
+        if exchange.in_order and dtype == home.dtype:  # one contribution to every element
+            return self._finish(self._send(Channel.PUSH, home, outgoing), lambda: home, outgoing)
+        incoming = buffers.take(sum(exchange.received), dtype)
+        message = self._send(Channel.PUSH, incoming, outgoing)
+
+        def add() -> Tensor:
+            if exchange.whole > 1:
+                _sum(incoming.view(exchange.whole, -1), home)
+            else:
+                # Incoming and its table are ordered by peer: every element is summed in the order of the ranks.
+                home.zero_()
+                slice_copy(incoming, home, exchange.scatter, accumulate=True)
+            buffers.give(incoming)
+            return home
+
+        return self._finish(message, add, outgoing)
+
+    def handed(self, home: Tensor) -> Finish:
+        """Start handing sums on to second owners, from gradient shards into those of other ranks."""
+        exchange = self.exchange
+        target = _part(home, exchange.target_at, exchange.target)
+        outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
+        incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
+        # Not on the communicator of gradients: a rank starts to hand on when one of its sums is ready, between any two
+        # of its pushes, which may differ between ranks. Before the commit all have started, in the order of the pushes.
+        message = self._send(Channel.COMMIT, incoming, outgoing)
+
+        def put() -> Tensor:
+            if incoming is not target:
+                slice_copy(incoming, target, exchange.scatter)
+                self.buffers.give(incoming)
+            return home
+
+        return self._finish(message, put, outgoing)
+
+    def _send(self, channel: Channel, incoming: Tensor, outgoing: Tensor) -> Message | None:
+        return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
+
+    def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sent pieces one after another, cast; the buffer itself if that is the same."""
+        if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
+            return buffer
+        gathered = self.buffers.take(sum(self.exchange.sent), dtype)
+        slice_copy(buffer, gathered, self.exchange.gather)
+        return gathered
+
+    def _finish(self, message: Message | None, result: Callable[[], Tensor], outgoing: Tensor) -> Finish:
+        """Return an end that waits, returns the sent buffer, then gives the result."""
+
+        def finish() -> Tensor:
+            self.groups.wait(message)
+            self.buffers.give(outgoing)
+            return result()
+
+        return Finish(finish, message)
 
 
 def _part(buffer: Tensor, at: int, size: int) -> Tensor:
     """Return a part of a 1-D buffer, or the buffer itself if that is all of it."""
     return buffer if size == len(buffer) else buffer[at : at + size]
-
-
-def _gathered(buffer: Tensor, exchange: Exchange, dtype: torch.dtype, buffers: Buffers) -> Tensor:
-    """Return the sent pieces one after another, cast; the buffer itself if that is the same."""
-    if buffer.dtype == dtype and _is_whole(exchange.sends, len(buffer)):
-        return buffer
-    gathered = buffers.take(sum(exchange.sent), dtype)
-    slice_copy(buffer, gathered, exchange.gather)
-    return gathered
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
@@ -414,16 +413,3 @@ def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
             return False
         at += length
     return at == size
-
-
-def _finisher(
-    message: Message | None, result: Callable[[], Tensor], outgoing: Tensor, groups: Groups, buffers: Buffers
-) -> Finish:
-    """Return an end that waits, returns the sent buffer, then gives the result."""
-
-    def finish() -> Tensor:
-        groups.wait(message)
-        buffers.give(outgoing)
-        return result()
-
-    return Finish(finish, message)

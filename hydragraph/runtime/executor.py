@@ -33,7 +33,7 @@ from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.pending_work import Finish, Pending
-from hydragraph.runtime.prepared_programs import BoundBlock, Prepared, shard_view
+from hydragraph.runtime.prepared_programs import Prepared, shard_view
 from hydragraph.runtime.rounded_weights import Rounded
 from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.speed_probe import ProbeResult
@@ -53,9 +53,6 @@ class IterationOutcome:
     Attributes:
         loss: the sum over the global mini-batch, divided by the divisor.
         grad_norm: of all gradients together (frozen parameters have none); 0 for an evaluation.
-        finite: whether both are finite; otherwise no update was made.
-        ranks: by rank, how it spent the iteration.
-        said: by rank, its message about the next step.
         scores: log-probability of each sequence, and its entropy if the program returns it: [L, K], fp64 on the CPU;
             empty unless the program scores.
     """
@@ -104,13 +101,10 @@ class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        program: the captured model of the prepared programs.
         home: this rank's master weights and gradients.
-        groups, watch: its communicators and its failure watch.
         device: the device of this rank's computation.
         streams: that device's queues; default: those of the device and the communicators.
         rounded: the weights to pull, if the optimizer keeps them alongside the master weights.
-        log: records when all gradients are at home.
         deterministic: make sums over micro-batches and ranks exact, so that they do not depend on the order
             (`kernels.exact`).
 
@@ -180,7 +174,6 @@ class Executor:
         Args:
             prepared: this rank's program.
             batches: the packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
-            divisor: the summed loss of the global mini-batch is divided by it.
             update: called with the gradient norm if the program updates and the norm is finite.
             aux_buffers: the values of the aux graph's buffers.
             timing: measures this iteration: waits and, if it keeps spans, every instruction and message.
@@ -300,9 +293,18 @@ class Executor:
             hidden = it.collectives.split(hidden, 1)
         if self._exact and hidden is not None:
             hidden = laid_out(hidden)
+        operands: dict[str, Any] = {
+            **block.starts,
+            COLLECTIVES: it.collectives,
+            **batch,
+            **block.buffers,
+            "hidden": hidden,
+        }
         extras = it.values.get(aux(micro_batch))
-        arguments = [self._argument(name, it, block, shards, hidden, extras, batch) for name in block.variant.inputs]
-        out, *kept = block.variant.forward(*arguments)
+        if extras is not None:
+            operands |= {name: extras[index] for name, index in block.aux.items()}
+        operands |= {local: shards[name] for local, name in block.names.items() if name in shards}
+        out, *kept = block.variant.forward(*(operands[name] for name in block.variant.inputs))
         if block.leaves:
             out = it.collectives.all_gather(out, 1)
         it.values[instruction.writes[0]] = out
@@ -321,29 +323,6 @@ class Executor:
             if value.kind is ValueKind.WEIGHTS:
                 shards |= self._shards(it, value)
         return shards
-
-    @staticmethod
-    def _argument(
-        name: str,
-        it: _Iteration,
-        block: BoundBlock,
-        shards: Mapping[str, Tensor],
-        hidden: Tensor | None,
-        extras: Sequence[Tensor] | None,
-        batch: Mapping[str, Tensor],
-    ) -> Any:
-        if name in block.names:
-            return shards[block.names[name]]
-        if name == "hidden":
-            return hidden
-        if name in block.aux:
-            assert extras is not None
-            return extras[block.aux[name]]
-        if name in block.buffers:
-            return block.buffers[name]
-        if name in batch:
-            return batch[name]
-        return it.collectives if name == COLLECTIVES else block.starts[name]
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
         self._end_ready(it, Stream.PULL, it.serving)

@@ -25,7 +25,6 @@ class OwnedPart:
     """The part of one parameter owned by a rank, contiguous in its shard of the bucket, regardless of its intervals.
 
     Attributes:
-        parameter: the whole parameter.
         bucket: the name of the parameter's bucket.
         intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty: at most one of each copy.
         counted: for each interval, whether its elements count on this rank (instead of their other owner) where they
@@ -65,8 +64,6 @@ class HomeState:
     """One rank's master weights and gradients.
 
     Attributes:
-        rank: the rank that owns it.
-        layouts: bucket name -> home layout.
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
         counted: views into `gradients` of the elements that count here: over all ranks every element counts once,
             regardless of its number of owners.
@@ -94,10 +91,6 @@ class HomeState:
         """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home_layout.HomeLayouts`).
 
         Args:
-            program: of the model.
-            layouts: home layouts by bucket name.
-            rank: the rank that owns the state.
-            device: of the tensors.
             old: the rank's current state: if it has the identical layout object for a bucket, its tensors are shared.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
@@ -134,6 +127,19 @@ class HomeState:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; tensors may be empty."""
         return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+
+
+def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the parts of parameters among elements [lo, hi) of a bucket, in its order.
+
+    Each is the parameter's name, the part's interval in the bucket, and the parameter's first element there.
+    """
+    start = 0
+    for parameter in bucket.parameters:
+        low, high = max(lo, start), min(hi, start + parameter.size)
+        if low < high:
+            yield parameter.name, low, high, start
+        start += parameter.size
 
 
 @contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from hydragraph.cost.trace_file import Event, TracedStep, write_events
+from hydragraph.cost.trace_file import Event
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.streams import Clock, HostClock, Reading
@@ -60,17 +59,6 @@ def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
-@dataclass(frozen=True)
-class Span:
-    """A span of time on one rank: its begin and end, in seconds of the wall clock."""
-
-    step: int
-    stream: str
-    name: str
-    begin: float
-    end: float
-
-
 class Timing:
     """Measurements of one rank during one iteration.
 
@@ -78,13 +66,9 @@ class Timing:
         step: the iteration's number, which its spans carry.
         spans: a list to which every instruction and message is added; None: only sum the waits.
         clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
-        kinds: number of block templates.
-
-    Attributes:
-        kinds: number of block templates, set by the executor.
     """
 
-    def __init__(self, step: int = 0, spans: list[Span] | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, step: int = 0, spans: list[Event] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
         self.kinds = 0
         self._probe = 0.0
@@ -180,25 +164,9 @@ class Timing:
             return
         for stream, name, began, ended in self._parts:
             begin, end = (self._clock.seconds(reading) + self._offset for reading in (began, ended))
-            self.spans.append(Span(self._step, stream.value, name, begin, end))
+            self.spans.append(Event(self._step, stream.value, name, begin, end))
         self._parts.clear()
 
     def _add(self, stream: Stream, name: str, began: Reading, ended: Reading) -> None:
         if self.spans is not None:
             self._parts.append((stream, name, began, ended))
-
-
-def write_trace(per_rank: Iterable[Iterable[Span]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
-    """Write all ranks' spans in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank.
-
-    Args:
-        per_rank: each rank's spans, in the order of the ranks.
-        path: a .json file.
-        steps: the iterations, for `hydragraph compare`.
-    """
-    write_events(map(events_of, per_rank), path, steps)
-
-
-def events_of(spans: Iterable[Span]) -> tuple[Event, ...]:
-    """Return a rank's spans as the events of a trace."""
-    return tuple(Event(s.step, s.stream, s.name, s.begin, s.end) for s in spans)

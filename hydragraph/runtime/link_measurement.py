@@ -1,8 +1,7 @@
 """Measurement of links: one pair of ranks in each node, one pair between nodes, and all pairs of two nodes at once.
 
-A pair exchanges messages of growing size, there and back; half a round trip is the time of a message. All pairs of a
-round run at the same time. If k pairs between two nodes together are as fast as k times one pair, each has its own
-network card; if they are not, the pairs share cards.
+A pair exchanges messages of growing size, there and back. If k pairs between two nodes together are as fast as k times
+one pair, each has its own network card; if they are not, the pairs share cards.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from statistics import median
 import torch
 
 from hydragraph.cluster.communicators import Groups
+from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
@@ -34,7 +34,6 @@ class MeasuredLinks:
         inner: within each node; None if it has one rank.
         outer: between each node and the others; None if there is one node.
         cards: number of network cards of each node, as far as its ranks can tell.
-        messages: of the first measured pair.
     """
 
     inner: tuple[Interconnect | None, ...]
@@ -47,7 +46,6 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
     """Measure the links between ranks; all ranks call it together.
 
     Args:
-        groups: the communicators of all ranks.
         nodes: each rank's node.
     """
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
@@ -78,11 +76,9 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Return the number of network cards of a node.
 
     Args:
-        ranks: of the node.
-        pairs: number of pairs that were measured together.
         alone_s, together_s: seconds of a message of one pair alone, and of the slowest of all pairs at once.
     """
-    if pairs < 2:  # nothing can be told
+    if pairs < 2:  # cards cannot be distinguished
         return 1
     sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs of one card
     return max(1, round(ranks / sharing))
@@ -91,12 +87,11 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
     """Return the messages of pairs of ranks that exchange at the same time; no rank is in two pairs."""
     rank = groups.world.rank
-    device = groups.world.device
     own = next((pair for pair in pairs if rank in pair), None)
     found: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
     for size in SIZES if pairs else ():
-        seconds = 0.0 if own is None else _round_trip(groups, own, torch.zeros(size, dtype=torch.uint8, device=device))
-        everyone = groups.gather_objects(seconds)
+        seconds = 0.0 if own is None else round_trip(groups, own, size)
+        everyone = groups.gather(seconds)
         for pair in pairs:
             found[pair].append((size, max(everyone[pair[0]], everyone[pair[1]], 1e-9)))
         if max(everyone) > LONGEST_S:
@@ -104,25 +99,21 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
     return {pair: tuple(messages) for pair, messages in found.items()}
 
 
-def _round_trip(groups: Groups, pair: Pair, message: torch.Tensor) -> float:
-    """Return half the seconds of a round trip between this rank and the other one of its pair."""
+def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
+    """Return half the seconds of a round trip of `size` bytes between this rank and the other one of its pair."""
+    message = torch.zeros(size, dtype=torch.uint8, device=groups.world.device)
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     times = []
-    for turn in range(REPEATS + 1):
-        _synchronise(message.device)
+    for turn in range(repeats + 1):
+        synchronise(message.device)
         began = time.perf_counter()
         for sender in pair:
             work = groups.send(message, other, turn) if sender == rank else groups.receive(message, other, turn)
             groups.wait(work)
-        _synchronise(message.device)
+        synchronise(message.device)
         times.append((time.perf_counter() - began) / 2)
     return median(times[1:])
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def link_of(messages: Messages) -> Interconnect:

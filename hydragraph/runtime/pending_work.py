@@ -17,7 +17,6 @@ class Finish:
     """The end of an exchange: called once, on the stream that started it.
 
     Attributes:
-        result: called once: waits for the message and returns the tensor.
         message: the awaited message; None: there is none.
         then: starts a following exchange of the result, whose end completes the value; None: the result is complete.
     """
@@ -44,8 +43,6 @@ class Pending:
 
     Args:
         streams: the device's queues.
-        stream: the stream on which it is ended.
-        finish: ends it, and returns the value.
         at_once: False if its end would delay later work of its stream: it is then ended on demand.
     """
 

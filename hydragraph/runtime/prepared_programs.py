@@ -38,9 +38,6 @@ class BoundBlock:
     """A block as this rank runs it.
 
     Attributes:
-        variant: its compiled graphs.
-        names: local parameter name -> name in the model.
-        buffers: local buffer name -> value.
         aux: template input -> index of its output of the aux graph.
         starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the number of the block.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and whether its
@@ -65,7 +62,6 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        program: the instructions.
         part: this rank's place in its stage.
         blocks: by name, those of this rank's stage.
         pulls, pushes: by name, which is the bucket's unless they are streamed; only what learns is pushed.
@@ -73,7 +69,6 @@ class Prepared:
         adds: the pushes that add to the home gradients, as a push of the same bucket precedes them.
         at_home: the buckets whose gradients are accumulated in the home gradients themselves.
         shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; only if held.
-        stages: the rank tuples of all stages, for the tensor-parallel groups.
     """
 
     program: RankProgram
@@ -88,41 +83,30 @@ class Prepared:
     stages: tuple[tuple[int, ...], ...]
 
 
+@dataclass(eq=False)
 class Preparer:
     """Prepares strategies for one rank, reusing compiled templates.
 
     Args:
-        program: the model.
-        variants: its compiled templates.
         buffers: the model's buffers by name, on the right device.
-        homes: bucket name -> home layout.
-        rank, ranks: this process.
         capacity: number of most recently used prepared iterations to keep; compiled templates are always kept.
         device: of the computation; default: the CPU.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        variants: Variants,
-        buffers: Mapping[str, Tensor],
-        homes: Mapping[str, Layout],
-        rank: int,
-        ranks: int,
-        capacity: int = CAPACITY,
-        device: torch.device | None = None,
-    ) -> None:
-        self._program = program
-        self._buckets_by_name = {bucket.name: bucket for bucket in program.buckets}
-        self._variants = variants
-        self._buffers = buffers
-        self._homes = homes
-        self._rank = rank
-        self._ranks = ranks
-        self._device = device
-        self._known = LRU[tuple[Strategy, tuple[int, ...], Purpose], Prepared](capacity)
+    _program: Program
+    _variants: Variants
+    _buffers: Mapping[str, Tensor]
+    _homes: Mapping[str, Layout]
+    _rank: int
+    _ranks: int
+    capacity: int = CAPACITY
+    device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self._buckets_by_name = {bucket.name: bucket for bucket in self._program.buckets}
+        self._known = LRU[tuple[Strategy, tuple[int, ...], Purpose], Prepared](self.capacity)
         # Shared by iterations of one strategy; the capacity covers all kept iterations.
-        self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](capacity * len(program.buckets))
+        self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](self.capacity * len(self._program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
@@ -211,15 +195,15 @@ class Preparer:
         def make() -> tuple[Exchange, Exchange | None]:
             target = propagation(bucket, stages, kinds)
             return (
-                pull_exchange(source, target, self._rank, self._ranks, self._device),
-                push_exchange(target, source, self._rank, self._ranks, self._device) if bucket.learns else None,
+                pull_exchange(source, target, self._rank, self._ranks, self.device),
+                push_exchange(target, source, self._rank, self._ranks, self.device) if bucket.learns else None,
             )
 
         return self._links.get(key, make)
 
     def _handing(self, owners: Layout) -> Exchange | None:
         if owners not in self._handings:
-            self._handings[owners] = hand_exchange(owners, self._rank, self._ranks, self._device)
+            self._handings[owners] = hand_exchange(owners, self._rank, self._ranks, self.device)
         return self._handings[owners]
 
 

@@ -1,8 +1,7 @@
 """Fitting: constants of the cost models from measurements, by non-negative least squares.
 
-Relative errors of micro-batches are minimised, weighted by their seconds: an iteration's time is dominated by its long
-micro-batches, and constants that suit only short ones would be wrong for most of it. Noise may push a coefficient below
-0, which is meaningless; a bound of 0 then shows that the measurements do not determine it.
+Relative errors of micro-batches are minimised, weighted by their seconds, since long micro-batches take most of an
+iteration. Noise may push a coefficient to its bound of 0: the measurements then do not determine it.
 
 Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
 
@@ -10,10 +9,8 @@ Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 token
     the first two differ by 4 s and only by 8 in the sum of l^2: a = 0.5
     the last is 28 s above the first; 0.5 x 48 = 24 of them are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
 
-This is why each number of tokens is measured whole and in parts (`micro_batches`).
-
-Attention with a window or chunks has a column of its own, the sum of `Reach.pairs`, instead of the sum of l^2. If all
-measured sequences are shorter than a window, both columns are equal, so a block's constants also hold beyond it.
+This is why each number of tokens is measured whole and in parts (`micro_batches`). Attention with a window or chunks
+has the sum of `Reach.pairs` as its column; while sequences are shorter than the window, this equals the sum of l^2.
 
 Formulas of Hydraulis -> functions:
 
@@ -102,7 +99,6 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        micro_batches: the lengths of the sequences of each.
         seconds: of each, above 0.
         reaches: of its attention calls; none: it has no quadratic part, like pieces of a model without attention.
 
@@ -147,7 +143,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
-    """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
+    """Return UtilLen: the tokens of a micro-batch that reaches 85 % of the plateau of tokens/s.
 
     The quadratic part is subtracted first: it grows with the length of sequences, not with their number. Between
         measured
@@ -192,7 +188,6 @@ class Measured:
 
     Attributes:
         piece: its sizes; the seconds are still to be fitted.
-        seconds: of each micro-batch.
         reaches: of its attention calls; none: its time is linear.
         forward: the forward's part of `seconds`; empty if they were not measured separately.
     """
@@ -240,13 +235,9 @@ def fit_profile(
     """Fit measurements; failed fits are recorded with the reason.
 
     Args:
-        name: of the profile.
         blocks: the template of every block of the model, in order.
-        schemes: to fit.
-        device: on which it was measured.
         found: measurements by kind of stage, including plain stages of every scheme's degree.
         messages: bytes and seconds; empty for one rank.
-        more: other fields of the profile.
     """
     unfit = {}
     util = {}
@@ -258,7 +249,7 @@ def fit_profile(
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
         fitted = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
-        # Every stage has layers, and `Costs` refuses those whose attention costs nothing.
+        # Every stage has layers, and `Costs` refuses those whose attention takes no time.
         noisy = [t for t, m in measured.times.items() if m.reaches and _hidden(fitted[t].seconds)]
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"

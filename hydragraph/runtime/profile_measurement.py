@@ -1,9 +1,8 @@
 """Measure a profile: time templates on this machine's ranks, not models and not strategies.
 
-Each distinct template runs once per kind of stage (tensor-parallel degree, sequence parallelism, recomputation) and
-micro-batch, forward and backward, with its real collectives; stages of any number of layers are sums of these times.
-All groups of ranks run at once, so that shared resources (cores, links) are shared as in training; a group is as slow
-as its slowest rank, and the median over groups and repetitions counts.
+Each distinct template runs once per kind of stage and micro-batch, forward and backward, with its real collectives;
+stages of any number of layers are sums of these times. All groups of ranks run at once, to share cores and links as in
+training; a group is as slow as its slowest rank, and the median over groups and repetitions counts.
 """
 
 from __future__ import annotations
@@ -42,11 +41,12 @@ from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.runtime import profile_fitting
 from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
+from hydragraph.runtime.link_measurement import SIZES, round_trip
 from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
+from hydragraph.runtime.streams import synchronise
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-MESSAGES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
 CHAIN = 4  # blocks per measurement, if the model has that many equal ones
 USABLE = 0.9  # of a device's memory; the rest is for fragmentation
@@ -60,12 +60,9 @@ class MeasuredModel:
     """The model to measure.
 
     Attributes:
-        program: captured from it.
-        buffers: its buffers by name.
         vocabulary: exclusive upper bound of token ids.
         positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer, since times do not
             depend on the values of positions.
-        backend: of its graphs, as in `hydragraph.compile`.
         type: the clusters' name of this type of device; "": the name that the device reports.
     """
 
@@ -83,7 +80,6 @@ class MeasureSettings:
 
     Attributes:
         schemes: to fit; the ranks of one stage suffice, their pipelines need not exist.
-        kinds: kinds of stage to measure beyond those of `schemes`.
         longest: tokens of the longest micro-batch.
         repeats: of every measurement, after one that is discarded.
         points: number of token counts of micro-batches, from longest / 64 up.
@@ -155,10 +151,6 @@ def measure(
     """Measure a profile; all ranks call it together and get the same one.
 
     Args:
-        subject: the model.
-        settings: of the measurement.
-        groups: the communicators of this process; all ranks measure together.
-        progress: called with the current measurement.
         places: by rank; several types of device are measured at once, and the result has a profile of each. None: all
             ranks are in one place.
         messages: bytes and seconds of messages between two ranks, if they were measured before.
@@ -168,9 +160,7 @@ def measure(
     """
     program = subject.program
     world = groups.world
-    places = (
-        places or [DevicePlace("", groups.gather_objects(subject.type or type_name(world.device))[0])] * world.ranks
-    )
+    places = places or [DevicePlace("", groups.gather(subject.type or type_name(world.device))[0])] * world.ranks
     settings.check(program, max(Counter(places).values()))
     devices = _devices(subject, groups, places)
     device = devices[places[world.rank].type]
@@ -223,19 +213,13 @@ def measure(
 
 
 def stage_timer(
-    subject: MeasuredModel,
-    kind: StageKind,
-    layers: int,
-    groups: Groups,
-    clock: Callable[[], float] = time.perf_counter,
+    subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
     """Return a function that times whole stages: forwards, then backwards, of one micro-batch.
 
     `measure` derives the time of a stage from one block; this function checks it.
 
     Args:
-        subject, groups: as for `measure`.
-        kind: of the stage.
         layers: of the longest stage; each has its own weights.
         clock: returns seconds; for a rank with one thread on a busy machine, `time.process_time` gives computing time.
 
@@ -258,7 +242,7 @@ def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlac
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
     found: dict[str, list[tuple[str, float]]] = {}
-    names = groups.gather_objects(_name(groups.world.device))
+    names = groups.gather(_name(groups.world.device))
     for place, name, memory in zip(places, names, device_memories(groups), strict=True):
         found.setdefault(place.type, []).append((name, memory))
     size = subject.program.dtype.itemsize
@@ -283,13 +267,13 @@ def device_memories(groups: Groups) -> list[float]:
     Ranks of one host share its memory, and ranks of one GPU share the GPU's.
     """
     here = socket.gethostname()
-    free = _host_memory()
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     reserved = 0
     device = groups.world.device
     if device.type == "cuda":
         here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
         reserved = torch.cuda.memory_reserved(device)
-    return [USABLE * share for share in memory_shares(groups.gather_objects((here, free, reserved)))]
+    return [USABLE * share for share in memory_shares(groups.gather((here, free, reserved)))]
 
 
 def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
@@ -301,54 +285,22 @@ def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
     return [shares[place] for place, _, _ in reports]
 
 
-def _host_memory() -> int:
-    """Return the bytes of this host's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _synchronise(device: torch.device) -> None:
-    """Wait for all queued work of a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
     """Time messages of several sizes between ranks 0 and 1: half of a round trip."""
-    rank = groups.world.rank
-    device = groups.world.device
     if groups.world.ranks == 1:
         return []
-    by_size = []
-    for size in MESSAGES:
-        round_trips = []
-        message = torch.zeros(size, dtype=torch.uint8, device=device)
-        for turn in range(repeats + 1 if rank < 2 else 0):
-            _synchronise(device)
-            began = time.perf_counter()
-            for sender in (0, 1):
-                work = (
-                    groups.send(message, 1 - rank, turn) if sender == rank else groups.receive(message, 1 - rank, turn)
-                )
-                groups.wait(work)
-            _synchronise(device)
-            round_trips.append((time.perf_counter() - began) / 2)
-        by_size.append((size, median(round_trips[1:]) if round_trips else 0.0))
-    return groups.gather_objects(by_size)[0]
+    talks = groups.world.rank < 2
+    return groups.gather([(size, round_trip(groups, (0, 1), size, repeats) if talks else 0.0) for size in SIZES])[0]
 
 
 def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Time AdamW on home shards of two sizes, all ranks at once; return constant and seconds per element by type."""
     device = groups.world.device
 
-    def stepped(elements: int) -> Callable[[], None]:
+    def stepped(elements: int) -> Callable[[], object]:
         parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
         parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW([parameter])
-
-        def step() -> None:
-            optimizer.step()
-
-        return step
+        return torch.optim.AdamW([parameter]).step
 
     return _per_element(groups, repeats, stepped, types)
 
@@ -371,7 +323,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 
 
 def _per_element(
-    groups: Groups, repeats: int, make: Callable[[int], Callable[[], None]], types: Sequence[str]
+    groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
     """Time functions made for shards of two sizes, on all ranks at once; return the constant and seconds per element.
 
@@ -384,12 +336,12 @@ def _per_element(
         times = []
         for _ in range(repeats + 1):
             groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=device))
-            _synchronise(device)
+            synchronise(device)
             began = time.perf_counter()
             run()
-            _synchronise(device)
+            synchronise(device)
             times.append(time.perf_counter() - began)
-        everyone = list(zip(types, groups.gather_objects(median(times[1:])), strict=True))
+        everyone = list(zip(types, groups.gather(median(times[1:])), strict=True))
         by_size.append({name: max(each for other, each in everyone if other == name) for name in dict.fromkeys(types)})
     found = {}
     for name, small in by_size[0].items():
@@ -446,7 +398,7 @@ class _Bench:
                 device.memory - piece.fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
             )
             most = min(most, free / max(piece.kept + piece.working, 1e-9))
-        most = min(self._groups.gather_objects(most))
+        most = min(self._groups.gather(most))
         return tuple(row for row in rows if sum(row) <= most)
 
     def measure(
@@ -460,7 +412,7 @@ class _Bench:
         # Row by row within a repetition, so that temporary load of the machine affects all rows alike.
         each = list(zip(links, rows, strict=True))
         times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
-        everyone = self._groups.gather_objects((times, piece))
+        everyone = self._groups.gather((times, piece))
         reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
         found = {}
         for name in dict.fromkeys(place.type for place in places):
@@ -517,22 +469,22 @@ class _Bench:
         for row in rows:
             left = device.memory - piece.fixed - sum(row) * piece.working
             own.append(int(left // max(weights + sum(row) * piece.kept, 1.0)))
-        return [max(1, min(column)) for column in zip(*self._groups.gather_objects(own), strict=True)]
+        return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
         """Time one forward and one backward, averaged over a chain of blocks; all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
-        _synchronise(self._device)
+        synchronise(self._device)
         began = between = self._clock()
         if self._collectives is not None or self._kind.tp == 1:
             backwards = [run(batch, aux) for run in runs]
-            _synchronise(self._device)
+            synchronise(self._device)
             between = self._clock()
             while backwards:
                 backwards.pop()()
-        _synchronise(self._device)
+        synchronise(self._device)
         return (between - began) / len(runs), (self._clock() - between) / len(runs)
 
     def _batch(self, row: Lengths) -> dict[str, Tensor]:
@@ -627,21 +579,14 @@ class _Bench:
         fixed[DROPOUT_BLOCK] = torch.tensor(self._program.number_of(block))
         last = block is self._program.blocks[-1]
 
-        def argument(name: str, batch: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Any:
-            if name == "hidden":
-                tokens = batch["input_ids"].shape[1] // self._parts
-                return torch.full((1, tokens, hidden), 0.5, dtype=hidden_dtype(self._program), device=device)
-            if name == COLLECTIVES:
-                return self._collectives
-            if name in weights:
-                return weights[name]
-            if name in others:
-                return aux[others[name]]
-            return fixed[name] if name in fixed else batch[name]
-
         @torch.no_grad()
         def run(batch: dict[str, Tensor], aux: Sequence[Tensor]) -> Callable[[], None]:
-            out, *saved = variant.forward(*(argument(name, batch, aux) for name in variant.inputs))
+            own = {name: aux[index] for name, index in others.items()} | weights
+            operands: dict[str, Any] = {**batch, **fixed, **own, COLLECTIVES: self._collectives}
+            if "hidden" in variant.inputs:
+                shape = (1, batch["input_ids"].shape[1] // self._parts, hidden)
+                operands["hidden"] = torch.full(shape, 0.5, dtype=hidden_dtype(self._program), device=device)
+            out, *saved = variant.forward(*(operands[name] for name in variant.inputs))
             if last:
                 tangent = torch.full((), 1e-3, dtype=loss_dtype(self._program), device=device)
             else:

@@ -17,7 +17,6 @@ class Rounded:
 
     Args:
         home: this rank's master weights, in fp32.
-        dtype: of computation and of pulled weights: bfloat16 or float16.
     """
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:

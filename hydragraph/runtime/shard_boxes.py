@@ -17,7 +17,6 @@ class OwnedBoxes:
     """One tensor of the checkpoint, and the boxes of it that this rank owns.
 
     Attributes:
-        shape, dtype: of the whole tensor.
         boxes: offsets -> a view of this rank's elements, in natural order.
     """
 
@@ -35,7 +34,6 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        piece: the intervals of the parameter that the rank owns.
         flat: their elements, one interval after another.
         once: leave out elements that count on their second owner, so that all ranks together have them once.
     """

@@ -1,9 +1,8 @@
 """A micro-probe: the number of small products per second of an otherwise idle device.
 
-A strategy may leave a slow device idle (Malleus's standby); then no instruction shows whether it is fast again. A probe
-runs for a while, not once: a device that is stopped for 60 of every 100 ms looks healthy for 40 of them. It sees few
-such periods, and begins while the device runs, so it counts whole periods: from the end of one stop to the end of
-another, if there are two. Use of the core by other processes is separated, as for blocks (`elastic.monitor`).
+A strategy may leave a slow device idle (Malleus's standby); then no instruction shows whether it is fast again. A
+device that is stopped for 60 of every 100 ms looks healthy for 40 of them, so a probe lasts a while and counts whole
+periods: from the end of one stop to the end of another. Use of the core by other processes is separated, as for blocks.
 
 Example: stopped for 92 of every 100 ms, a probe of 0.25 s begins 4 ms before a stop and ends with the third, after
 296 ms. It ran for 20 of them, 1 of 14.8; between the ends of the first and the third for 16 of 200, 1 of 12.5.
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns: some tenths of a millisecond
@@ -52,7 +52,6 @@ class SpeedProbe:
     """Probes one device.
 
     Args:
-        device: to probe.
         clock, scheduled: return seconds, and seconds that this thread ran and was queued; tests replace them.
 
     Attributes:
@@ -97,8 +96,7 @@ class SpeedProbe:
 
     def _multiply(self, factor: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(factor, factor, out=out)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronise(self._device)
 
 
 def _between(began: _ClockReading, ended: _ClockReading) -> ProbeResult:

@@ -1,19 +1,17 @@
 """State of ranks that meet to move it, and their agreement on one state of the whole model.
 
-A rank may be lost at any instruction, so ranks that meet again may have progressed differently far. They can be at most
-one update apart, because every step ends with all ranks:
+A rank may be lost at any instruction. Ranks that meet again are at most one update apart, as every step ends with all:
 
     a rank was lost            state of the others                           recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
-    while some detect it       some have updated, the others have all        the others update as well: the commit has
-                               gradients at home: all arrived before any     already shared the norm that all ranks clip
-                               rank took part in the commit                  with, so no message is needed
+    while some detect it       some have updated, the others have all        the others update as well, with the norm
+  that
+                               gradients at home                             the commit has shared: no message is needed
     in its own update          the others have updated                       none
 
-A process whose own update was interrupted (an error in the optimizer, an interrupt) has weights of neither step: it
-counts as a newcomer. Moves end like steps: new state arrives alongside the old one, all ranks meet once, then each one
-replaces its old state locally. A rank that missed that last meeting also has everything, and switches when ranks meet
-again.
+A process whose own update was interrupted has weights of neither step: it counts as a newcomer. Moves end like steps:
+new state arrives alongside the old one, all ranks meet once, then each replaces its old state locally. A rank that
+missed that last meeting also has everything, and switches when ranks meet again.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ class StateProgress:
     """Progress of a rank's state.
 
     Attributes:
-        updates: number of updates applied to its weights and optimizer state.
         norm: of the gradients of the last update, before clipping.
         gathered: whether the gradients of the next update are all at home.
-        torn: whether an update has begun and not ended.
     """
 
     updates: int = 0
@@ -97,7 +93,6 @@ class Standing:
     """State of one rank when ranks meet.
 
     Attributes:
-        held: the state that it works with.
         arrived: the complete state of a move, which it has not switched to yet.
         called: its numbers since `held`, in worlds whose ranks did not complete a move.
     """
@@ -120,7 +115,6 @@ class AgreedState:
         generation, ranks, home: of the state that all ranks use now; generation -1: no rank has any.
         before: by new rank, its number in that state; None: it has no valid state.
         updates: number of updates of the state, after all ranks have finished their step.
-        norm: the norm that unfinished ranks clip with.
         leader: the rank whose hyperparameters count: the first one without an unfinished step; None: there is none.
     """
 

@@ -1,13 +1,12 @@
 """Moving the state of all ranks from one home to another: weights, and optimizer state per element and in total.
 
 A bucket's two home layouts are linked (`ir.link.move`); all values per element use the same slices. The moved data are
-cut into windows of the whole state; every rank enters each window with one message per peer:
+cut into windows of the whole state, and every rank enters each window with one message per peer:
 
     bucket a         bucket b   bucket c      the state of the model, in the order of buckets
     |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, with AHEAD of them in flight at a time
 
-The old state stays unchanged until the new one is complete. Elements that no rank has are left out; `Route.lost` lists
-them.
+The old state stays unchanged until the new one is complete. `Route.lost` lists elements that no rank has.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
-from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.home_state import HomeState, parameters_within
 
 CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
 AHEAD = 2  # messages in flight: one is packed while another travels
@@ -43,7 +42,6 @@ class OwnedState:
     """State owned by one rank: weights and optimizer state.
 
     Attributes:
-        home: its weights.
         states: of the optimizer: parameter -> state -> 1-D tensor of this rank's part, or another value.
     """
 
@@ -62,9 +60,7 @@ class OwnedState:
         """Allocate the new state: each optimizer state of a bucket is contiguous, like the weights.
 
         Args:
-            home: its weights, uninitialised.
             columns: the values per element of each parameter.
-            kept: state whose entries not in `columns` are kept unchanged.
         """
         kinds = {(home.pieces[name].bucket, *each) for name, those in columns.items() for each in those.items()}
         room = {
@@ -131,8 +127,6 @@ class MovedPart:
     """Elements of one parameter that move between two ranks, or stay.
 
     Attributes:
-        src, dst: ranks.
-        parameter: name of the parameter.
         src_at, dst_at: their offsets in the bucket's shard of either rank.
         size: number of elements.
     """
@@ -163,9 +157,7 @@ class Route:
     """Route of state from one home to another; the same on all ranks.
 
     Attributes:
-        buckets: of the model.
         source: by bucket, the current owners, in the numbers of this world; ranks without state are not in it.
-        target: by bucket, the future owners.
         columns: the values per element of every parameter; no rank has values of a parameter that is not in it.
     """
 
@@ -213,13 +205,9 @@ class Route:
             target = self.target[bucket.name].within(*_held(source, *window[bucket.name]))
             slices = move(source, target, rank)
             columns = (slices.src, slices.dst, slices.lo, slices.hi, slices.src_at, slices.dst_at)
-            offsets = bucket.offsets()
             for src, dst, lo, hi, src_at, dst_at in zip(*(column.tolist() for column in columns), strict=True):
-                for parameter in bucket.parameters:
-                    start = offsets[parameter.name]
-                    low, high = max(lo, start), min(hi, start + parameter.size)
-                    if low < high:
-                        yield MovedPart(src, dst, parameter.name, src_at + low - lo, dst_at + low - lo, high - low)
+                for name, low, high, _ in parameters_within(bucket, lo, hi):
+                    yield MovedPart(src, dst, name, src_at + low - lo, dst_at + low - lo, high - low)
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
@@ -239,39 +227,30 @@ class _UnderWay:
     message: Message | None
 
 
+@dataclass(eq=False)
 class Carrying:
     """Columns in flight to their new owners; every rank makes one, and ends it.
 
     All ranks send the same windows in the same order, each at its own time.
 
     Args:
-        route: the same on all ranks.
         old: this rank's state, which stays unchanged and must not be modified until the end; None: it has none.
-        new: the state that receives the arriving data.
-        groups: of all ranks.
-        role: of the communicator.
         chunk: bytes of the whole state in a message of each rank.
 
     Attributes:
         received: bytes that this rank has received.
     """
 
-    def __init__(
-        self,
-        route: Route,
-        old: OwnedState | None,
-        new: OwnedState,
-        groups: Groups,
-        role: Channel = Channel.PULL,
-        chunk: int = CHUNK,
-    ) -> None:
-        self.received = 0
-        self._route = route
-        self._old = old
-        self._new = new
-        self._groups = groups
-        self._role = role
-        self._windows = route.windows(chunk)
+    route: Route
+    old: OwnedState | None
+    new: OwnedState
+    groups: Groups
+    channel: Channel = Channel.PULL
+    chunk: int = CHUNK
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self._windows = self.route.windows(self.chunk)
         self._under_way: deque[_UnderWay] = deque()
 
     def go_on(self) -> None:
@@ -294,8 +273,8 @@ class Carrying:
 
     def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
         """Send this rank's part of a window, and copy the part that stays here."""
-        route, world = self._route, self._groups.world
-        rank, columns, old = world.rank, route.columns, self._old
+        route, world = self.route, self.groups.world
+        rank, columns, old = world.rank, route.columns, self.old
         parts = list(route.parts(window, rank))
         leaving = sorted((p for p in parts if p.src == rank != p.dst), key=lambda part: part.dst)
         arriving = sorted((p for p in parts if p.dst == rank != p.src), key=lambda part: part.src)
@@ -308,27 +287,24 @@ class Carrying:
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=world.device)
         if old is not None:
             _lay([view for part in leaving for view in part.source(old, columns)], outgoing, out=True)
-        message = self._groups.all_to_all(self._role, incoming, outgoing, received, sent)
+        message = self.groups.all_to_all(self.channel, incoming, outgoing, received, sent)
         for part in parts:
             if part.src == part.dst and old is not None:
-                for there, here in zip(part.target(self._new, columns), part.source(old, columns), strict=True):
+                for there, here in zip(part.target(self.new, columns), part.source(old, columns), strict=True):
                     there.copy_(here)
         return _UnderWay(arriving, incoming, message)
 
     def _land(self) -> None:
         """Wait for the first window in flight, and store it."""
         first = self._under_way.popleft()
-        self._groups.wait(first.message)
-        columns = self._route.columns
-        _lay([v for part in first.arriving for v in part.target(self._new, columns)], first.incoming, out=False)
+        self.groups.wait(first.message)
+        columns = self.route.columns
+        _lay([v for part in first.arriving for v in part.target(self.new, columns)], first.incoming, out=False)
         self.received += len(first.incoming)
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
     """Move all columns to their new owners, and wait; all ranks call it.
-
-    Args:
-        route, old, new, groups, chunk: as for `Carrying`.
 
     Returns:
         Bytes that this rank has received.

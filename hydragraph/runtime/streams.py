@@ -1,14 +1,13 @@
 """Queues of work on one device, one for each stream of a RankProgram, and the marks that order them.
 
-A CPU has no queues: an operation is done when its call returns, and the host itself waits for communication. On CUDA
-every stream of the program is a stream of the device; the host only queues, and a mark is an event.
+On a CPU an operation is done when its call returns, and the host itself waits for communication. On CUDA every stream
+of the program is a stream of the device, the host only queues, and a mark is an event.
 
-How a value crosses from one stream to another, such as weights that are pulled and then used:
+How weights cross from one stream to another:
 
     on(PULL)     start the message; mark() -> m after the weights are written to their buffer
     on(COMPUTE)  wait(m), then use them: the device waits, the host continues immediately
-    hold(w)      if the host may drop w before the reading stream gets there: the allocator must not reuse its memory
-                 until then
+    hold(w)      if the host may drop w before the reading stream gets there: its memory must not be reused until then
 """
 
 from __future__ import annotations
@@ -75,11 +74,9 @@ class HostClock:
     """Reads the host's time."""
 
     def now(self) -> float:
-        """Return seconds."""
         return time.perf_counter()
 
     def seconds(self, reading: float) -> float:
-        """Return the reading."""
         return reading
 
 
@@ -89,22 +86,18 @@ class HostStreams:
     queued = False
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Do nothing."""
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
-        """Do nothing."""
         return nullcontext()
 
     def mark(self) -> Mark:
-        """Return nothing to wait for."""
         return None
 
     def wait(self, mark: Mark) -> None:
         """Do nothing."""
 
     def passed(self, mark: Mark) -> bool:
-        """Return True."""
         return True
 
     def hold(self, tensor: Tensor) -> None:
@@ -114,7 +107,6 @@ class HostStreams:
         """Do nothing."""
 
     def clock(self) -> Clock:
-        """Return the host's clock."""
         return HostClock()
 
 
@@ -126,7 +118,6 @@ class CudaClock:
         self._began = time.perf_counter()
 
     def now(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -140,7 +131,6 @@ class CudaStreams:
     """Streams of a GPU: computation stays on the current stream; each other stream of the program gets its own.
 
     Args:
-        device: the GPU.
         queued: whether communication is queued as well (NCCL, or a single rank); with gloo the host waits for it.
     """
 
@@ -153,7 +143,6 @@ class CudaStreams:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Make the stream current."""
         if stream is Stream.COMPUTE:
             yield
         else:
@@ -161,21 +150,17 @@ class CudaStreams:
                 yield
 
     def beside(self) -> AbstractContextManager[None]:
-        """Make a separate stream without instructions current."""
         return torch.cuda.stream(self._beside)
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event."""
         event = torch.cuda.Event()
         event.record()
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Let the current stream wait for an event."""
         mark.wait()
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Query an event."""
         return bool(mark.query())
 
     def hold(self, tensor: Tensor) -> None:
@@ -184,14 +169,18 @@ class CudaStreams:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def finish(self) -> None:
-        """Wait for the streams."""
         torch.cuda.current_stream(self._device).synchronize()
         for stream in self._streams.values():
             stream.synchronize()
 
     def clock(self) -> Clock:
-        """Return a clock that starts now."""
         return CudaClock()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all queued work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def streams_of(device: torch.device, backend: str, ranks: int) -> DeviceStreams:

@@ -1,8 +1,7 @@
 """Saved views of weights that a stage streams: kept as sizes and strides, because the weights are pulled again.
 
-A forward may save a transposed weight for its backward. The view would keep the pulled buffer alive, or show other
-data once the buffer is reused. The same view of the buffer of the next pull has the same values: weights change only at
-the end of an iteration.
+A forward may save a transposed weight for its backward. The view would keep the pulled buffer alive, or show other data
+once the buffer is reused; the same view of the next pull's buffer has the same values.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ class WeightView:
     """View of a bucket's pulled weights.
 
     Attributes:
-        bucket: the bucket.
-        size, stride: of the view.
         at: its offset from the beginning of the weights, in elements.
     """
 
@@ -35,7 +32,6 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
     """Replace the views of weights among saved values.
 
     Args:
-        saved: the values that a forward saves, tensors and sizes.
         weights: bucket -> the 1-D weights that it used.
     """
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}

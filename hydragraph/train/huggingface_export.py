@@ -16,7 +16,7 @@ from hydragraph.checkpoint.weights.pretrained_directory import Shell
 from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
 from hydragraph.data import tokenizer
 from hydragraph.data.token_file import vocabulary_of
-from hydragraph.engine.executable import tensor_names
+from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.model import adapted, skeleton

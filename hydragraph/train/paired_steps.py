@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.data.mini_batches import IGNORED, Drawn
-from hydragraph.engine.executable import StepReport
+from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.objective_config import PairLoss
 from hydragraph.train.preference_objective import WEIGHTS, PairResult, evaluate_pairs

@@ -16,7 +16,7 @@ from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.shared_outcome import together
-from hydragraph.runtime.instruction_trace import write_trace
+from hydragraph.cost.trace_file import write_events
 from hydragraph.train.best_evaluation import lowest, without_improvement
 from hydragraph.train.data import Tokens
 from hydragraph.train.huggingface_export import export, write_model
@@ -158,7 +158,7 @@ def write_spans(run: Run) -> None:
     per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:
-        write_trace(per_rank, run.folder.trace, run.traced)
+        write_events(per_rank, run.folder.trace, run.traced)
         run.watcher.note(
             f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or hold it "
             "against the cost model with hydragraph compare"

@@ -13,12 +13,13 @@ from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.trace_file import Event
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.state_transfer import Restore
 from hydragraph.ir.program import Program
 from hydragraph.planner.request import PlanRequest
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Span
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -51,7 +52,7 @@ class Trainable(Protocol):
     """A compiled model, as the training loop needs it."""
 
     optimizer: torch.optim.Optimizer
-    spans: list[Span] | None
+    spans: list[Event] | None
     decision: str
     stopping: int
     listens: Callable[[], int] | None

@@ -66,9 +66,9 @@ def save_and_go_on(folder: Path) -> tuple[Snapshot, Snapshot]:
         extra["list"].append(2)
         for seed in (3, 4):
             step(home, optimizer, seed)
-            groups.gather_objects(rank)  # training communicates while the save is under way
+            groups.gather(rank)  # training communicates while the save is under way
         optimizer.param_groups[0]["lr"] = 7.0
-        groups.gather_objects(rank)
+        groups.gather(rank)
         assert not (folder / "c").exists()
         assert not saver.failed
         event.set()
@@ -139,7 +139,7 @@ def fail_in_the_background(folder: Path) -> list[tuple[str, str]]:
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {"number": 4}, groups)))
     assert save_and_load.load(path, home, optimizer, groups) == {"number": 1}
     assert [p.name for p in folder.iterdir()] == ["c"]
-    groups.gather_objects(None)
+    groups.gather(None)
     if rank == 0:
         (folder / "thesis").mkdir()
         (folder / "thesis" / "text").write_text("years of work")
@@ -150,7 +150,7 @@ def fail_in_the_background(folder: Path) -> list[tuple[str, str]]:
         else nullcontext()
     ):
         outcomes.append(outcome(lambda: saver.start(path, home, optimizer, {}, groups)))
-    groups.gather_objects(None)  # rank 0 clears up
+    groups.gather(None)  # rank 0 clears up
     assert sorted(p.name for p in folder.iterdir()) == ["c", "thesis"]
     saver.start(path, home, optimizer, {"number": 5}, groups)
     saver.close()

@@ -71,18 +71,18 @@ def recovered(folder: Path) -> list[tuple[bool, int, dict[str, int], int]]:
     for number, (tiers, ranks) in enumerate(lost):
         case = folder / str(number)
         pieces = kept(world, case, 4)
-        groups.gather_objects(None)  # ranks 0 and 1 share a disk: neither loses it while the other writes
+        groups.gather(None)  # ranks 0 and 1 share a disk: neither loses it while the other writes
         if world.rank in ranks:
             for tier in tiers:
                 pieces.shelves[tier].drop(f"step-4.{SERIES}")
-        groups.gather_objects(None)
+        groups.gather(None)
         same, found = read(world, pieces, groups, [EQUAL, Home([3, 1, 0])][number % 2])
         assert found.common["extra"] == {"seen": 4}
         seen.append((same, found.kept.step, {tier.name: size for tier, size in found.read.items()}, found.received))
-    groups.gather_objects(None)
+    groups.gather(None)
     if world.rank == 0:
         shutil.rmtree(case / "store")
-    groups.gather_objects(None)
+    groups.gather(None)
     with pytest.raises(ValueError, match="read checkpoint pieces: no place that is left holds any"):
         read(world, pieces, groups, EQUAL)
     groups.close()
@@ -135,14 +135,14 @@ def damaged(folder: Path) -> list[tuple[bool, int, int]]:
     pieces = kept(world, folder, 4)
     seen = []
     for tier, step in ((Tier.DISK, 4), (Tier.STORE, 4)):
-        groups.gather_objects(None)
+        groups.gather(None)
         place = pieces.shelves[tier]
         names = [name for name in place.names() if name.startswith(f"step-{step}.") and "layer.0" in name]
         for name in names:  # of both ranks in the store, of this one on its disk
             data = place.get(name)
             place.put(name, data[:-8] + bytes(8) if world.rank else data[:-20])
         again = Pieces(False, folder / f"disk {world.node}", f"file://{folder}/store")
-        groups.gather_objects(None)
+        groups.gather(None)
         same, found = read(world, again, groups, EQUAL)
         seen.append((same, found.kept.step, found.read[Tier.STORE]))
     groups.close()

@@ -80,7 +80,7 @@ def fail_together(folder: Path) -> list[tuple[str, str]]:
     assert [p.name for p in folder.iterdir()] == ["c"]
     other = sgd if world.rank == 2 else adamw
     outcomes.append(outcome(lambda: save_and_load.load(path, *make(world, other), groups)))
-    groups.gather_objects(None)
+    groups.gather(None)
     if world.rank == 0:
         (path / "__2_0.distcp").unlink()
     outcomes.append(outcome(lambda: save_and_load.load(path, home, optimizer, groups)))

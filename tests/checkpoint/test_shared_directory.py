@@ -32,13 +32,13 @@ def apart(folder: Path) -> list[tuple[str, str]]:
     found.append(outcome(lambda: save_and_load.load("c", home, optimizer, groups)))
     copy = folder / "there" / "c"
     for damaged in [None, *sorted(p.name for p in (folder / "here" / "c").iterdir())]:
-        groups.gather_objects(None)
+        groups.gather(None)
         if world.rank == ELSEWHERE:
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(folder / "here" / "c", copy)
             if damaged is not None:
                 _flip(copy / damaged)
-        groups.gather_objects(None)
+        groups.gather(None)
         found.append(outcome(lambda: save_and_load.load("c", home, optimizer, groups)))
         if damaged is None:
             _assert_same(Snapshot.of(home, optimizer), saved)

@@ -59,7 +59,7 @@ def all_kinds(staged: bool) -> list[Tensor]:
         works += [groups.send(torch.tensor([100.0 * tag + 10 * rank + peer]), peer, tag) for tag in (0, 1)]
     for message in works:
         groups.wait(message)
-    assert groups.gather_objects(("x", rank)) == [("x", other) for other in range(ranks)]
+    assert groups.gather(("x", rank)) == [("x", other) for other in range(ranks)]
     for long in (10, 10**5, 10):  # in one message, and in two
         assert groups.tell(("x" * long, rank) if not rank else None) == ("x" * long, 0)
     groups.close()
@@ -88,7 +88,7 @@ def rounds(grouped: int) -> Tensor:
     sent = [(rank + j) % 3 for j in range(ranks)]
     inp = torch.cat([torch.full((n,), 10.0 * rank + j) for j, n in enumerate(sent)])
     out = torch.empty(sum(sent))
-    works = in_rounds(out, inp, sent, sent, rank, groups._roles[Channel.PULL], grouped)
+    works = in_rounds(out, inp, sent, sent, rank, groups._channels[Channel.PULL], grouped)
     groups.wait(Message(works))
     assert works.is_completed()
     groups.close()
@@ -251,7 +251,7 @@ def test_alone_everything_is_a_copy() -> None:
         assert torch.equal(out, inp)
     groups.all_reduce(Channel.COMMIT, inp)
     assert groups.reduce_to_host(Channel.COMMIT, inp).tolist() == inp.tolist() == [0, 1, 2, 3]
-    assert groups.gather_objects("x") == ["x"]
+    assert groups.gather("x") == ["x"]
     groups.same_everywhere("program", "x")
     (collectives,) = groups.tensor_parallel([(0,)]).values()
     assert (collectives.size, collectives.index) == (1, 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.strategy_selector import Chooser
 from tests import models
 from tests.generations import regroup
 from tests.ready import Ready
@@ -86,7 +87,8 @@ def planning_processes(prepared: Ready) -> list[int]:
             exe.move(again, hg.Home(), everybody)
         exe.announce(batch)
         exe.step(batch)
-        planner = exe._chooser._planner
+        chooser: Chooser = exe._chooser
+        planner = chooser._planner
         if planner is not None:
             assert planner._service is not None
             pids += planner._service.pids

@@ -29,11 +29,11 @@ def trained(ready: Ready, folder: Path) -> tuple[float, float, dict[str, Tensor]
     exe.save(folder / "between")
     stayed = exe.step(batch(1)).loss
     as_it_was = exe.full_state_dict()
-    compiled = len(exe._variants)
+    compiled = len(exe._compiled.variants)
     exe.move(exe.world, hg.Home((3, 1, 0)), range(exe.ranks))
     exe.load(folder / "between")
     moved = exe.step(batch(1)).loss
-    assert len(exe._variants) == compiled  # what is compiled does not depend on the world
+    assert len(exe._compiled.variants) == compiled  # what is compiled does not depend on the world
     assert (exe.home.weights["layer.0"].numel() > 0) is (exe.rank < 2)
     return stayed, moved, as_it_was, exe.full_state_dict()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hydragraph as hg
+from hydragraph.engine import membership
 from hydragraph.engine.state_transfer import Moved
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.train.stragglers.reshard_plan import received, stages
@@ -339,7 +340,7 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
         assert world is not None
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == victim and at == "bring":
-                patch.setattr("hydragraph.engine.executable.bring", lambda *_: stop())
+                patch.setattr(membership, "bring", lambda *_: stop())
             elif world.rank == victim:
                 patch.setattr(exe._holding, "take", stop)
             try:

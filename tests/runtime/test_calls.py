@@ -248,7 +248,7 @@ def debugged(ready: Ready, folder: Path) -> float:
     exe = ready.executable(STRATEGY, adamw)
     (folder / f"{exe.rank}.pid").write_text(str(os.getpid()))
     loss, end = 0.0, time.monotonic() + 3 * STOPPED_S + 2.0
-    while exe.groups.gather_objects(time.monotonic() < end)[0]:
+    while exe.groups.gather(time.monotonic() < end)[0]:
         loss = exe.evaluate(batch()).loss
     exe.close()
     return loss

@@ -17,7 +17,7 @@ import hydragraph as hg
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.engine.executable import _of_least_cut
+from hydragraph.engine.compiled_model import of_least_cut
 from hydragraph.ir.instruction import Op
 from hydragraph.runtime import exchange
 from hydragraph.runtime.deterministic_sums import Deterministic
@@ -150,7 +150,7 @@ def survive(prepared: Ready, struck: Sequence[int]) -> tuple[int, dict[int, floa
 
 def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
     handed = 0
-    start = exchange._start_handing
+    start = exchange._Transfer.handed
 
     def strike(now: str) -> None:
         if exe.steps == step and now == moment:
@@ -172,7 +172,7 @@ def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
 
         return replace(finish, result=result)
 
-    exchange._start_handing = handing  # type: ignore[assignment]
+    exchange._Transfer.handed = handing  # type: ignore[method-assign, assignment]
     exe._session.executor.before = lambda instruction: strike("push") if instruction.op is Op.PUSH else None
 
 
@@ -242,10 +242,10 @@ def test_where_one_degree_does_not_fit_the_next_is_proposed() -> None:
             raise hg.Unsupported("it is too large", where="test", remedy="none")
         return (hg.Strategy.parse("<tp2,pp1>", layers=2),)
 
-    assert _of_least_cut(profile, among) == (hg.Strategy.parse("<tp2,pp1>", layers=2),)
+    assert of_least_cut(profile, among) == (hg.Strategy.parse("<tp2,pp1>", layers=2),)
     assert asked == [((1, False),), ((2, False),)]
     with pytest.raises(hg.Unsupported, match="too large"):
-        _of_least_cut(profile.of_cut(1, False), among)
+        of_least_cut(profile.of_cut(1, False), among)
 
 
 def test_what_would_have_other_bits_is_refused() -> None:

@@ -73,9 +73,7 @@ def test_devices_are_probed_again_only_while_speed_makes_types(
         gathered.append(own.products_per_s)
         return [own, replace(own, products_per_s=100.0, memory_bytes=int(own.memory_bytes * memory))]
 
-    groups: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu"), rank=0, node="n0"), gather_objects=gather
-    )
+    groups: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"), rank=0, node="n0"), gather=gather)
     measured = iter(probes)
     reports = report_devices(groups, lambda: next(measured))
     assert gathered == [max(probes[: i + 1]) for i in range(count)]

@@ -19,9 +19,9 @@ from hydragraph.cost.rank_memory import rank_memory
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.passes.variants import Variants
+from hydragraph.runtime.link_measurement import SIZES
 from hydragraph.runtime.profile_measurement import (
     CHAIN,
-    MESSAGES,
     DevicePlace,
     MeasuredModel,
     MeasureSettings,
@@ -74,7 +74,7 @@ def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, l
         StageKind(1, False, True),
     }
     assert set(profile.util) == {1, 2}
-    assert [size for size, _ in profile.messages] == list(MESSAGES)
+    assert [size for size, _ in profile.messages] == list(SIZES)
     assert all(seconds > 0 for _, seconds in profile.messages)
     assert profile.commit_s > 0 or profile.norm_s > 0
     assert len(profile.blocks) == LAYERS + 2

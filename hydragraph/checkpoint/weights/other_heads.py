@@ -1,9 +1,8 @@
 """Detection of tensors in a file that are heads of other classes of a model's family, and so may be left unread.
 
-A directory of `BertForPreTraining` holds a pooler and a sentence-pair classifier, which `BertForMaskedLM` does not
-have. transformers leaves every such tensor unread with a warning and cannot distinguish a head from a mistake. Here,
-the classes defined alongside the model's class are built with the model's config. A head is a parameter of one of them;
-the layers of a deeper model, or the weights of a different kind of model, belong to none.
+A directory of `BertForPreTraining` holds a pooler and a classifier, which `BertForMaskedLM` does not have. transformers
+leaves any such tensor unread, a head or a mistake. Here, the classes defined alongside the model's class are built with
+its config, and a head is a parameter of one of them.
 """
 
 from __future__ import annotations

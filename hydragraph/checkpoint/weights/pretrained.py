@@ -42,8 +42,6 @@ class Names:
         sources: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
         conversions: transformers' conversions for this model, in order; empty for a custom module.
         prefix: prefix of the base model, absent in files of the base model and present in files of a model with a head.
-        unexpected: matches keys that transformers silently leaves unread.
-        family: finds heads of other transformers classes.
     """
 
     sources: Mapping[str, str]
@@ -195,10 +193,7 @@ def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
 
 
 def _refuse_misfit(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[Whole, ...]],
-    unknown: Sequence[str],
+    path: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[Whole, ...]], unknown: Sequence[str]
 ) -> None:
     """Raise if tensors of the model are missing, have another shape, or if keys are unknown to the model's family."""
     wrong = [

@@ -44,7 +44,6 @@ class Shell:
 
         Args:
             state: full CPU tensors by their keys in the model's state dict: those that `keys` returns.
-            directory: created if missing.
             merged: for a peft model, write the base model with its active adapters merged into its weights.
             dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
         """

@@ -1,8 +1,7 @@
 """Tensors of a model that files store in pieces, or several in one, as original-format directories of the hub do.
 
-transformers creates such tensors by stacking, concatenating and chunking others during loading. These operations only
-move elements, so here a tensor stays a list of pieces with their positions, and the owner of a box reads only the
-elements within it.
+transformers stacks, concatenates and chunks others during loading. This only moves elements, so here a tensor stays a
+list of pieces with their positions, and the owner of a box reads only the elements within it.
 
     gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
     the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
@@ -25,7 +24,6 @@ class StoredPiece:
     """Stored tensor as a part of a whole one.
 
     Attributes:
-        stored: the tensor in its file.
         at: its start in the whole, per dimension; negative if the whole is a later part of it.
         lacks: dimensions of the whole that it does not have, where it has a single index.
     """
@@ -103,9 +101,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     """Return the tensors that a transformers converter builds from stored ones; None if it computes new values.
 
     Args:
-        converter: a `transformers.core_model_loading.WeightConverter`.
         stored: stored tensors by the converter's pattern, in the order of their names.
-        name: name of the first of the tensors in the model.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
@@ -137,10 +133,7 @@ def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
     if size * count != whole.shape[dim]:
         return []
     return [
-        Whole(
-            shape,
-            tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces),
-        )
+        Whole(shape, tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces))
         for i in range(count)
     ]
 
@@ -152,11 +145,7 @@ def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
     return Whole(
         shape,
         tuple(
-            replace(
-                p,
-                at=(*p.at[:dim], index, *p.at[dim:]),
-                lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}),
-            )
+            replace(p, at=(*p.at[:dim], index, *p.at[dim:]), lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}))
             for index, whole in enumerate(wholes)
             for p in whole.pieces
         ),

@@ -15,9 +15,6 @@ _Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None
 class Waiter:
     """Runs blocking functions on a separate thread, so that a wait can be abandoned; only one thread may use it at a
     time.
-
-    Args:
-        interval: how often to check whether a wait is abandoned.
     """
 
     def __init__(self, interval: timedelta) -> None:

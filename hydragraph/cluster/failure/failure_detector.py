@@ -1,13 +1,12 @@
-"""Failure detector: decides from observations of ranks which one has failed, counting only its own running time.
+"""Failure detector: decides from observations of ranks which one has failed.
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
-- its process has been stopped for `stopped_s` while some other was running: if a debugger stops all, that is not a
-  failure (`Judge`); a rank that computes between stops is slow, however often it is seen stopped;
+- its process has been stopped for `stopped_s` while some other was running (`Judge`): if a debugger stops all, that is
+  not a failure, and a rank that computes between stops is slow;
 - no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait (`Stall`).
 
-Time is the detector's own: of a pause between two looks (it was stopped, or its machine busy), only half a second
-counts.
+Only the detector's own running time counts: half a second of a pause between two looks.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class Accusation:
 
 
 class Judge:
-    """Detects failed processes from repeated observations.
-
-    Args:
-        stopped_s: maximum time that a healthy process may be stopped.
-    """
+    """Detects failed processes from repeated observations."""
 
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
@@ -67,8 +62,6 @@ class Judge:
 
         Args:
             elapsed: seconds since the last look.
-            seen: observation of each rank that is watched from here, by rank.
-            others_run: whether some other rank was running.
         """
         # If the judge itself was stopped for a minute, it has not seen a rank stopped for a minute.
         elapsed = min(elapsed, PAUSE_S)
@@ -119,7 +112,6 @@ class Stall:
 
         Args:
             elapsed: seconds since the last look.
-            seen: observation of each rank, by rank; all of them are required.
             progress_s: limit in seconds for a run without progress of any rank.
         """
         # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones). While no

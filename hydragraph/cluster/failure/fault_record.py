@@ -16,10 +16,7 @@ class Fault:
     """The single failure that all ranks agree on.
 
     Attributes:
-        rank: rank that failed.
-        step: step during or after which it failed.
         instruction: its instruction or call; "" if unknown.
-        error: error that it raised, or how it ended.
         host: its host; "" if unknown.
         stalled: whether it is alive but makes no progress, so that the stacks of all ranks are of interest.
         index: index of the instruction, if the writer of the record cannot describe it.
@@ -38,7 +35,6 @@ class Ledger:
     """The fault's entry in a store: written once, read by all ranks. Raises RuntimeError if the store is gone.
 
     Args:
-        store, namespace: the store, and the prefix of the key.
         generation: name of these ranks within a launch, used by the launcher to report deaths.
     """
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 PROGRESS_S = 600.0  # without progress of any rank; longer than any single instruction takes
@@ -23,11 +24,8 @@ class RankProgress:
 
     Attributes:
         moves: number of position updates; constant while the rank makes no progress.
-        step: current step, or the last one.
         instruction: index of the current instruction; None outside a step.
         call: description of the current call outside a step; "" in other code.
-        waiting: whether it waits for other ranks.
-        left: whether it has announced that it no longer needs the others.
     """
 
     moves: int
@@ -45,9 +43,6 @@ class Board:
 
     Args:
         descriptor: file of exactly the board's size; the board takes ownership.
-        ranks: number of ranks, with one line each.
-        address: path for other processes of the same user to open it.
-        remove: called when the process that created it closes it.
     """
 
     _LINE = 256  # bytes: a multiple of a cache line, so that ranks do not disturb each other
@@ -74,17 +69,17 @@ class Board:
     @classmethod
     def make(cls, ranks: int) -> Board:
         """Create a board, which exists as long as a process has it open."""
+        remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, cls._size(ranks))
-            board = cls(descriptor, ranks, f"/proc/{os.getpid()}/fd/{descriptor}")
-            board.progress_s = PROGRESS_S
-            return board
-        folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # accessible only by this user
-        path = folder / "board"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            address = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # accessible only by this user
+            address = str(folder / "board")
+            remove = partial(shutil.rmtree, folder, ignore_errors=True)
+            descriptor = os.open(address, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, cls._size(ranks))
-        board = cls(descriptor, ranks, str(path), lambda: shutil.rmtree(folder, ignore_errors=True))
+        board = cls(descriptor, ranks, address, remove)
         board.progress_s = PROGRESS_S
         return board
 

@@ -30,7 +30,6 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
             that one.
         store: returns the store where its ranks meet; called only to create a new watch.
         rank, ranks: rank of this process in the group, from 0, and number of ranks.
-        generation: name of these ranks among all that meet at the store.
     """
     newest = _Newest
     if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:

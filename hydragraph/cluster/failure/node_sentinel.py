@@ -1,12 +1,10 @@
 """Sentinel process of a machine, if ranks are on several: it reports on its machine's ranks and monitors the others'.
 
-A rank cannot always report its own state: one that computes for a minute without releasing its interpreter is healthy
-and silent; a stopped one is silent and not healthy. The sentinel is a separate process that observes the ranks and
-writes heartbeats to the store. If these stop, the machine is lost, or its link. No rank waits for its sentinel.
+A rank that computes for a minute without releasing its interpreter is healthy and silent, so a separate process
+observes the ranks and writes heartbeats to the store. If these stop, the machine is lost, or its link.
 
-A sentinel ends as soon as the store has a fault, because every rank reads it there. It also ends 3 s after the last
-rank of its machine has ended or has closed its watch. A separate thread checks this, because a request to a store can
-block for many minutes when the link is cut.
+A sentinel ends as soon as the store has a fault, and 3 s after the last rank of its machine has ended or has closed its
+watch. A separate thread checks this, because a request to a store can block for minutes when the link is cut.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +28,7 @@ from hydragraph.cluster.failure.fault_record import Fault, Ledger
 from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from hydragraph.cluster.module_process import start_module
 
 SILENT_S = 8.0  # a machine cut off for 3 s is heard again after up to 7 s: TCP retries at 0.2, 0.6, 1.4, 3.0, 6.2 s
 _BEAT_S = 0.25
@@ -43,14 +41,7 @@ _STARTS = 3  # if it ends again and again, its machine counts as lost
 
 @dataclass(frozen=True)
 class Post:
-    """Parameters of a sentinel.
-
-    Attributes:
-        address, port: address of the store.
-        namespace: prefix of its ranks' keys in the store.
-        machine, board: machine whose ranks it observes, and their board.
-        ranks: number of ranks on all machines.
-    """
+    """Parameters of a sentinel."""
 
     address: str
     port: int
@@ -73,20 +64,11 @@ class Sentinel:
         """Start the sentinel if it is not running."""
         if self._starts < _STARTS and (self._process is None or self._process.poll() is not None):
             self._starts += 1
-            package = str(Path(__file__).parents[3])
-            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-            starter = WatchedProcess.own()
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "hydragraph.cluster.failure.node_sentinel",
-                    json.dumps(asdict(self._post)),
-                    json.dumps(asdict(starter)),
-                ],
+            arguments = (json.dumps(asdict(each)) for each in (self._post, WatchedProcess.own()))
+            self._process = start_module(
+                "hydragraph.cluster.failure.node_sentinel",
+                *arguments,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # an interrupt for the ranks must not silence their machine
             )
 
@@ -98,39 +80,39 @@ def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) 
     return Post(store.host, store.port, namespace, machine, board, ranks)
 
 
+@dataclass(eq=False)
 class _Others:
     """Heartbeats of other machines' sentinels, and the time since each last changed."""
 
-    def __init__(self, store: Store, namespace: str) -> None:
-        self._store = store
-        self._namespace = namespace
-        self._beats: dict[str, dict[str, Any]] = {}
-        self._silent: dict[str, float] = {}
+    store: Store
+    namespace: str
+    beats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    silent: dict[str, float] = field(default_factory=dict)
 
     def say(self, machine: str, beat: Mapping[str, Any]) -> None:
-        self._store.set(self._key(machine), json.dumps(beat))
+        self.store.set(self._key(machine), json.dumps(beat))
 
     def listen(self, machines: list[str], elapsed: float) -> None:
         for machine in machines:
-            if not self._store.check([self._key(machine)]):
+            if not self.store.check([self._key(machine)]):
                 continue  # its sentinel has not started yet
-            beat = json.loads(self._store.get(self._key(machine)))
-            news = machine not in self._beats or beat["beats"] != self._beats[machine]["beats"]
-            self._silent[machine] = 0.0 if news else self._silent[machine] + min(elapsed, PAUSE_S)
-            self._beats[machine] = beat
+            beat = json.loads(self.store.get(self._key(machine)))
+            news = machine not in self.beats or beat["beats"] != self.beats[machine]["beats"]
+            self.silent[machine] = 0.0 if news else self.silent[machine] + min(elapsed, PAUSE_S)
+            self.beats[machine] = beat
 
     def seen(self) -> dict[int, Seen]:
         """Return the observations of their ranks."""
         sightings: dict[int, Seen] = {}
-        for beat in self._beats.values():
+        for beat in self.beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
                 sightings[int(rank)] = Seen(ProcessState(state), RankProgress(moves, 0, None, "", waiting, left))
         return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:
         """Return the first rank of a machine whose heartbeat has stopped, and its host."""
-        for machine, silent_s in self._silent.items():
-            beat = self._beats[machine]
+        for machine, silent_s in self.silent.items():
+            beat = self.beats[machine]
             stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
             if silent_s >= SILENT_S and stayed:
                 error = (
@@ -140,7 +122,7 @@ class _Others:
         return None
 
     def _key(self, machine: str) -> str:
-        return f"{self._namespace}/beat/{machine}"
+        return f"{self.namespace}/beat/{machine}"
 
 
 class IdleTime:
@@ -165,7 +147,6 @@ class _Guard(threading.Thread):
 
     Args:
         starter: process that started the sentinel, the only known rank until `members` is set.
-        board: the ranks' board.
     """
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
@@ -196,11 +177,7 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Run a sentinel until the store has a fault, the ranks of this machine have left, or the store is gone.
-
-    Args:
-        starter: process that started it.
-    """
+    """Run a sentinel until the store has a fault, the ranks of this machine have left, or the store is gone."""
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()

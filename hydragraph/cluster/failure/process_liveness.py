@@ -32,7 +32,6 @@ class WatchedProcess:
     """A process of this machine.
 
     Attributes:
-        pid: process id.
         started: start time in system ticks, because process ids are reused; 0 if unknown.
     """
 

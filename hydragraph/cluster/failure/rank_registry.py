@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
@@ -20,6 +20,7 @@ class RollEntry:
     process: WatchedProcess
 
 
+@dataclass(eq=False)
 class Roll:
     """Ranks registered in a store, by machine.
 
@@ -28,23 +29,21 @@ class Roll:
 
     Args:
         store, namespace: a store that all ranks can reach, and the prefix of the registry's keys.
-        machine: the machine whose ranks are returned.
     """
 
-    def __init__(self, store: Store, namespace: str, machine: str) -> None:
-        self._store = store
-        self._namespace = namespace
-        self.machine = machine
-        self._members: list[RollEntry] = []
-        self._machines: list[str] = []
+    store: Store
+    namespace: str
+    machine: str
+    _members: list[RollEntry] = field(default_factory=list)
+    _machines: list[str] = field(default_factory=list)
 
     def enter(self, member: RollEntry) -> bool:
         """Add a rank; return whether it is the first of its machine."""
         index = self._add(f"machine/{self.machine}", 1)
         line = [member.rank, member.host, member.process.pid, member.process.started]
-        self._store.set(self._key(f"machine/{self.machine}/{index}"), json.dumps(line))
+        self.store.set(self._key(f"machine/{self.machine}/{index}"), json.dumps(line))
         if index == 1:
-            self._store.set(self._key(f"machines/{self._add('machines', 1)}"), self.machine)
+            self.store.set(self._key(f"machines/{self._add('machines', 1)}"), self.machine)
         return index == 1
 
     def board(self, ranks: int) -> Board:
@@ -54,7 +53,7 @@ class Roll:
             OSError: it is gone, and so is the process that created it.
         """
         board = Board.make(ranks)
-        address = self._store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
+        address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
         if address == board.address:
             return board
         board.close()
@@ -80,12 +79,12 @@ class Roll:
         return tuple(self._machines)
 
     def _add(self, key: str, number: int) -> int:
-        return int(self._store.add(self._key(key), number))
+        return int(self.store.add(self._key(key), number))
 
     def _get(self, key: str) -> bytes | None:
         """Return a value, or None if it does not exist: `get` alone would wait for it."""
         name = self._key(key)
-        return bytes(self._store.get(name)) if self._store.check([name]) else None
+        return bytes(self.store.get(name)) if self.store.check([name]) else None
 
     def _key(self, key: str) -> str:
-        return f"{self._namespace}/{key}"
+        return f"{self.namespace}/{key}"

@@ -1,24 +1,15 @@
 """Failure watch of a process's ranks, from the moment they meet until none needs the others.
 
-Failures and their detection:
-
-| failure | detected by | how | |---|---|---| | a rank raises in a watched call, or an exception ends its process |
-itself | writes the fault to the store | | a process ends or is stopped | the ranks of its machine; the launcher; with
-several machines a sentinel | its state | | a machine or its link | the sentinels of the others | its sentinel's
-heartbeat in the store stops | | the store or its link | every rank for itself | no answer, counted on a separate thread
-| | no rank makes progress | the ranks of a single machine, else a sentinel | boards unchanged for `progress_s` |
-
-A slow rank is not accused: the operating system, not the interpreter, is asked whether a process is alive
-(`failure_detector`).
+The operating system, not the interpreter, is asked whether a process is alive, so a slow rank is not accused
+(`failure_detector`). docs/architecture.md lists the failures that are detected, where, and how fast.
 
 After a fault, each process does the following:
 
-1. It shuts down the sockets of its communicators (NCCL: aborts them), because gloo has no other way to end a wait on a
-   rank that is alive but will never answer. This happens shortly after the fault is known, so that waits on the failed
-   rank itself can end with their own errors, and before any communicator is dropped, because dropping one with pending
-   operations can block.
-2. It abandons waits that do not end even then: gloo forgets a receive whose connection broke in the middle of its
-   payload, so it ends only with the communicator's timeout. Therefore no wait runs on the caller's thread.
+1. It shuts down the sockets of its communicators (NCCL: aborts them): gloo cannot end a wait on a rank that is alive
+   but never answers. This happens a moment after the fault is known, so that waits on the failed rank end with their
+   own errors, and before a communicator is dropped, which can block while operations are pending.
+2. It abandons waits that do not end even then: gloo forgets a receive whose connection broke inside its payload.
+   Therefore no wait runs on the caller's thread.
 3. Every rank except the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, now
    and at every later call. A new `compile` on all ranks meets under a new watch.
 """
@@ -46,15 +37,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.cluster.failure import stack_dump
 from hydragraph.cluster.failure.abandonable_wait import Waiter
-from hydragraph.cluster.failure.failure_detector import (
-    ENDED,
-    PAUSE_S,
-    STOPPED_S,
-    Accusation,
-    Judge,
-    Stall,
-    seen_of,
-)
+from hydragraph.cluster.failure.failure_detector import ENDED, PAUSE_S, Accusation, Judge, Stall, seen_of
 from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, Ledger, root
 from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.failure.node_sentinel import Sentinel, post_of
@@ -105,23 +88,13 @@ class Watch:
         store: store where they met; None for a single process.
         rank, ranks: rank of this process and number of ranks; a single process (ranks=1) needs no thread.
         number: index of this watch over the store, counted equally by all ranks.
-        stopped_s: maximum time that a healthy process may be stopped.
         generation: name of these ranks within a launch, used by the launcher to report deaths.
 
     Raises:
         RankFailure: the store does not answer.
     """
 
-    def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        ranks: int,
-        *,
-        number: int = 0,
-        stopped_s: float = STOPPED_S,
-        generation: str = "",
-    ) -> None:
+    def __init__(self, store: Store | None, rank: int, ranks: int, *, number: int = 0, generation: str = "") -> None:
         self.rank = rank
         self.ranks = ranks
         log.at_rank(rank, ranks)
@@ -140,7 +113,7 @@ class Watch:
         self._counting = threading.Lock()
         self._cut_at: float | None = None
         self._stopped = threading.Event()
-        self._judge = Judge(stopped_s)
+        self._judge = Judge()
         self._stall = Stall()
         self._members: tuple[RollEntry, ...] = ()
         self._unseen_s = 0.0  # since the last check of this machine's ranks

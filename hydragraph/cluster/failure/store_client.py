@@ -20,7 +20,6 @@ class Asker:
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
-        interval: pause between an answer and the next request.
 
     Attributes:
         silent_s: seconds without an answer, counted by the reader; the asker only resets it to 0.

@@ -1,11 +1,10 @@
 """Compute threads of a rank: their number, and how long they spin while they wait for each other.
 
-PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for some milliseconds before they
-sleep. When another process needs one of their cores, such as a browser or another rank's helper, all spin for the
-thread that is not scheduled: with 4 threads on 4 cores and other processes using about 2 of them, plain PyTorch trained
-a model of 10 million parameters at 59 tokens/s, and at 1,145 when threads spun only a thousand times. On an idle
-machine, short spinning costs a tenth to a quarter of the speed, more for smaller operators, so it is used only if other
-processes are busy when a run starts. OpenMP reads its variables once, when PyTorch is loaded.
+PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for milliseconds. If another
+process needs one of their cores, all spin for the thread that is not scheduled: on 4 cores, 2 of them in use, a
+model of 10 million parameters trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short
+spinning costs a tenth to a quarter of the speed, so it is used only if the machine is busy when a run starts. OpenMP
+reads its variables once, when PyTorch is loaded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Fork server of the ranks, changed to clean up however its launcher ends.
 
-multiprocessing's own server cleans up only if its launcher exits normally: after `kill -9`, or when the terminal
-closes, its socket stays in /tmp, and so do the semaphores that libraries create in ranks. A SIGTERM to the whole
-process group ends it, and with it every rank, even during a save.
-
-multiprocessing's server also dies, with every rank, when the system cannot fork (EAGAIN, ENOMEM). This one continues:
-that start fails, and existing ranks live.
+multiprocessing's own server leaves its socket and its libraries' semaphores behind if its launcher is killed. A SIGTERM
+to the whole process group ends it, and with it every rank, even during a save; so does a failed fork (EAGAIN, ENOMEM).
+This one continues.
 
 The server imports this module first (`launch.PRELOAD`), and an environment variable tells it that it is a server. If
 its launcher can be forked, it need not be a new interpreter: `hydragraph.cluster.processes.launcher_fork`.
@@ -20,7 +17,8 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver, reduction, util
 
 from hydragraph.cluster.processes.compute_threads import spinning
@@ -36,20 +34,23 @@ def ensure_running() -> None:
     ranks start with the environment of their launcher, so none of these variables reaches them.
     """
     ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
+    with environment(ours):
         forkserver.ensure_running()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
-        _restore(before)
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def outlive_signals() -> None:

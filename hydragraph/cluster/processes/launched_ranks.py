@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -23,11 +22,13 @@ from hydragraph.cluster.failure.failure_detector import STOPPED_S, Judge, seen_o
 from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
+from hydragraph.cluster.processes.fork_server import environment
 from hydragraph.cluster.processes.pickling import nothing_else_imported
 from hydragraph.cluster.processes.rank_process import (
     HOST,
     Died,
     Left,
+    Outcome,
     Raised,
     Readable,
     Returned,
@@ -81,11 +82,7 @@ class LaunchedProcess(Protocol):
 
 
 class NotStarted:
-    """A process that could not be started, represented as one that died immediately.
-
-    Args:
-        error: why.
-    """
+    """A process that could not be started, represented as one that died immediately."""
 
     pid: int | None = None
     exitcode: int | None = 1
@@ -99,11 +96,9 @@ class NotStarted:
 
     @property
     def sentinel(self) -> int:
-        """A readable descriptor, as for a process that has ended."""
         return self._sign.fileno()
 
     def is_alive(self) -> bool:
-        """Return False."""
         return False
 
     def terminate(self) -> None:
@@ -116,7 +111,6 @@ class NotStarted:
         """Return immediately."""
 
     def close(self) -> None:
-        """Close the descriptor of `sentinel`."""
         self._sign.close()
 
 
@@ -127,7 +121,7 @@ class RankHandle:
     rank: int
     process: LaunchedProcess
     connection: Connection
-    outcome: Returned | Raised | Died | Left | None = None
+    outcome: Outcome | None = None
 
 
 def run_crew(
@@ -142,10 +136,6 @@ def run_crew(
     """Start ranks and wait for them; leave no process running.
 
     Args:
-        context: multiprocessing context that starts their processes.
-        ranks: number of processes.
-        port: port of the store where they meet, on this host.
-        work: a pickled function and its arguments.
         timeout: for the whole run; None: no limit.
         prepared: holds a value that every rank reads and passes before these arguments; None: no such value.
         relay: informed of the processes while they run, so that stop requests can be forwarded to them.
@@ -170,23 +160,6 @@ def run_crew(
         dismiss(crew)
 
 
-@contextmanager
-def _nothing_from_the_current_directory() -> Iterator[None]:
-    """Keep the current directory off the import path of interpreters that start now; `-c` ones search it first.
-
-    multiprocessing's interpreters run `-c`. They get this process's path before they import any user module. They must
-    not keep PYTHONSAFEPATH: a rank starts with the environment of its launcher.
-    """
-    if os.environ.get("PYTHONSAFEPATH"):
-        yield
-        return
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-
-
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
     """Start a process whose function gets the connection for its outcome as its first argument, before `args`.
 
@@ -197,7 +170,9 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
     new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
     process: LaunchedProcess = new
     try:
-        with _nothing_from_the_current_directory(), nothing_else_imported():
+        # multiprocessing's interpreters run `-c`, which searches the current directory before they get this process's
+        # path. A rank must not keep the variable: it starts with the environment of its launcher.
+        with environment({"PYTHONSAFEPATH": "1"}), nothing_else_imported():
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
@@ -243,17 +218,10 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
-        ready = set(multiprocessing.connection.wait(signs, min(left, _LOOK_S)))
         # Ranks that have reported their outcomes live until all have: they show that not all processes were stopped
         # together.
-        others = [member for member in crew if isinstance(member.outcome, Returned)]
-        stopped = stops.look(waiting, others_run=any(map(_runs, others)))
-        for member in waiting:
-            if not ready.isdisjoint((member.connection, member.process.sentinel)):
-                member.outcome = outcome_of(member)
-            elif stopped is not None and stopped[0] == member.rank:
-                member.outcome = Died(time.monotonic(), stopped[1])
+        others_run = any(_runs(member) for member in crew if isinstance(member.outcome, Returned))
+        for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
             if isinstance(member.outcome, Died):
                 announce_death(store, member.rank, member.outcome.how)
             if isinstance(member.outcome, Died | Raised) and not failed:
@@ -284,7 +252,35 @@ class Stops:
         return None if accused is None else (accused.rank, accused.error)
 
 
-def outcome_of(member: RankHandle) -> Returned | Raised | Died | Left:
+def wait_for_outcomes(
+    waiting: Sequence[RankHandle],
+    stops: Stops,
+    wait_s: float,
+    *,
+    visible: Sequence[RankHandle] | None = None,
+    others_run: bool = False,
+) -> Iterator[RankHandle]:
+    """Wait until a process has ended or reported, at most `wait_s`; yield those that now have an outcome.
+
+    Args:
+        waiting: processes without an outcome.
+        stops: a process that it finds stopped counts as died.
+        visible: those of them whose state this machine sees; None: all.
+        others_run: as for `Stops.look`.
+    """
+    signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
+    ready = set(multiprocessing.connection.wait(signs, wait_s))
+    stopped = stops.look(waiting if visible is None else visible, others_run=others_run)
+    for member in waiting:
+        if not ready.isdisjoint((member.connection, member.process.sentinel)):
+            member.outcome = outcome_of(member)
+        elif stopped is not None and stopped[0] == member.rank:
+            member.outcome = Died(time.monotonic(), stopped[1])
+        if member.outcome is not None:
+            yield member
+
+
+def outcome_of(member: RankHandle) -> Outcome:
     """Return the outcome of a process that has reported it or has ended."""
     try:
         if member.connection.poll():

@@ -1,10 +1,10 @@
 """Fork server made by forking the launcher, which has already imported torch and its models, so it starts instantly.
 
-multiprocessing's server is a new interpreter, which imports all that again and takes seconds. A fork can replace it if
-the launcher has one thread (other threads would be missing, with the locks that they hold) and no GPU.
+multiprocessing's server imports all that again, for seconds. A fork can replace it if the launcher has one thread
+(other threads would be missing, with the locks that they hold) and no GPU.
 
-Ranks find the state of a new interpreter: seeds, signal handlers, logging and warnings, open files and `__main__` are
-not the launcher's. Only modules that the launcher has imported keep the state that they have at launch.
+Ranks find the state of a new interpreter: seeds, signal handlers, logging, warnings, open files and `__main__` are not
+the launcher's. Only imported modules keep the state that they have at launch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,7 @@ _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Make a fork of this process the fork server, replacing an earlier fork; return False if that is impossible.
-
-    Args:
-        preload: modules that ranks need, imported by this process.
-        classes: transformers classes that ranks need, imported by the fork (`preloaded_imports`).
-    """
+    """Make a fork of this process the fork server, replacing an earlier fork; return False if that is impossible."""
     return _can_fork() and _forked(preload, classes)
 
 
@@ -146,7 +141,6 @@ def _be_server(
         go: descriptor on which the launcher allows this process to continue.
         closed: descriptors of the launcher's ends.
         begin: the launcher's data for multiprocessing's server.
-        classes: transformers classes to import.
     """
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
@@ -173,11 +167,7 @@ def _be_server(
 
 
 def _as_new(kept: set[int]) -> None:
-    """Reset this fork to the state of a new interpreter that has imported the same modules.
-
-    Args:
-        kept: descriptors that stay open.
-    """
+    """Reset this fork to the state of a new interpreter that has imported the same modules."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

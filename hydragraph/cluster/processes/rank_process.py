@@ -38,10 +38,6 @@ class Seat:
     """Place of one rank.
 
     Attributes:
-        rank, ranks: rank and number of ranks.
-        port, host: address of the store.
-        environment: environment variables to run with.
-        log_level: log level of its launcher.
         node, here: with several machines, the machine's index and its number of ranks; 0: all ranks are on one.
     """
 
@@ -87,6 +83,9 @@ class Died:
     how: str
 
 
+Outcome = Returned | Raised | Died | Left
+
+
 class Readable(Protocol):
     """Holder of a value for another process."""
 
@@ -95,12 +94,7 @@ class Readable(Protocol):
 
 
 def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
-    """Run a rank from start to end.
-
-    Args:
-        work: a pickled function and its arguments.
-        prepared: holds the value passed before the arguments.
-    """
+    """Run a rank from start to end."""
     _end_with_launcher()
     try:
         _take(seat)
@@ -115,22 +109,12 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
 
 
 def run_member(
-    connection: Connection,
-    seat: Seat,
-    number: int,
-    late: bool,
-    grace_s: float,
-    work: bytes,
-    prepared: Readable | None,
+    connection: Connection, seat: Seat, number: int, late: bool, grace_s: float, work: bytes, prepared: Readable | None
 ) -> None:
     """Run a process of an elastic launch from start to end.
 
     Args:
-        seat: its initial seat.
-        number: its member number.
-        late: whether the others are already running.
         grace_s: seconds to hand over its state when it is asked to end.
-        work, prepared: as for `run_rank`.
     """
     _end_with_launcher()
     try:

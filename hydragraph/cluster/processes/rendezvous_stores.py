@@ -15,7 +15,6 @@ def hosted(address: str, port: int) -> Any:
     """Return a store hosted by this process, on a socket of `listening`; TCPStore itself listens on all addresses.
 
     Args:
-        address: name or address of this host, as used by the others.
         port: port to listen on; 0: any free port.
     """
     listener = listening(address, port)

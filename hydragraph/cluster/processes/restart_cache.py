@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hydragraph.cluster.processes.shared_preparation import SharedFile
+from hydragraph.cluster.processes.shared_preparation import read_value, write_value
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,17 +23,12 @@ KEPT = "HYDRAGRAPH_KEPT"  # environment variable with that folder's path
 
 
 def kept(what: str, key: str, make: Callable[[], T]) -> T:
-    """Return the cached result of this launch's ranks, or compute it if the cache has none.
-
-    Args:
-        what, key, make: as for `once_per_node.once_per_machine`.
-    """
+    """Return the cached result of this launch's ranks, or compute it if the cache has none."""
     folder = _folder()
     if folder is not None and (folder / key).exists():
         try:
             check_private(folder)
-            with (folder / key).open("rb") as file:
-                return SharedFile(file.fileno()).read()  # type: ignore[no-any-return]
+            return read_value(folder / key)  # type: ignore[no-any-return]
         except (OSError, ValueError, RuntimeError) as refused:
             _LOG.warning("%s: what the first ranks made cannot be read (%s): making it again", what, refused)
     return make()
@@ -49,8 +44,6 @@ def keep(value: object, what: str, key: str) -> None:
 
     Args:
         value: should be picklable, like the result of `launch`'s `prepare`; otherwise it is not cached.
-        what: description, for messages.
-        key: identifies the inputs of the value, and is its cache key.
     """
     folder = _folder()
     if folder is None:
@@ -58,8 +51,7 @@ def keep(value: object, what: str, key: str) -> None:
     partial = folder / f".{key}.{os.getpid()}"
     try:
         check_private(folder)
-        with partial.open("w+b") as file:
-            SharedFile(file.fileno()).write(value)
+        write_value(partial, value)
         partial.replace(folder / key)
     except (OSError, ValueError, RuntimeError) as refused:
         partial.unlink(missing_ok=True)

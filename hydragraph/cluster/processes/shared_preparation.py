@@ -1,9 +1,8 @@
 """Preparation shared by ranks: made once, in a separate process, and passed to each rank as one file.
 
-Ranks are not forked from the process that made it. To capture and compile a model it ran autograd, and a process whose
-autograd has threads cannot be forked (PyTorch raises, depending on its build). So the result is pickled: graphs as data
-(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: pages are shared by all
-ranks until a rank writes to one, which gives it its own copy.
+A process that ran autograd has threads and cannot be forked, so the result is pickled: graphs as data
+(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: all share its pages
+until one writes to a page, which gives it its own copy.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -66,6 +66,18 @@ class SharedFile:
         return torch.load(f"/dev/fd/{self.descriptor}", mmap=True, weights_only=False)
 
 
+def write_value(path: Path, value: object) -> None:
+    """Write a value into a file, as `SharedFile.write` does."""
+    with path.open("w+b") as file:
+        SharedFile(file.fileno()).write(value)
+
+
+def read_value(path: Path) -> Any:
+    """Return the value that `write_value` has written."""
+    with path.open("rb") as file:
+        return SharedFile(file.fileno()).read()
+
+
 def _received(descriptor: Any) -> SharedFile:
     return SharedFile(descriptor.detach())
 
@@ -74,9 +86,6 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     """Call a function in a separate process, and write its result into a file.
 
     Args:
-        context: multiprocessing context that starts that process.
-        prepare: a pickled function without arguments.
-        file: receives the result.
         timeout: time limit; None: no limit.
 
     Raises:

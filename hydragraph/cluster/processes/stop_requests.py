@@ -1,7 +1,5 @@
 """Stop requests by SIGTERM (a preemption) or Ctrl-C: the current work is finished and saved first.
 
-Signals reach processes in different ways, and each role handles them differently:
-
 - a process that trains alone, or under torchrun, which forwards signals: records the first, and ends itself if the
   current work exceeds the grace period; a second Ctrl-C ends it immediately.
 - a launcher: forwards the first to its ranks as SIGTERM, waits for the same time, and then, or at a second Ctrl-C,
@@ -86,7 +84,6 @@ class Stopping:
         grace_s: seconds from a request until the process has ended, whatever it is doing.
         relay: in a launcher, the processes to forward requests to; None if this process does the work itself.
         led: whether this is a rank of a launcher, which then decides when it ends.
-        overdue: returns the message for an exceeded grace period.
 
     Attributes:
         signal: first signal received; 0: none yet.

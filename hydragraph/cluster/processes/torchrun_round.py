@@ -1,17 +1,15 @@
 """Rendezvous round under torchrun: a name that ranks starting together agree on, over a store that outlives them.
 
-torchrun's store serves every attempt of a job, so a restarted rank finds the values of the last attempt. Counting
-attempts does not distinguish them: each machine's agent counts its own restarts, and a machine whose ranks are
-restarted because another's failed counts none. So rank 0 proposes, and all ranks agree:
+torchrun's store serves every attempt of a job, so a restarted rank finds the values of the last one, and agents count
+only their own machine's restarts. So rank 0 proposes a name, and all ranks agree:
 
 1. Rank r writes a new random word, unique to its process, at `joining/r`.
-2. Rank 0 writes a proposal: a name for this generation, and the words that it found, one per rank. It writes a new one
-   whenever a word changes, because then that rank was restarted.
+2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.
 3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is no older than the rank.
-4. Once all have agreed, rank 0 confirms the name; ranks that agreed to it continue when it is confirmed.
+4. Once all have agreed, rank 0 confirms the name.
 
-For example, ranks 0 and 1 with words a and b failed and are started again. Rank 0 is quicker: it writes c, proposes (c,
-b) and waits. Rank 1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
+Example: ranks 0 and 1, with words a and b, are started again. Rank 0 is quicker: it writes c and proposes (c, b). Rank
+1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
     Args:
         store: shared with earlier generations; no other code writes these keys in it.
         rank, ranks: rank of this process, from 0, and number of ranks.
-        timeout: how long to wait for all ranks.
 
     Raises:
         TimeoutError: some ranks did not arrive, or did not agree.

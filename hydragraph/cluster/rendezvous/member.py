@@ -40,16 +40,12 @@ class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        number: its member number, never reused.
         connect: returns a new client of the store; each generation uses a new one, because an old one may still be
             waiting.
         late: whether the others are already running, so that it meets them only when it is ready.
         grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
 
     Attributes:
-        generation: its current or last generation.
-        holds: generation whose layout its state has.
-        leaving: whether it was asked to end.
         progress_s: limit in seconds for a rank without progress while others wait.
     """
 
@@ -119,11 +115,7 @@ class Member:
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Announce that it no longer needs the others.
-
-        Args:
-            done: whether all the work is done.
-        """
+        """Announce that it no longer needs the others."""
         self._closed.set()
         self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
 
@@ -208,7 +200,6 @@ def meet(
     """Create the default process group, watched from the start, so that a rank that fails meanwhile blocks no other.
 
     Args:
-        generation: name of these ranks among all that meet at the store.
         progress_s: limit in seconds for a rank without progress while others wait.
     """
     _choose_interface()

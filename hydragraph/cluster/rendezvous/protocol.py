@@ -1,8 +1,8 @@
 """Generations (rendezvous rounds) as a pure state machine: which members form the ranks, their numbers, and when.
 
-A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator (in the
-supervisor's process) reads the members' registers and writes orders; members read orders and update their registers.
-There are no requests with replies: all sides poll, each register has one writer, and a late read only causes a delay.
+A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator reads the
+members' registers and writes orders; members read orders and update their registers. All sides poll, each register has
+one writer, and a late read only causes a delay.
 
 1. A member whose ranks have failed, or that is called, announces that it has left its generation permanently (`after`).
 2. Once all live members of the current generation have done so, the coordinator proposes the next: these members in the
@@ -10,11 +10,11 @@ There are no requests with replies: all sides poll, each register has one writer
 3. A member that finds itself in a proposal agrees to it. If one of them dies meanwhile, the next number is proposed.
 4. Once all have agreed, the coordinator confirms; a member that agreed to a confirmed proposal enters.
 
-So a generation works only after every member of it has left all earlier ones: no two are ever active at the same time.
-`tests/cluster/rendezvous/test_protocol.py` explores every order of events of small worlds, with kills at any of them.
+So no two generations are ever active at the same time. `tests/cluster/rendezvous/test_protocol.py` explores every order
+of events of small worlds, with kills at any of them.
 
-Example: members 0, 1, 2 form generation 1. Member 1 dies; 0 and 2 fail, and announce after=1. Generation 2 is proposed
-to (0, 2); 2 dies before it agrees, so generation 3 is proposed to (0,). It agrees, is confirmed, and continues alone.
+Example: member 1 of (0, 1, 2) dies; 0 and 2 fail, and announce after=1. Generation 2 is proposed to (0, 2); 2 dies
+before it agrees, so generation 3 is proposed to (0,), which agrees, is confirmed, and continues alone.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ class Peer:
     """Public description of a process.
 
     Attributes:
-        member: its member number.
         seat: its seat: the initial rank of the process itself, or of the one it replaces.
         pid, host, device: process id, host and compute device; "" until reported.
         node: index of its machine, if there are several.
@@ -32,41 +31,37 @@ class Peer:
     node: int = 0
 
 
+@dataclass(frozen=True, eq=False)
 class Registers:
-    """Reads and writes these keys.
+    """Reads and writes these keys."""
 
-    Args:
-        store: a store that all processes can reach.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    store: Store
 
     def order(self, orders: Orders) -> None:
         """Write the coordinator's orders."""
-        self._store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
+        self.store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
 
     def orders(self) -> Orders:
         """Return the coordinator's orders, which exist before any member starts."""
-        record = json.loads(self._store.get(f"{_KEY}/orders"))
+        record = json.loads(self.store.get(f"{_KEY}/orders"))
         record["proposal"] = Generation(**_tuples(record["proposal"]))
         return Orders(**_tuples(record))
 
     def say(self, member: int, said: Said) -> None:
         """Write a member's register."""
-        self._store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
+        self.store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
 
     def said(self, member: int) -> Said:
         """Return a member's register, which exists before the member starts."""
-        return Said(**_tuples(json.loads(self._store.get(f"{_KEY}/said/{member}"))))
+        return Said(**_tuples(json.loads(self.store.get(f"{_KEY}/said/{member}"))))
 
     def introduce(self, peer: Peer) -> None:
         """Write the description of a process."""
-        self._store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
+        self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> Peer:
         """Return the description of a process, which exists before the process starts."""
-        return Peer(**json.loads(self._store.get(f"{_KEY}/peer/{member}")))
+        return Peer(**json.loads(self.store.get(f"{_KEY}/peer/{member}")))
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Decision which machines to drop if two that both reach the first machine do not reach each other: pure counting.
 
-Every deputy probes the others (`link_probe`) and reports those that it no longer hears. The leader counts for how long
-each pair has been broken. After `CUT_S` it drops machines until no broken pair is left: as few ranks as possible, so
-that of two groups that cannot reach each other the smaller one is dropped. A dropped machine returns once it has
-reached all machines in use for `HEALED_S`.
+Every deputy probes the others (`link_probe`) and reports those that it no longer hears. When a pair has been broken for
+`CUT_S`, the leader drops machines until no broken pair is left: as few ranks as possible. A dropped machine returns
+once it has reached all machines in use for `HEALED_S`.
 
 Example: machines 1 and 2 have two ranks each, and the link between them fails. Machine 2 is dropped; if machine 1 had
 only one rank, it would be dropped instead.
@@ -39,10 +38,8 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
     """Count the pairs that are broken now; return the new state, with machines dropped or returned.
 
     Args:
-        links: previous state.
         elapsed: seconds since the last look.
         broken: pairs of machines that do not hear each other although the leader hears both.
-        ranks: number of ranks of each machine.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
     dropped = dict(links.dropped)
@@ -64,10 +61,6 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
 
     The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last. A machine is
     kept after all if every machine that it does not reach is dropped.
-
-    Args:
-        broken: pairs of machines that do not reach each other.
-        ranks: number of ranks of each machine.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

@@ -1,12 +1,10 @@
 """Coordination of several machines: the supervisor of the first one leads, with a deputy on each of the others.
 
-A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the store where ranks meet,
-and alone decides the membership, so that two halves of a partitioned network never both continue. The others are
-deputies (`node_agent`): they start and end processes on order, and report their outcomes. The leader and each deputy
-share one connection, with heartbeats four times a second in both directions. It breaks immediately if a process ends,
-and is given up after a period of silence. A deputy gives up sooner than the leader does: when the leader continues
-without a machine, that machine's ranks have already been ended. Deputies also probe each other, because two machines
-that both reach the first may not reach each other: then the leader drops one of them (`broken_links`).
+A launcher (torchrun, srun) starts one process per machine. The one on machine 0 hosts the store where ranks meet, and
+alone decides the membership, so that two halves of a partitioned network never both continue. Deputies (`node_agent`)
+start and end processes on order, and report outcomes. A deputy gives up a silent connection sooner than the leader
+does: when the leader continues without a machine, that machine's ranks have already been ended. If two machines reach
+the leader but not each other, it drops one of them (`broken_links`).
 
     leader -> deputy   Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
@@ -37,7 +35,7 @@ from hydragraph.cluster.failure.failure_detector import PAUSE_S
 from hydragraph.cluster.failure.node_sentinel import SILENT_S
 from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
 from hydragraph.cluster.processes.launched_ranks import RankHandle
-from hydragraph.cluster.processes.rank_process import Died, Left, Raised, Returned, Seat
+from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
 from hydragraph.cluster.supervision.broken_links import MachineLinks, look
 from hydragraph.cluster.supervision.link_probe import Address
@@ -117,7 +115,7 @@ class Ended:
     """How a member's process ended."""
 
     number: int
-    outcome: Returned | Raised | Died | Left
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,6 @@ class Over:
 
     Attributes:
         error: why; "": it succeeded.
-        again: whether the leader is about to restart it.
     """
 
     error: str = ""
@@ -177,10 +174,6 @@ class Heartbeat:
 
 class Link:
     """One end of the connection between the leader and a deputy.
-
-    Args:
-        connection: connection to the other end.
-        patience_s: maximum silence before the link is given up.
 
     Attributes:
         down: why the link is given up; "": it is up.
@@ -245,10 +238,9 @@ class RemoteProcess:
 
     @property
     def sentinel(self) -> int:
-        """Descriptor that becomes readable when the process has ended."""
         return self._sign.fileno()
 
-    def ended(self, outcome: Returned | Raised | Died | Left) -> None:
+    def ended(self, outcome: Outcome) -> None:
         """Report the process's outcome to its supervisor."""
         if self._alive:
             self._alive = False
@@ -258,21 +250,18 @@ class RemoteProcess:
             self._end.close()
 
     def is_alive(self) -> bool:
-        """Whether its end has not been reported."""
         return self._alive
 
     def terminate(self) -> None:
         """Do nothing: its deputy asks it to end when the machine is taken away."""
 
     def kill(self) -> None:
-        """Order its deputy to end it."""
         self._link.send(Kill(self._number))
 
     def join(self, timeout: float | None = None) -> None:
         """Do nothing: its deputy joins it."""
 
     def close(self) -> None:
-        """Close the descriptor of `sentinel`."""
         self._sign.close()
 
 
@@ -288,11 +277,7 @@ class _Post:
 
 
 class Hub:
-    """The leader's links to all deputies, used to start and end processes and to receive their outcomes.
-
-    Args:
-        nodes: this machine among all; it is the first.
-    """
+    """The leader's links to all deputies, used to start and end processes and to receive their outcomes."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes

@@ -25,11 +25,7 @@ class LinkProbe:
 
     Args:
         number: index of this machine.
-        host: its address.
         tell: called with the machines that have been heard before but not for `UNHEARD_S`, when these change.
-
-    Attributes:
-        address: where it receives datagrams.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
@@ -49,7 +45,6 @@ class LinkProbe:
         """Set the other machines.
 
         Args:
-            peers: address of each.
             tag: prefix of datagrams of this run; others are ignored.
         """
         self._tag = tag

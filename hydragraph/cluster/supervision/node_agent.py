@@ -10,12 +10,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydragraph import log
-from hydragraph.cluster.processes.launched_ranks import Context, RankHandle, Stops, dismiss, forget, outcome_of, start
-from hydragraph.cluster.processes.rank_process import Died, Returned, run_member
+from hydragraph.cluster.processes.launched_ranks import (
+    Context,
+    RankHandle,
+    Stops,
+    dismiss,
+    forget,
+    start,
+    wait_for_outcomes,
+)
+from hydragraph.cluster.processes.rank_process import Returned, run_member
 from hydragraph.cluster.processes.restart_cache import KEPT
 from hydragraph.cluster.supervision.coordinator import (
     BEAT_S,
@@ -45,25 +53,19 @@ _TRY_S = 0.5  # between two attempts to reach it
 _TOGETHER_S = 1.0  # a stop request to all machines reaches the leader within this time
 
 
+@dataclass(eq=False)
 class Deputy:
-    """Starts, watches and ends the processes of one machine.
+    """Starts, watches and ends the processes of one machine."""
 
-    Args:
-        context: multiprocessing context that starts them.
-        nodes: this machine among all.
-        say: prints a sentence.
-    """
-
-    def __init__(self, context: Context, nodes: Nodes, say: Callable[[str], None]) -> None:
-        self._context = context
-        self._nodes = nodes
-        self._say = say
-        self._asked_at: float | None = None
-        self._told = False
-        self._stopping = False
-        self._back = False
-        self._crew: dict[int, RankHandle] = {}
-        self._probe: LinkProbe | None = None
+    _context: Context
+    _nodes: Nodes
+    _say: Callable[[str], None]
+    _asked_at: float | None = None
+    _told: bool = False
+    _stopping: bool = False
+    _back: bool = False
+    _crew: dict[int, RankHandle] = field(default_factory=dict)
+    _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
         """Serve until the run ends or this machine is taken away.
@@ -187,19 +189,11 @@ class Deputy:
 
     def _look(self, link: Link, stops: Stops) -> None:
         """Record how processes ended, and report it."""
-        waiting = self._live()
-        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
-        ready = set(multiprocessing.connection.wait(signs, 0)) if signs else set()
-        stopped = stops.look(waiting, others_run=True)
-        for member in waiting:
-            if not ready.isdisjoint((member.connection, member.process.sentinel)):
-                member.outcome = outcome_of(member)
-            elif stopped is not None and stopped[0] == member.rank:
-                member.outcome = Died(time.monotonic(), stopped[1])
-            if member.outcome is not None:
-                link.send(Ended(member.rank, member.outcome))
-                if not isinstance(member.outcome, Returned):  # a process that returned stays until all have
-                    forget(self._crew.pop(member.rank))
+        for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
+            assert member.outcome is not None
+            link.send(Ended(member.rank, member.outcome))
+            if not isinstance(member.outcome, Returned):  # a process that returned stays until all have
+                forget(self._crew.pop(member.rank))
 
     def _drained(self, link: Link) -> bool:
         """Forward a notice that this machine is taken away to its ranks; return whether all have left.

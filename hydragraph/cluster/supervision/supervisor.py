@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing.connection
 import os
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from hydragraph import log
@@ -23,9 +24,9 @@ from hydragraph.cluster.processes.launched_ranks import (
     Stops,
     dismiss,
     forget,
-    outcome_of,
     raise_failure,
     start,
+    wait_for_outcomes,
 )
 from hydragraph.cluster.processes.rank_process import (
     HOST,
@@ -75,9 +76,7 @@ def run_members(
     """Start ranks and keep as many running as possible until their work is done; leave no process running.
 
     Args:
-        elastic: minimum number of ranks, and how lost ones are replaced.
         nodes: this machine among several; it is the first. None: all ranks are on this machine.
-        context, ranks, port, work, timeout, prepared, relay: as for `launched_ranks.run_crew`.
 
     Returns:
         The pickled results of the last generation's ranks, by rank.
@@ -89,16 +88,16 @@ def run_members(
     kept = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
 
     def started(number: int, seat: int, late: bool) -> RankHandle:
-        if nodes is None or hub is None:
-            given = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
-            return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
-        node = nodes.of(seat, ranks)
-        given = Seat(seat, ranks, port, {}, None, nodes.address, node, nodes.here(node, ranks))
-        if node:
-            return hub.start(node, Start(number, given, late, elastic.grace_s, work))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-        given = replace(given, environment={**environment, KEPT: kept.name, "GROUP_RANK": "0"}, log_level=log.shown())
-        return start(context, number, run_member, given, number, late, elastic.grace_s, work, prepared)
+        place = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
+        if nodes is not None and hub is not None:
+            node = nodes.of(seat, ranks)
+            place = replace(place, host=nodes.address, node=node, here=nodes.here(node, ranks))
+            if node:  # its deputy knows the environment and the log level
+                order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
+                return hub.start(node, order)
+            own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
+            place = replace(place, environment={**own, "GROUP_RANK": "0"})
+        return start(context, number, run_member, place, number, late, elastic.grace_s, work, prepared)
 
     store = client(HOST if nodes is None else nodes.address, port)
     hub = None if nodes is None else Hub(nodes)
@@ -125,67 +124,51 @@ def run_members(
         kept.cleanup()
 
 
-def _on_return(refill: Callable[[], None]) -> Callable[[], None]:
+def _on_return(refill: Callable[[], None]) -> Callable[[], object]:
     """Call a function on SIGUSR1, which signals that devices are back; return a function that undoes this."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before = signal.signal(signal.SIGUSR1, lambda *_: refill())
-
-    def end() -> None:
-        signal.signal(signal.SIGUSR1, before)
-
-    return end
+    return partial(signal.signal, signal.SIGUSR1, before)
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Starts, watches and replaces the members of one launch.
 
     Args:
         started: starts a member's process, given its number, its seat, and whether the others are already running.
-        store: store where members meet.
-        ranks: target number of ranks.
-        elastic: minimum number of ranks, and how lost ones are replaced.
-        hub: connections to other machines, if there are several.
-
-    Attributes:
-        crew: all processes that are alive or have reported an outcome.
     """
 
-    def __init__(
-        self,
-        started: Callable[[int, int, bool], RankHandle],
-        store: Any,
-        ranks: int,
-        elastic: Elastic,
-        hub: Hub | None = None,
-    ) -> None:
-        self._started = started
-        self._store = store
-        self._hub = hub
-        self._place = Registers(store)
-        self._ranks = ranks
-        self._elastic = elastic
-        self._rules = Rules(ranks, elastic.min_ranks)
-        self._record = Record()
-        self._seats: dict[int, int] = {}  # by member
-        self._since: dict[int, float] = {}  # time when a member became a rank
-        self._waiting: dict[int, float] = {}  # seats to be refilled, and when
-        self._short: dict[int, int] = {}  # number of consecutive short-lived processes, by seat
-        self._unready: dict[int, int] = {}  # number of processes that ended before they were ready, by seat
-        self._lost: list[RankHandle] = []
-        self._fatal_at: float | None = None
-        self._stop = False
-        self._told_stop = False
-        self._back = False
-        self._held = False  # whether any rank has ever held state; until then all begin together
-        self._late: set[int] = set()  # members that prepare while others run, and then join those that hold state
-        self._empty: set[int] = set()  # seats that stay empty until their devices are reported back
-        self._stops = Stops()
-        self._waited: dict[int, float] = {}  # seconds that others have waited for a member
-        self._readying: dict[int, float] = {}  # seconds that a member has been preparing while others run
-        self._before = time.monotonic()
-        self.crew: list[RankHandle] = []
-        self._next = 0
+    _started: Callable[[int, int, bool], RankHandle]
+    _store: Any
+    _ranks: int
+    _elastic: Elastic
+    _hub: Hub | None = None
+    crew: list[RankHandle] = field(default_factory=list)
+    _record: Record = field(default_factory=Record)
+    _seats: dict[int, int] = field(default_factory=dict)  # by member
+    _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
+    _waiting: dict[int, float] = field(default_factory=dict)  # seats to be refilled, and when
+    _short: dict[int, int] = field(default_factory=dict)  # number of consecutive short-lived processes, by seat
+    _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
+    _lost: list[RankHandle] = field(default_factory=list)
+    _late: set[int] = field(default_factory=set)  # members that prepare while others run, then join those with state
+    _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are reported back
+    _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
+    _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
+    _stops: Stops = field(default_factory=Stops)
+    _before: float = field(default_factory=time.monotonic)
+    _fatal_at: float | None = None
+    _stop: bool = False
+    _told_stop: bool = False
+    _back: bool = False
+    _held: bool = False  # whether any rank has ever held state; until then all begin together
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._place = Registers(self._store)
+        self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
         """Run until all members have reported their outcomes, or none can."""
@@ -258,16 +241,9 @@ class Supervisor:
     def _hear(self) -> None:
         """Wait briefly for outcomes, and record them."""
         waiting = self._live()
-        signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
-        ready = set(multiprocessing.connection.wait(signs, _LOOK_S))
-        stopped = self._stops.look([member for member in waiting if member.process.pid])
-        for member in waiting:
-            if not ready.isdisjoint((member.connection, member.process.sentinel)):
-                member.outcome = outcome_of(member)
-            elif stopped is not None and stopped[0] == member.rank:
-                member.outcome = Died(time.monotonic(), stopped[1])
-            if member.outcome is not None:
-                self._ended(member)
+        here = [member for member in waiting if member.process.pid]
+        for member in wait_for_outcomes(waiting, self._stops, _LOOK_S, visible=here):
+            self._ended(member)
 
     def _ended(self, member: RankHandle) -> None:
         """Handle a process that has reported its outcome or died."""
@@ -320,11 +296,7 @@ class Supervisor:
         if self._record.orders.over:
             return
         if self._back:
-            self._waiting |= dict.fromkeys(self._empty, time.monotonic())
-            for seat in self._empty:
-                self._short.pop(seat, None)
-                self._unready.pop(seat, None)
-            self._empty.clear()
+            self._refill_seats(self._empty)
             self._back = False
         for node in () if self._hub is None else self._hub.arrived():
             self._welcome(node)
@@ -334,14 +306,17 @@ class Supervisor:
                 self._start(seat, late=self._held or seat >= self._ranks)
 
     def _welcome(self, node: int) -> None:
-        """Schedule processes in the seats of a machine that has come back; its history is cleared."""
+        """Schedule processes in the seats of a machine that has come back."""
         taken = {self._seats[member.rank] for member in self._live()}
-        seats = {seat for seat in self._seats.values() if self._node(seat) == node} - taken
+        self._refill_seats({seat for seat in self._seats.values() if self._node(seat) == node} - taken)
+
+    def _refill_seats(self, seats: AbstractSet[int]) -> None:
+        """Schedule processes in seats whose devices are back; the history of these seats is cleared."""
         self._waiting |= dict.fromkeys(seats, time.monotonic())
-        self._empty -= seats
         for seat in seats:
             self._short.pop(seat, None)
             self._unready.pop(seat, None)
+        self._empty = self._empty - seats
 
     def _coordinate(self) -> None:
         """Read the members' registers and write the resulting orders."""

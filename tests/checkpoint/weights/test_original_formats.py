@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hydragraph.checkpoint.weights.pretrained import Names
 from hydragraph.checkpoint.weights.safetensors_files import contents
-from hydragraph.engine.executable import tensor_names
+from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.errors import Unsupported
 from tests.checkpoint.weights.test_split_tensors import read
 from tests.frontend.families import build

@@ -26,6 +26,7 @@ from hydragraph.checkpoint.weights import pretrained
 from hydragraph.checkpoint.weights.pretrained import Names
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
+from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.home_layout import HomeLayouts
@@ -158,7 +159,7 @@ def by_rank(directories: dict[tuple[str, str], Saved]) -> dict[tuple[str, str], 
     given: list[Given] = []
     for (kind, _), saved in directories.items():
         program, empty = program_of(kind), meta(saved.model)
-        names = Names.of(empty, hg.engine.executable.tensor_names(empty))
+        names = Names.of(empty, tensor_names(empty))
         given.append((saved.path, Model(tuple(program.buckets)), names, initial_buffers(empty)))
     found = hg.launch(load_all, RANKS, given)
     return {key: [each[i] for each in found] for i, key in enumerate(directories)}

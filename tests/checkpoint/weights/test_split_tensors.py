@@ -15,7 +15,7 @@ from torch import Tensor
 from hydragraph.checkpoint.weights.pretrained import Names
 from hydragraph.checkpoint.weights.safetensors_files import Stored
 from hydragraph.checkpoint.weights.split_tensors import Whole, assemble
-from hydragraph.engine.executable import tensor_names
+from hydragraph.engine.compiled_model import tensor_names
 
 loading = pytest.importorskip("transformers.core_model_loading")
 

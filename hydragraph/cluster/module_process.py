@@ -1,0 +1,35 @@
+"""Processes that run a module of this package, without importing the training script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGE = str(Path(__file__).parents[2])  # a process must import this same package, installed or not
+
+
+def start_module(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    paths: Sequence[str] = (),
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module`, without the current directory on its import path.
+
+    Args:
+        environment: its environment variables; None: this process's.
+        paths: further folders on its import path.
+        options: of `subprocess.Popen`.
+    """
+    environment = os.environ if environment is None else environment
+    every = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, paths)]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(every))},
+        **options,
+    )

@@ -1,0 +1,79 @@
+"""Rules for the calls of an executable, which all its ranks make alike."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
+
+from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.engine.state_transfer import parts
+from hydragraph.engine.step_agreement import Promise
+from hydragraph.private.torch_modes import own_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound="CollectiveCalls")
+
+ENDS = ("close", "leave")
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """Restriction on calls while a loop or a context of an executable is open."""
+
+    calls: tuple[str, ...]
+    why: str
+
+
+class CollectiveCalls:
+    """An object whose methods are calls of all ranks (`collective`)."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._closed = False
+        self._restricted: Restriction | None = None
+        self._promised: Promise | None = None  # agreed by all ranks for the next step
+
+    def _admit(self, what: str) -> None:
+        """Raise a ValueError if a call is not allowed now."""
+        if self._closed:
+            raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
+        if self._promised is not None and what != "step":
+            raise ValueError(
+                f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
+            )
+        if self._restricted is not None and what not in self._restricted.calls:
+            raise ValueError(f"{what}: {self._restricted.why}")
+
+
+def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
+    """Make a method a collective call: watched, outside the caller's torch modes, and rejected after `close`.
+
+    Errors in the arguments are raised before the call begins, so they do not count as a failure of this rank.
+    """
+
+    def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+        signature = inspect.signature(method)
+
+        def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{what}: {error}") from None
+            if what == "load":
+                parts(given["path"])
+            for name in ("path", "directory"):
+                if name in given and what != "load" and not isinstance(given[name], str | os.PathLike):
+                    raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
+            self._admit(what)
+            with own_modes(what), self._watch.calling(what):
+                return method(self, *args, **kwargs)
+
+        functools.update_wrapper(call, method)
+        return call
+
+    return wrap

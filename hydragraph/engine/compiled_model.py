@@ -1,0 +1,248 @@
+"""The part of an executable that does not depend on the ranks: its model, the graphs of it, and what calls check."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.launch import World
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.check.stage_check import StageCheck
+from hydragraph.frontend.compiled_folder.load import CompiledFolder
+from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
+from hydragraph.frontend.compiled_state import CompiledState
+from hydragraph.frontend.loss_module import loss_buffers
+from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
+from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, Planned, packed
+from hydragraph.frontend.packed_batch import Draws
+from hydragraph.frontend.packed_inputs import Loss, own_fields
+from hydragraph.frontend.peft_adapters import is_peft
+from hydragraph.ir.program import Program
+from hydragraph.ir.program_outline import Purpose, mode_of
+from hydragraph.kernels.philox import key_of
+from hydragraph.passes.check_strategy import check_strategy
+from hydragraph.passes.compile_with_inductor import choose_backend, refuse_halves
+from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.variants import Variants
+from hydragraph.runtime.deterministic_sums import Deterministic
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.limits import Limit
+from hydragraph.spec.padded import Batches
+from hydragraph.spec.strategy import Strategy
+from hydragraph.spec.workload import Field
+from hydragraph.version import __version__
+
+
+class CompiledModel:
+    """A captured model on one process, whatever its ranks.
+
+    Args:
+        model: is not kept, so that its weights need no memory after the ranks have theirs.
+        program, backend, loss, seed: as for `compile`.
+        world: the first ranks.
+        check: how stages are checked (`frontend.check.check_once.mode_of`).
+        library: the compiled folder, if there is one.
+        variants: graphs that exist already.
+        deterministic: as for `compile`.
+
+    Attributes:
+        program: the captured model.
+        seed: seed of dropout.
+        tensors: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
+        shell: the model without weights; None: it is none of transformers'.
+        adapted: whether it is a peft model.
+        buffers: its buffers by name, on this rank's device.
+        variants: its compiled graphs.
+        check: compares stages with whole blocks before a strategy's first step; None: another rank does, or none.
+        state: notices what the user changes after compilation.
+        sums: constraints of a deterministic run; None: it is not one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        world: World,
+        backend: str | None,
+        check: str,
+        library: CompiledFolder | None,
+        variants: Variants | None,
+        deterministic: bool,
+        loss: Loss | None,
+        seed: int,
+    ) -> None:
+        backend = choose_backend(backend, world.device)
+        inductor = backend == "inductor"
+        self.sums = Deterministic.begin(world.device, backend) if deterministic else None
+        self.program = program
+        self.seed = seed
+        self.tensors = tensor_names(model)
+        self.shell = Shell.of(model)
+        self.adapted = is_peft(model)
+        self._inductor = inductor
+        self._library = library
+        self._fields = own_fields(program)
+        self._limits = limits_of(program)
+        self._head = program.templates[program.blocks[-1].template]
+        buffers = initial_buffers(model) | loss_buffers(loss)
+        self.check: StageCheck | None = None
+        if check == "full" and not world.local_rank:
+            self.check = StageCheck(program, buffers, inductor, added=not inductor, library=library)
+        elif check != "off" and not world.local_rank:
+            passed = library.manifest.check.stages if library is not None else None
+            self.check = StageCheck(program, buffers, inductor, passed=passed)
+        if variants is None:
+            variants = Variants(
+                program,
+                backend=backend,
+                device=world.device,
+                fused_head=inductor,
+                added=True,
+                library=library,
+                cache=VariantCache(),
+            )
+        # Another process of this machine may have compiled these for its own GPU.
+        self.variants = variants.on(world.device) if variants.portable else variants
+        # Copies, since `load` writes to them and the model stays as it was.
+        self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
+        self.state = CompiledState(model, loss, self.buffers)
+        self._torch_seed = torch.initial_seed()
+
+    def initial(self, model: nn.Module, blocks: str | None) -> Callable[[], Iterable[Mapping[str, Tensor]]] | None:
+        """Return a function that returns the initial weights of a model on the meta device; None: it has weights."""
+        return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
+
+    def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
+        """Copy the model's weights into the first home state, once all ranks are known to have the same."""
+        if is_meta(model):
+            groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
+        else:
+            groups.same_everywhere("weights", _weights_hash(model))
+            home.fill(dict(model.named_parameters()))
+
+    def identity(self, strategies: Sequence[Strategy], max_grad_norm: float | None) -> dict[str, str]:
+        """Return texts by name that must be the same on all ranks."""
+        return {
+            "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
+            "program": self.program.fingerprint,
+            "compiled folder": self._library.digest if self._library is not None else "",
+            "strategies": str(list(map(str, strategies))),
+            "deterministic": "" if self.sums is None else str(self.sums),
+            "max_grad_norm": str(max_grad_norm),
+            "seed": str(self.seed),
+            "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
+            "loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
+        }
+
+    # Strategies.
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether stages may stream: sums of deterministic runs may not."""
+        return self.sums is None
+
+    def check_strategy(self, strategy: Strategy, ranks: int) -> None:
+        """Raise a ValueError unless a strategy fits the model, the number of ranks, the backend and the sums."""
+        check_strategy(self.program, strategy, ranks)
+        self.check_modes([strategy])
+
+    def check_modes(self, strategies: Sequence[Strategy]) -> None:
+        """Check that the backend runs all strategies, and that deterministic ones give the same sums as the first."""
+        if self._inductor:
+            for strategy in strategies:
+                refuse_halves(strategy)
+        if self.sums is not None:
+            self.sums.check(strategies)
+
+    def priced(self, profile: Profile | Costs | None) -> Profile | Costs | None:
+        """Return costs restricted to strategies that give the same sums in deterministic mode, else unchanged."""
+        if self.sums is None or profile is None:
+            return profile
+        if isinstance(profile, Costs):
+            return profile.changed(profile=self.sums.alike(profile.profile))
+        return self.sums.alike(profile)
+
+    # Mini-batches.
+
+    def mini_batch(self, sequences: Batches, purpose: Purpose = "train") -> MiniBatch:
+        """Validate a mini-batch; scoring does not read the fields that only the loss does."""
+        fields, limits = (self._fields, self._limits) if mode_of(purpose) == purpose else self._read_by_scores
+        return MiniBatch.of(sequences, self.program.causal, fields, limits)
+
+    @functools.cached_property
+    def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[Limit, ...]]:
+        program = self.variants.scoring().program
+        return own_fields(program), limits_of(program)
+
+    def packed(
+        self,
+        batch: MiniBatch,
+        strategy: Strategy,
+        assignment: Assignment,
+        planned: Planned,
+        world: World,
+        purpose: Purpose,
+        update: int,
+    ) -> AssignedBatch:
+        """Pack a rank's micro-batches of the iteration before an update, whose number selects the masks of dropout."""
+        draws: Draws | None = None
+        if self.program.drops:
+            count = len(batch.sequences)
+            numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
+            draws = Draws(key_of(self.seed, update), numbers)
+        return packed(
+            batch,
+            strategy,
+            assignment if self.sums is None else assignment.one_by_one,
+            world.rank,
+            world.device,
+            "cu_seqlens" in self._head.inputs,
+            planned,
+            self.program.unplaced,
+            draws,
+        )
+
+
+def of_least_cut(
+    profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
+) -> tuple[Strategy, ...]:
+    """Return strategies whose stages are all cut alike, by the least degree that fits, as it also fits fewer ranks.
+
+    Args:
+        profile: measurements of all cuts.
+        among: returns the best strategies for given measurements, or raises `Unsupported`.
+    """
+    measured = profile.profile if isinstance(profile, Costs) else profile
+    refused: Unsupported | None = None
+    for cut in measured.cuts:
+        alike = measured.of_cut(*cut)
+        try:
+            return among(profile.changed(profile=alike) if isinstance(profile, Costs) else alike)
+        except Unsupported as error:
+            refused = refused or error
+    raise refused or Unsupported("nothing was measured", where="compile", remedy="measure: hydragraph profile")
+
+
+def tensor_names(model: nn.Module) -> dict[str, str]:
+    """Map every key of the model's state dict to the canonical parameter or buffer that holds its value."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return {key: names.get(key, key) for key in model.state_dict()}
+
+
+def _weights_hash(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensor.detach().float().numpy()).data)
+    return digest.hexdigest()

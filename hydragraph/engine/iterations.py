@@ -1,0 +1,318 @@
+"""Iterations of an executable: all ranks agree on a call, choose a strategy, prepare their programs, and run them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hydragraph import log
+from hydragraph.cluster.agreement import raise_together
+from hydragraph.cluster.failure.rank_watch import agreed
+from hydragraph.cluster.launch import World
+from hydragraph.cluster.rendezvous.member import CALLED, here
+from hydragraph.cost.trace_file import Event
+from hydragraph.engine.candidate_strategies import strategy_for
+from hydragraph.engine.collective_call import CollectiveCalls
+from hydragraph.engine.compiled_model import CompiledModel
+from hydragraph.engine.session import Session
+from hydragraph.engine.state_transition import Holding
+from hydragraph.engine.step_agreement import Call, Promise
+from hydragraph.engine.step_report import StepReport
+from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.errors import Stopped, Unsupported
+from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest
+from hydragraph.ir.instruction_text import instruction_text
+from hydragraph.ir.program_outline import Purpose
+from hydragraph.runtime.elementwise import check_hooks
+from hydragraph.runtime.executor import IterationOutcome
+from hydragraph.runtime.home_state import settings_of
+from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
+from hydragraph.spec.padded import Batches
+from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
+
+PROBED_EVERY = 4  # steps
+RECENT = 4  # strategies
+
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # with the number of micro-batches of each pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class RanIteration:
+    """One iteration: its mini-batch, how it was assigned, its outcome, and the seconds spent preparing programs."""
+
+    batch: MiniBatch
+    work: AssignedBatch
+    outcome: IterationOutcome
+    preparing_s: float
+
+
+class Iterations(CollectiveCalls):
+    """Runs iterations with the state of the current session; `Executable` describes the attributes."""
+
+    def __init__(self, compiled: CompiledModel, holding: Holding, world: World, max_grad_norm: float | None) -> None:
+        super().__init__(world.watch)
+        self._compiled = compiled
+        self._holding = holding
+        self._max_grad_norm = max_grad_norm
+        self.strategies: tuple[Strategy, ...] = ()
+        self.spans: list[Event] | None = None
+        self.watched = False
+        self.stopping = 0
+        self.listens: Callable[[], int] | None = None
+        self._choosing: Chooser | None = None
+        self._next: Promise | None = None  # to follow the next step
+        self._communications = 0
+        self._ran: dict[int, _Running] = {}  # by the iteration's number, the last two
+        self._probe = SpeedProbe(world.device)
+        self._lasted: float | None = None  # seconds of the last step
+        self._begin_era()
+
+    def _begin_era(self) -> None:
+        """Forget what ran with other ranks or strategies."""
+        self._running: _Running | None = None
+        self._recent: tuple[Strategy, ...] = ()
+        self._prepared: set[tuple[Strategy, Purpose]] = set()  # by every rank
+
+    @property
+    def _session(self) -> Session:
+        return self._holding.session
+
+    @property
+    def _chooser(self) -> Chooser:
+        if self._choosing is None:
+            raise ValueError("this executable has joined no ranks yet: call move first")
+        return self._choosing
+
+    @property
+    def steps(self) -> int:
+        """Number of updates that the state has had."""
+        return self._session.log.progress.updates
+
+    def _iterate(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
+    ) -> StepReport:
+        """Run one iteration on every rank and report on it.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is not finite.
+        """
+        began = time.perf_counter()
+        ran = self._run(sequences, given, purpose, divide_by)
+        batch, work, outcome = ran.batch, ran.work, ran.outcome
+        if not outcome.finite:
+            raise FloatingPointError(
+                f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
+                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            )
+        return StepReport(
+            step=self.steps,
+            loss=outcome.loss,
+            tokens=batch.tokens,
+            grad_norm=outcome.grad_norm,
+            strategy=str(work.strategy),
+            chosen=work.strategy,
+            sequences=len(batch.sequences),
+            micro_batches=work.assignment.counts,
+            seconds=time.perf_counter() - began,
+            padding=work.padding,
+            planning_s=work.planning.exposed_s,
+            planning_hidden_s=work.planning.hidden_s,
+            preparing_s=ran.preparing_s,
+            expected_s=work.planning.expected_s,
+            ranks=outcome.ranks,
+            assignment=work.assignment,
+        )
+
+    def _run(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
+    ) -> RanIteration:
+        """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
+        self._holding.begin()
+        trains = purpose == "train"
+        log.at_step(self.steps + trains)
+        began = time.perf_counter()
+        self._communications += 1
+        coming: Promise | None = None
+        if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
+            coming, self._next = self._next, None
+        with self._watch.step(self._communications, self._describe):
+            batch, strategy = self._agree(sequences, given, purpose, divide_by)
+            work = self._assign(batch, strategy, purpose)
+            assigned = time.perf_counter()
+            self._prepare(work, purpose)
+            preparing_s = time.perf_counter() - assigned
+            session = self._session
+            session.executor.probe = self._probe if trains and self._probes() else None
+            session.executor.beside = self._holding.handover if trains else None
+            outcome = session.execute(
+                work,
+                purpose,
+                batch.divisor(divide_by),
+                len(batch.sequences),
+                self._update,
+                self.steps + 1,
+                self.spans if trains else None,
+                functools.partial(self._says, coming),
+            )
+            self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
+        if trains:
+            self._lasted = time.perf_counter() - began
+            if coming is not None and coming.heard(outcome.said) and outcome.finite:
+                self._promised = coming
+        return RanIteration(batch, work, outcome, preparing_s)
+
+    def _update(self, norm: float) -> None:
+        """Update the parameters that this rank owns, after taking over new owners."""
+        self._holding.go_over()
+        self._session.update(norm, self._max_grad_norm)
+
+    # Agreement.
+
+    def _agree(
+        self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
+    ) -> tuple[MiniBatch, Strategy | None]:
+        """Return the checked mini-batch and strategy once all ranks are about to run the same.
+
+        Raises an agreed error on all ranks if the call is invalid, a background save failed, or ranks differ; also
+        `Stopped`.
+        """
+        promised = self._promised
+        if promised is not None:
+            if not promised.is_of(sequences, given, divide_by):
+                raise ValueError("step: all ranks have promised another mini-batch or strategy; call it with that one")
+            self._promised = None
+            call, ranks = promised.agreed
+        else:
+            call = self._checked(sequences, given, purpose, divide_by)
+            ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else 0)
+        if ranks.unsaved:
+            try:
+                self._session.saver.wait()
+            except Exception as error:
+                agreed(error)
+                raise
+            raise AssertionError("a save in the background fails on all ranks, so waiting for it raises")
+        if not ranks.same:
+            same = self._session.groups.same_everywhere
+            try:
+                same("optimizer's settings, such as the learning rate", self._update_settings(purpose))
+                own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
+                same("mini-batch, strategy or call", own)
+            except ValueError as error:
+                raise agreed(error) from call.refused
+            raise AssertionError("digests differ, so the agreement fails")
+        if call.refused is not None:
+            raise agreed(call.refused)
+        if ranks.stopping:
+            _LOG.info("a rank is asked to stop (%d): the step is not begun", ranks.stopping)
+            raise agreed(Stopped(ranks.stopping))
+        assert call.batch is not None
+        return call.batch, call.strategy
+
+    def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy) -> Call:
+        """Check what this rank is about to run; an error becomes part of what ranks compare."""
+        batch: MiniBatch | None = None
+        strategy: Strategy | None = None
+        refused: Exception | None = None
+        try:
+            if given is not None:
+                strategy = strategy_for(given, self._compiled.program)
+                self._compiled.check_strategy(strategy, self._session.world.ranks)
+            batch = self._compiled.mini_batch(sequences, purpose)
+            batch.divisor(divide_by)
+            if self._compiled.sums is not None:
+                self._compiled.sums.check_count(len(batch.sequences))
+            if purpose == "train" and self._session.optimizer is not None:
+                check_hooks(self._session.optimizer)
+            self._compiled.state.check()
+        except Exception as error:  # of the user's own iterable, too
+            refused = error
+        # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
+        accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
+        return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
+
+    def _update_settings(self, purpose: Purpose) -> str:
+        """Return the hyperparameters of this rank's optimizer if the iteration updates, else ""."""
+        return settings_of(self._session.optimizer) if purpose == "train" else ""
+
+    def _says(self, coming: Promise | None) -> tuple[int, ...]:
+        """Return this rank's data about the next step, sent at the commit of the current one."""
+        if coming is None:
+            return self._session.saying(-1, 0)
+        coming.call = self._checked(coming.sequences, coming.strategy, "train", coming.divide_by)
+        return self._session.saying(coming.call.mark, self._reason_to_stop())
+
+    def _reason_to_stop(self) -> int:
+        """Return why this rank should not begin the next step (to stop, or to meet other ranks first); 0: it should."""
+        member = here()
+        called = CALLED if member is not None and member.called else 0
+        return max(self.stopping, self.listens() if self.listens is not None else 0, called)
+
+    # Preparation.
+
+    def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
+        """Assign a mini-batch that all ranks have agreed on, and pack this rank's part of it."""
+        choice = self._chooser.choose(batch.lengths, strategy)
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
+        world, update = self._session.world, self.steps + 1
+        return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
+
+    def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
+        """Build this rank's program. If a rank cannot, all raise an agreed error; no message has been sent yet."""
+        self._running = (work.strategy, work.assignment.counts, purpose)
+        self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
+        self._ran[self._communications] = self._running
+        if purpose == "train":
+            others = (strategy for strategy in self._recent if strategy != work.strategy)
+            self._recent = (work.strategy, *others)[:RECENT]
+        preparer = self._session.preparer
+        if (work.strategy, purpose) in self._prepared:
+            preparer.get(*self._running)
+            return
+        own: ValueError | None = None
+        try:
+            preparer.get(*self._running)
+            if (check := self._compiled.check) is not None:
+                program = self._compiled.variants.for_purpose(purpose).program
+                (check if program is self._compiled.program else check.of(program)).check(work.strategy)
+        except Exception as error:  # any error of tracing or compilation
+            own = error if isinstance(error, ValueError) else _cannot_compile(error, work.strategy)
+        sent = own if own is None or isinstance(own, Unsupported) else _cannot_compile(own, work.strategy)
+        raise_together(self._session.groups, own, sent)
+        self._prepared.add((work.strategy, purpose))
+        _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, purpose)
+
+    def _probes(self) -> bool:
+        """Return whether this rank probes its device: in the first step for a baseline, then regularly when idle."""
+        if not self.watched:
+            return False
+        assert self._running is not None
+        self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
+        idle = not self._session.preparer.get(*self._running).program.roles
+        return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
+
+    def _describe(self, rank: int, index: int, number: int) -> str:
+        """Return the text of an instruction; another rank may be one iteration earlier or later."""
+        if self._running is None:
+            return ""
+        if number > self._communications:
+            return f"instruction {index} of the next step"  # which this rank does not know yet
+        running = self._ran.get(number, self._running)
+        return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
+
+
+def _cannot_compile(error: Exception, strategy: Strategy) -> Unsupported:
+    """Return an error, with a message short enough to send to every rank, for a strategy that cannot be prepared."""
+    sentence = (str(error).splitlines() or [""])[0]
+    refusal = Unsupported(
+        f"it cannot be compiled ({type(error).__name__}: {sentence})",
+        where=f"strategy {strategy}",
+        remedy="choose another strategy; the cause is above on the rank that failed",
+    )
+    refusal.__cause__ = error
+    return refusal

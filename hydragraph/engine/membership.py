@@ -1,0 +1,320 @@
+"""Membership of an executable in sets of ranks: its first one, and moves of its state to others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.rank_watch import agreed
+from hydragraph.cluster.launch import World
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.background_compile import Readying
+from hydragraph.engine.candidate_strategies import (
+    Choices,
+    Planning,
+    candidates_among,
+    candidates_of,
+    home_among,
+    strategy_for,
+)
+from hydragraph.engine.collective_call import collective
+from hydragraph.engine.compiled_model import CompiledModel, of_least_cut
+from hydragraph.engine.iterations import Iterations
+from hydragraph.engine.session import Session
+from hydragraph.engine.state_transfer import Moved, Restore, bring
+from hydragraph.engine.state_transition import Holding
+from hydragraph.engine.strategy_history import Past
+from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.errors import RankFailure
+from hydragraph.frontend.compiled_folder.load import CompiledFolder
+from hydragraph.frontend.packed_inputs import Loss
+from hydragraph.ir.program import Program
+from hydragraph.passes.variants import Variants
+from hydragraph.private.torch_modes import own_modes
+from hydragraph.runtime.elementwise import OptimizerFactory
+from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.state_agreement import ProgressLog, StateProgress, meet
+from hydragraph.spec.home import AUTO, Home, home_of
+from hydragraph.spec.home_text import owners_text
+from hydragraph.spec.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
+
+
+class Membership(Iterations):
+    """Connects ranks, and moves the state to other ranks or owners; `Executable` describes the attributes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        given: Choices,
+        optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+        world: World,
+        blocks: str | None = None,
+        planning: Planning | None = None,
+        backend: str | None = None,
+        check: str = "off",
+        home: Home | None = None,
+        library: CompiledFolder | None = None,
+        variants: Variants | None = None,
+        joining: bool = False,
+        deterministic: bool = False,
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        compiled = CompiledModel(model, program, world, backend, check, library, variants, deterministic, loss, seed)
+        super().__init__(compiled, Holding(compiled.initial(model, blocks)), world, max_grad_norm)
+        self.program = program
+        self.seed = seed
+        self.given = given
+        self.wanted_home = AUTO if home is None else home
+        self.device = world.device
+        self.progress_s = PROGRESS_S
+        self.past = Past()
+        self._optimizer = optimizer
+        self.planning = planning or Planning()
+        self._first_profile = self.planning.profile
+        if joining:
+            if given != "auto":
+                several = [given] if isinstance(given, Strategy | str) else given
+                compiled.check_modes([strategy_for(each, program) for each in several])
+            return
+        self.strategies = self._first_strategies(world)
+        compiled.check_modes(self.strategies)
+        self.planning = replace(self.planning, profile=self.given_profile)
+        chosen = home_among(world, program, self.wanted_home, self.strategies, self.planning)
+        self._holding.held = self._begin_session(world, chosen, lambda *state: compiled.fill(model, *state))
+        self._choose()
+
+    def _first_strategies(self, world: World) -> tuple[Strategy, ...]:
+        """Return the strategies to choose from on the first ranks."""
+        planning, compiled = self.planning, self._compiled
+        if self.given == "auto" and planning.strategies:
+            return planning.strategies
+
+        def among(profile: Profile | Costs | None) -> tuple[Strategy, ...]:
+            passed = compiled.variants.strategies
+            how = (self.program, world.ranks, profile, planning.lengths, self.wanted_home, passed, compiled.may_stream)
+            return candidates_among(world, self.given, *how)
+
+        alike = compiled.sums is not None and self.given == "auto"
+        return of_least_cut(planning.profile, among) if alike and planning.profile else among(planning.profile)
+
+    @property
+    def recent(self) -> tuple[Strategy, ...]:
+        """Strategies that these ranks have trained with, most recent first."""
+        return self._recent
+
+    @property
+    def given_profile(self) -> Profile | Costs | None:
+        """Costs given to `compile`, restricted to strategies that may run."""
+        return self._compiled.priced(self._first_profile)
+
+    @property
+    def profile(self) -> Profile | Costs | None:
+        """Costs of strategies; None without measurements."""
+        return self.planning.profile
+
+    @property
+    def world(self) -> World:
+        """This process's place among the ranks."""
+        return self._session.world
+
+    @property
+    def groups(self) -> Groups:
+        """The communicators of this process."""
+        return self._session.groups
+
+    @property
+    def home(self) -> HomeState:
+        """This rank's share of the fp32 weights and gradients."""
+        return self._session.home
+
+    @property
+    def owners(self) -> Home:
+        """Home that currently owns the state."""
+        return self._session.owners.home
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Optimizer of this rank's share; None if compiled without one."""
+        return self._session.optimizer
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether stages may stream."""
+        return self._compiled.may_stream
+
+    def leave(self) -> None:
+        """Close the communicators, which a failure may have broken, and keep the state, before ranks meet again.
+
+        This is a local call: it waits for no other rank, unless a save is being written. `move` also calls it. Call it
+        before destroying the process group that these communicators belong to.
+        """
+        if self._holding.held is not None:
+            try:
+                self._holding.held.saver.close()
+            except Exception as error:
+                _LOG.warning("a save was not completed: %s", error)
+            try:
+                with self._calling("leave"):
+                    self._stop_handover()
+            except RankFailure as failure:
+                _LOG.info("state did not come beside the steps: %s", failure)
+        for groups in self._holding.groups:
+            groups.close()
+
+    def move(
+        self,
+        world: World,
+        home: Home | str | None,
+        before: Sequence[int | None],
+        restore: Restore | None = None,
+        strategy: Choices | None = None,
+        profile: Profile | Costs | None = None,
+    ) -> Moved:
+        """Continue in another world or under another home with the state that ranks have; all ranks of the new world
+        call it.
+
+        Call it after a failure or between two steps. Survivors use their executable, newcomers one compiled with
+        `joining=True`. Weights, optimizer state and hyperparameters come from survivors, wherever these parts live now.
+        If only some ranks have finished a step, all finish it (`runtime.state_agreement`). Every rank keeps its old
+        state until the new state has arrived on all ranks: if the move fails, meet again and move again.
+
+        Args:
+            world: this process's new place, with an initialised process group. If it is the current world, only the
+                home changes.
+            home: new owners of the state, as an object or its text; with a rule ("auto"), owners are chosen for the
+                strategies. None: as in `compile`.
+            before: for each rank of the new world, its rank in the old one; None for a newcomer, whose state is
+                ignored. Old ranks that are not named are lost.
+            restore: read if a part of the state is lost with them; all ranks then go back to it. A checkpoint of
+                `save`, the pieces of `keep`, each read from the nearest place, or the pair (pieces, checkpoint);
+                the newer one is read. Newcomers pass theirs too.
+            strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
+            profile: new costs of strategies; None: unchanged.
+
+        Raises:
+            ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
+            RankFailure: another rank failed meanwhile; the state is unchanged.
+        """
+        if self._closed:
+            raise ValueError("move: this executable is closed; compile again")
+        began = time.perf_counter()
+        given = home_of(home)
+        home = self.wanted_home if given is None else given
+        holding = self._holding
+        self._next = self._promised = None
+        stays = holding.held is not None and world is holding.held.world and not world.watch.broken
+        stays = stays and list(before) == list(range(world.ranks))
+        chosen = stays and strategy is None and profile is None
+        self._stop_handover() if stays else self.leave()
+        self._watch = world.watch
+        with own_modes("move"), world.watch.calling("move"):
+            told = world.gather((holding.standing(world.rank), self.strategies, self._communications))
+            meeting = meet([standing for standing, _, _ in told], before)
+            self._communications = max(number for _, _, number in told)
+            finished = holding.agree(meeting, world.rank, self._max_grad_norm)
+            known = told[meeting.leader or 0][1]
+            self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
+            plans = self.planning
+            self.strategies = candidates_of(
+                known if strategy is None else strategy,
+                self.program,
+                world.ranks,
+                plans.profile,
+                plans.lengths,
+                home,
+                streaming=self.may_stream,
+            )
+            self._compiled.check_modes(self.strategies)
+            self.planning = replace(self.planning, profile=self._compiled.priced(self.planning.profile))
+            home = home_among(world, self.program, home, self.strategies, self.planning)
+            counts = meeting.before[world.rank] is not None
+            log = ProgressLog(StateProgress(meeting.updates, meeting.norm))
+            ending = holding.held if stays else None
+            session = self._begin_session(world, home, log=log, ending=ending)
+            holding.expect(session)
+            brought = bring(session, holding.held if counts else None, meeting, restore)
+            holding.arrived(meeting.generation + 1)
+            session.groups.gather(None)  # all ranks have their state: none needs another after this
+            holding.take()
+            self._choose(chosen)
+        step = self.steps
+        seconds = time.perf_counter() - began
+        _LOG.info("moved to rank %d of %d at step %d in %.2f s", world.rank, world.ranks, step, seconds)
+        restored = step if brought.restored else None
+        return Moved(step, finished, restored, brought.extra, brought.received, seconds, brought.read)
+
+    @collective("rehome")
+    def rehome(self, home: Home | str) -> None:
+        """Move state to the owners of another home during the next step; all ranks call it.
+
+        The step computes the same results, and everything after it uses the new home, bit for bit as if `move` had been
+        called after the step. Training waits only while gradients of the moving parts are sent to the new owners. Until
+        that step, `evaluate`, `save` and all other calls use the current home. If a rank is lost, or state is loaded or
+        moved otherwise, the handover is discarded.
+
+        Args:
+            home: new owners; with a rule ("auto"), owners are chosen for the strategies.
+
+        Raises:
+            ValueError: on all ranks: the home does not fit, or another handover is in progress.
+        """
+        if self._holding.handover is not None:
+            on_its_way = self._holding.handover.arriving.owners.home
+            raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
+        self._holding.begin()
+        held = self._session
+        given = home_of(home) or self.wanted_home
+        chosen = home_among(held.world, self.program, given, self.strategies, self.planning)
+        arriving = self._begin_session(
+            held.world, chosen, log=ProgressLog(held.log.progress), ending=held, agreed_before=True
+        )
+        self._holding.hand_over(arriving)
+
+    def _stop_handover(self) -> None:
+        self._holding.stop_handover(self._watch.broken)
+
+    def _calling(self, what: str) -> AbstractContextManager[object]:
+        """Watch other ranks during a call, unless a failure has broken the world."""
+        return nullcontext() if self._watch.broken else self._watch.calling(what)
+
+    def _begin_session(
+        self,
+        world: World,
+        home: Home,
+        fill: Callable[[Groups, HomeState], None] = lambda groups, state: None,
+        log: ProgressLog | None = None,
+        ending: Session | None = None,
+        agreed_before: bool = False,
+    ) -> Session:
+        """Begin a session in a world, as the first one or in place of `ending`; arguments as for `Session.begin`."""
+        alike = {} if agreed_before else self._compiled.identity(self.strategies, self._max_grad_norm)
+        session = Session.begin(self._compiled, world, home, self._optimizer, fill, alike, log, ending)
+        names = [bucket.name for bucket in self.program.buckets]
+        _LOG.info("state: %s", owners_text(session.owners.home, names, world.ranks))
+        sums = self._compiled.sums
+        if sums is not None and session.optimizer is not None:
+            sums.check_optimizer(session.optimizer)
+        return session
+
+    def _choose(self, as_before: bool = False) -> None:
+        """Create the chooser for the current strategies and session, or keep the existing one."""
+        self._begin_era()
+        session, compiled = self._session, self._compiled
+        if not as_before:
+            readying = Readying(compiled.variants, compiled.check, session.world.local_rank == 0)
+            home = session.owners.home
+            self._choosing = Chooser(self.strategies, session.groups, self.planning, home, readying, self._choosing)

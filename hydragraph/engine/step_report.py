@@ -1,0 +1,55 @@
+"""Metrics of one step, as a training script gets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydragraph.runtime.instruction_trace import Exposed, RankTimes, mean_exposed
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Metrics of one step; identical on every rank except `seconds`.
+
+    Attributes:
+        step: counted from 1.
+        loss: sum of losses of the global mini-batch, divided by `divide_by`; by default the mean over target tokens.
+        tokens: number of target tokens.
+        grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
+        strategy: text of the strategy in use.
+        chosen: the strategy as an object.
+        sequences: number of sequences in the mini-batch.
+        micro_batches: number of micro-batches of each pipeline.
+        seconds: wall time on this rank.
+        padding: tokens added to micro-batches to make them divisible for sequence parallelism.
+        planning_s: seconds that this step waited for a strategy and an assignment.
+        planning_hidden_s: seconds of planning that overlapped with training.
+        preparing_s: seconds spent compiling new graphs and building programs.
+        expected_s: step time predicted by the profile, including communication and the update; 0 without a profile.
+        ranks: by rank, its time and the time that it waited for communication.
+        assignment: which pipeline computed which sequences in which micro-batch.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    strategy: str
+    chosen: Strategy
+    sequences: int
+    micro_batches: tuple[int, ...]
+    seconds: float
+    padding: int
+    planning_s: float
+    planning_hidden_s: float
+    preparing_s: float
+    expected_s: float
+    ranks: tuple[RankTimes, ...]
+    assignment: Assignment
+
+    @property
+    def exposed(self) -> Exposed:
+        """Seconds that ranks waited for communication, on average."""
+        return mean_exposed(self.ranks)

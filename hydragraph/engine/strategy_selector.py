@@ -1,0 +1,221 @@
+"""Choice of the strategy and the assignment of every iteration, by rank 0 for all ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.rank_watch import agreed
+from hydragraph.engine.background_compile import Beforehand, Readying
+from hydragraph.engine.candidate_strategies import Planning, planner_of
+from hydragraph.engine.step_planner import IterationPlan, IterationPlanner
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.mini_batch import Planned
+from hydragraph.planner.quick_plan import assign
+from hydragraph.planner.request import PlanRequest
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
+from hydragraph.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class IterationChoice:
+    """Strategy and assignment of one iteration; `planned` holds how long choosing took, and the expected time."""
+
+    strategy: Strategy
+    assignment: Assignment
+    planned: Planned
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Candidates that rank 0 will choose from: at once, or (`ready_first`) once all ranks are ready for them."""
+
+    strategies: tuple[Strategy, ...]
+    request: PlanRequest
+    static: int | None
+    ready_first: bool
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Message from rank 0 to all others before each step; rank 0 does not wait for replies.
+
+    Attributes:
+        coming: new candidates, used from the next step on, or, with `ready_first`, once all ranks are ready.
+    """
+
+    plan: IterationPlan | ValueError | None
+    coming: tuple[Strategy, ...] = ()
+    ready_first: bool = False
+
+
+class Chooser:
+    """Chooses every iteration's strategy and assignment: rank 0 plans and broadcasts the plan.
+
+    Args:
+        groups: communicators of this process; only rank 0 has a planner.
+        before: the previous chooser, which is closed; its planning processes, which are slow to start, are re-used.
+
+    Attributes:
+        decision: on rank 0, a sentence on whether one strategy is kept; "" without a decision.
+        refused: why the last change was rejected; "" if it was accepted or is in progress.
+    """
+
+    def __init__(
+        self,
+        strategies: tuple[Strategy, ...],
+        groups: Groups,
+        planning: Planning,
+        home: Home,
+        readying: Readying,
+        before: Chooser | None = None,
+    ) -> None:
+        self.strategies = strategies
+        self.decision = ""
+        self.refused = ""
+        self._groups = groups
+        self._readying = readying
+        self._measured = planning.profile is not None  # so that expectations are in seconds
+        self._plans = self._measured or len(strategies) > 1
+        self._planner: IterationPlanner | None = None  # on rank 0
+        self._change: _Change | None = None  # on rank 0, until all ranks have applied it
+        self._coming: tuple[Strategy, ...] = ()  # strategies that ranks prepare for, or are ready for
+        self._making: Beforehand | None = None
+        self._ready = False  # whether all ranks are ready
+        if self._plans and groups.world.rank == 0:
+            self._planner, self.decision = planner_of(strategies, planning, groups.world.ranks, home)
+            if before is not None:
+                self._planner.take_over(before._planner)
+        if before is not None:
+            before.close()
+
+    @property
+    def plans(self) -> bool:
+        """Whether this rank plans."""
+        return self._planner is not None
+
+    def announce(self, lengths: tuple[int, ...]) -> None:
+        """Plan a later mini-batch with sequences of these lengths while earlier ones run."""
+        if self._planner is not None:
+            self._planner.announce(lengths)
+
+    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
+        """Choose the strategy and assignment of a mini-batch; all ranks call it.
+
+        Args:
+            lengths: sequence lengths in tokens.
+            strategy: the strategy to run; None: the best.
+
+        Raises:
+            ValueError: agreed on every rank: planning failed.
+        """
+        began = time.perf_counter()
+        if strategy is not None or not self._plans:
+            strategy = strategy or self.strategies[0]
+            assignment = assign(strategy, lengths)
+            return IterationChoice(strategy, assignment, Planned(time.perf_counter() - began))
+        plan = self._plan(lengths)
+        if isinstance(plan, ValueError):
+            raise agreed(plan)
+        expected = plan.seconds if self._measured else 0.0
+        planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
+        return IterationChoice(self.strategies[plan.candidate], plan.assignment, planned)
+
+    def change(
+        self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
+    ) -> None:
+        """Choose from other strategies. The planning rank calls it; its next plan informs the others.
+
+        Args:
+            request: their costs, in the same order.
+            static: index of the candidate to keep; None: choose every time.
+            ready_first: wait until all ranks have the graphs they need, which are compiled in the background.
+
+        Raises:
+            Unsupported: the previous request has just become ready.
+        """
+        if self._ready:
+            raise Unsupported(
+                "what was asked for before has just got ready, and is chosen from in the next step",
+                where="choose_from",
+                remedy="ask again after that step",
+            )
+        self._change = _Change(strategies, request, static, ready_first)
+        self.refused = ""
+
+    @property
+    def changing(self) -> bool:
+        """On the planning rank: whether a change is pending."""
+        return self._change is not None or self._ready
+
+    def close(self) -> None:
+        """Stop the planner's workers and any preparation."""
+        if self._planner is not None:
+            self._planner.close()
+        self._drop()
+
+    def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
+        """Return rank 0's plan, or the reason why there is none, on every rank."""
+        if self._ready:
+            self.strategies = self._coming
+            self._replan()
+            self._drop()
+        change = self._change
+        if change is not None and not change.ready_first:
+            self._replan()
+        plan: IterationPlan | ValueError | None = None
+        if self._planner is not None:
+            try:
+                plan = self._planner.plan(lengths)
+            except ValueError as error:
+                plan = error
+        message = _Told(plan) if change is None else _Told(plan, change.strategies, change.ready_first)
+        told = self._groups.tell(message)
+        self._follow(told)
+        assert told.plan is not None, "rank 0 plans"
+        return told.plan
+
+    def _replan(self) -> None:
+        """Apply the pending change to the planner, if this rank has one."""
+        if self._planner is not None and self._change is not None:
+            self._planner.change(self._change.request, self._change.static)
+        self._change = None
+
+    def _follow(self, told: _Told) -> None:
+        """Prepare for new strategies, or check whether all ranks are ready; all ranks act on the same message."""
+        coming = told.coming
+        if not coming:
+            return
+        if not told.ready_first:  # this plan's candidate index refers to these
+            self._drop()
+            self.strategies = coming
+        elif coming != self._coming:
+            self._drop()
+            self._coming = coming
+            self._making = self._readying.begin(coming)
+        else:
+            self._see()
+
+    def _see(self) -> None:
+        """Check whether all ranks are ready for the new strategies."""
+        making, node = self._making, self._groups.world.node
+        settled = making is None or making.settled
+        every = self._groups.gather((node, settled, None if making is None else making.offer))
+        if all(settled for _, settled, _ in every):
+            here = [offer for its_node, _, offer in every if offer is not None and its_node == node]
+            reasons = self._groups.gather("".join(map(self._readying.take, here)))
+            self.refused = next(filter(None, reasons), "")
+            self._ready = not self.refused
+            if self.refused:
+                self._change = None
+                self._drop()
+
+    def _drop(self) -> None:
+        """Discard the new strategies and their preparation."""
+        if self._making is not None:
+            self._making.close()
+        self._coming = ()
+        self._making = None
+        self._ready = False

@@ -1,0 +1,70 @@
+"""Weights and buffers of an executable under the names of its model: as a state dict, or bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hydragraph.checkpoint.weights.pretrained_directory import fp32_keys, published_keys, published_names
+from hydragraph.engine.compiled_model import CompiledModel
+from hydragraph.engine.session import Session
+
+
+def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Return the model's state dict, or some of its keys, as full CPU tensors on rank 0, {} elsewhere."""
+    sources = {key: source for key, source in compiled.tensors.items() if keys is None or key in keys}
+    parameters = session.gather(session.home.weights, frozenset(sources.values()))
+    if session.world.rank:
+        return {}
+    tensors = {name: buffer.detach().cpu() for name, buffer in session.buffers.items()} | parameters
+    state = {key: tensors[source] for key, source in sources.items()}
+    compiled.state.hand_out(state)
+    return state
+
+
+def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, Tensor]:
+    """Return the buffers that belong to the model's state dict, on the CPU."""
+    stored = set(compiled.tensors.values())
+    return {name: b.detach().cpu().clone() for name, b in session.buffers.items() if name in stored}
+
+
+class PublishedWeights:
+    """Weights bucket by bucket, under the names and in the shapes of `save_pretrained`.
+
+    Args:
+        dtype: of floating-point tensors, except those that the model's classes keep in fp32.
+
+    Raises:
+        Unsupported: a peft model has several adapters.
+    """
+
+    def __init__(self, compiled: CompiledModel, session: Session, dtype: torch.dtype) -> None:
+        self._shell = compiled.shell
+        self._session = session
+        self._dtype = dtype
+        keys = None if self._shell is None else published_keys(self._shell)
+        self._exact = frozenset[str]() if self._shell is None else fp32_keys(self._shell.model)
+        self._first: dict[str, str] = {}  # canonical name -> the first of its keys
+        for key, source in compiled.tensors.items():
+            if keys is None or key in keys:
+                self._first.setdefault(source, key)
+
+    def buckets(self, to: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of one bucket after another on the ranks `to`, {} elsewhere; all ranks iterate over all."""
+        return self._session.gather_by_bucket(self._session.home.weights, frozenset(self._first), to, self._dtype_of)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the persistent buffers."""
+        return {name: b.detach().clone() for name, b in self._session.buffers.items() if name in self._first}
+
+    def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under their published names."""
+        state = {self._first[n]: t.to(self._dtype_of([n])) if t.is_floating_point() else t for n, t in tensors.items()}
+        return published_names(self._shell, state)
+
+    def _dtype_of(self, names: Iterable[str]) -> torch.dtype:
+        """Return the dtype in which tensors travel together."""
+        return torch.float32 if any(self._first[name] in self._exact for name in names) else self._dtype
