@@ -51,7 +51,7 @@ class RanIteration:
     preparing_s: float
 
 
-class Iterations(CollectiveCalls):
+class IterationRunner(CollectiveCalls):
     """Runs iterations with the state of the current session; `Executable` describes the attributes."""
 
     def __init__(self, compiled: CompiledModel, holding: Holding, world: World, max_grad_norm: float | None) -> None:

@@ -28,7 +28,7 @@ from hydragraph.engine.candidate_strategies import (
 )
 from hydragraph.engine.collective_call import collective
 from hydragraph.engine.compiled_model import CompiledModel, of_least_cut
-from hydragraph.engine.iterations import Iterations
+from hydragraph.engine.iterations import IterationRunner
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transfer import Moved, Restore, bring
 from hydragraph.engine.state_transition import Holding
@@ -50,7 +50,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 
-class Membership(Iterations):
+class Membership(IterationRunner):
     """Connects ranks, and moves the state to other ranks or owners; `Executable` describes the attributes."""
 
     def __init__(
