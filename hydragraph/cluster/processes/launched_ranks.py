@@ -317,13 +317,12 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
     if fault is not None and fault.rank in missing:  # it hangs and cannot report
         raise _failure(fault)
     culprit = min(failed, key=lambda member: _precedence(member, fault))
+    at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
     if isinstance(culprit.outcome, Died):
-        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
     if isinstance(error, KeyboardInterrupt | SystemExit):  # from that rank, not from this process
-        at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
 
