@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first launch")
     parser.add_argument("--modules", action="store_true", help="custom modules on one rank; see module_cases.py")
-    parser.add_argument("--losses", action="store_true", help="losses on one rank; see loss_cases.py")
+    parser.add_argument("--losses", action="store_true", help="losses on one or two ranks; see loss_cases.py")
     parser.add_argument("--uses", action="store_true", help="uses of an executable; see use_cases.py")
     chosen = parser.parse_args()
     wrong: list[str] = []
