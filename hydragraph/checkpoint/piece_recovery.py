@@ -69,14 +69,14 @@ def recover(
         ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
     """
     while True:
-        known = len(pieces.unreadable)
+        unreadable_before = len(pieces.unreadable)
         try:
-            found = _newest(pieces, home, groups, least)
-            return None if found is None else _read(pieces, found, buckets, home, groups, chunk)
+            newest = _newest(pieces, home, groups, least)
+            return None if newest is None else _read(pieces, newest, buckets, home, groups, chunk)
         except ValueError as error:  # raised on all ranks
-            if not any(groups.gather(len(pieces.unreadable) > known)):
+            if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
                 raise
-            if len(pieces.unreadable) > known:
+            if len(pieces.unreadable) > unreadable_before:
                 _LOG.warning("%s; another copy or an earlier checkpoint is read", error)
 
 
@@ -138,9 +138,13 @@ def _read(
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
     sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
     seconds = time.perf_counter() - began
-    told = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
+    sizes_text = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
     _LOG.info(
-        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks", kept.step, seconds, told, received / 1e6
+        "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
+        kept.step,
+        seconds,
+        sizes_text,
+        received / 1e6,
     )
     return Recovered(kept, state, common, sizes, received)
 
@@ -158,18 +162,18 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     }
 
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
-        found: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
+        by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
             if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place lists it
-                without = set().union(*(hosts[each][2] for each in ranks))
-                for kept, held in pieces.held(tier).items():
-                    readable = [piece for piece in held if (tier, kept, piece) not in without]
-                    found.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
-        return found
+                without = set().union(*(hosts[sharer][2] for sharer in ranks))
+                for kept, shelf_pieces in pieces.held(tier).items():
+                    readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
+                    by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
+        return by_checkpoint
 
     everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
-    for found in together(groups, _WHAT, listed):
-        for kept, places in found.items():
+    for listing in together(groups, _WHAT, listed):
+        for kept, places in listing.items():
             everything.setdefault(kept, {}).update(places)
     return nodes, everything
 

@@ -138,8 +138,8 @@ class DiskShelf:
             return file.read(-1 if end is None else end - begin)
 
     def names(self) -> Iterable[str]:
-        found = self.root.glob("step-*/**/*")
-        return [str(path.relative_to(self.root)) for path in found if path.is_file() and path.name[0] != "."]
+        paths = self.root.glob("step-*/**/*")
+        return [str(path.relative_to(self.root)) for path in paths if path.is_file() and path.name[0] != "."]
 
     def folders(self) -> Iterable[str]:
         return [path.name for path in self.root.glob("step-*")]
@@ -183,20 +183,20 @@ class StoreShelf:
     def names(self) -> Iterable[str]:
         self._files.invalidate_cache()
         try:
-            found = self._files.find(self._root)
+            paths = self._files.find(self._root)
         except FileNotFoundError:
             return []
         root = self._root.rstrip("/")
-        names = [str(path).removeprefix(root).lstrip("/") for path in found]
+        names = [str(path).removeprefix(root).lstrip("/") for path in paths]
         return [name for name in names if not name.rsplit("/", 1)[-1].startswith(".")]
 
     def folders(self) -> Iterable[str]:
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._root, detail=False)
+            paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def drop(self, folder: str) -> None:
         try:
@@ -330,7 +330,7 @@ class Pieces:
 
         Pieces in `unreadable` are listed as well: other ranks may have found further ones.
         """
-        found: dict[Kept, list[StatePiece]] = {}
+        by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
         for name in shelf.names() if shelf is not None else ():
@@ -341,8 +341,8 @@ class Pieces:
             if file == _COMMON:
                 common.add(kept)
             elif piece and len(bucket) == 1:
-                found.setdefault(kept, []).append(StatePiece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
-        return {kept: sorted(pieces) for kept, pieces in found.items() if kept in common}
+                by_checkpoint.setdefault(kept, []).append(StatePiece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
+        return {kept: sorted(pieces) for kept, pieces in by_checkpoint.items() if kept in common}
 
     def common(self, tier: Tier, kept: Kept) -> bytes:
         """Return the data shared by all ranks."""
@@ -397,11 +397,15 @@ class Pieces:
         tidies = job.tidies or tier is not Tier.STORE
         if not tidies or whole is None or whole.series != kept.series:
             return  # the last whole one may be of another series
-        there = {folder: each for folder in shelf.folders() if (each := Kept.of(folder))}
-        earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
-        stays = [each for each in earlier if each.step <= whole.step][-max(1, self._keep - 1) :]
-        for folder, each in there.items():
-            if each.series != kept.series or (each.step < kept.step and each not in stays):
+        there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := Kept.of(folder))}
+        earlier = sorted(
+            checkpoint
+            for checkpoint in there.values()
+            if checkpoint.series == kept.series and checkpoint.step < kept.step
+        )
+        stays = [checkpoint for checkpoint in earlier if checkpoint.step <= whole.step][-max(1, self._keep - 1) :]
+        for folder, checkpoint in there.items():
+            if checkpoint.series != kept.series or (checkpoint.step < kept.step and checkpoint not in stays):
                 shelf.drop(folder)
 
 
@@ -424,7 +428,9 @@ class PieceFile:
             notes = header.pop("__metadata__")
             self._first: dict[str, int] = json.loads(notes["first"])
             self._sums: dict[str, int] = json.loads(notes["crc32"])
-            self._spans: dict[str, tuple[int, int]] = {key: each["data_offsets"] for key, each in header.items()}
+            self._spans: dict[str, tuple[int, int]] = {
+                key: description["data_offsets"] for key, description in header.items()
+            }
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
 

@@ -46,8 +46,8 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
                 "PyTorch has no gloo that would: call init_process_group with a backend for the CPU as well"
             )
         with unbound():
-            made = dist.new_group(backend="gloo", group_desc="hydragraph-objects")
-        _Objects.default, _Objects.group = default, made
+            group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")
+        _Objects.default, _Objects.group = default, group
     return _Objects.group
 
 

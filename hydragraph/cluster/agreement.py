@@ -48,9 +48,9 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     outcomes = ranks.gather(outcome)
     if error is not None:
         raise agreed(error)
-    for rank, each in enumerate(outcomes):
-        if isinstance(each, Failure):
-            raise ValueError(each.text) if each.users else RankFailure(rank, what, each.text)
+    for rank, rank_outcome in enumerate(outcomes):
+        if isinstance(rank_outcome, Failure):
+            raise ValueError(rank_outcome.text) if rank_outcome.users else RankFailure(rank, what, rank_outcome.text)
     return cast(list[T], outcomes)
 
 

@@ -342,8 +342,8 @@ class Groups:
         if leads:
             self._told = tuple(messages)
             return value
-        told: T = pickle.loads(arrived[_LENGTH:length])
-        return told
+        received: T = pickle.loads(arrived[_LENGTH:length])
+        return received
 
     def _from_first(self, tensor: Tensor) -> Message:
         """Start broadcasting rank 0's bytes."""
@@ -463,8 +463,8 @@ class Groups:
 
     def _all(self) -> list[dist.ProcessGroup]:
         # Atomic copies: the watch calls this from its own thread while this rank may be creating groups.
-        made = [*self._channels.copy().values(), *self._directions.copy().values()]
-        return made + [group for group in self._tensor_parallel.copy().values() if group is not None]
+        groups_of_all = [*self._channels.copy().values(), *self._directions.copy().values()]
+        return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
 
 def _first_all_reduce(group: dist.ProcessGroup, device: torch.device) -> None:

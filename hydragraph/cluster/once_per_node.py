@@ -78,15 +78,15 @@ def once_per_machine(
     """
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
-    made: list[T] = []
+    returned: list[T] = []
     error: Exception | None = None
     offer: OfferedFile | None = None
     with ExitStack() as owned:
         if world.rank == fellows[-1]:
             try:
-                made.append(make())
-                offer = owned.enter_context(_offered(made[0], what)) if len(fellows) > 1 else None
-                keep(made[0], what, key)
+                returned.append(make())
+                offer = owned.enter_context(_offered(returned[0], what)) if len(fellows) > 1 else None
+                keep(returned[0], what, key)
             except Exception as raised:
                 error = raised
         elif meanwhile is not None:
@@ -98,13 +98,13 @@ def once_per_machine(
             if failure is not None:
                 raise agreed(failure)
         theirs, _ = outcomes[fellows[-1]]
-        if not made and theirs is not None:
+        if not returned and theirs is not None:
             try:
-                made.append(theirs.read())  # type: ignore[arg-type]
+                returned.append(theirs.read())  # type: ignore[arg-type]
             except (OSError, ValueError) as refused:
                 _LOG.warning("%s: what rank %d made cannot be read (%s): making it again", what, fellows[-1], refused)
         world.gather(None)  # all ranks have finished reading
-    return made[0] if made else make()
+    return returned[0] if returned else make()
 
 
 @contextmanager

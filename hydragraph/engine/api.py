@@ -197,16 +197,16 @@ def compile(
     world.watch.progress_s = progress_s
     with world.watch.calling("compile"):
         if compiled is not None or program is not None:
-            known = _given(source, program, compiled, world, trust)
+            captured = _given(source, program, compiled, world, trust)
         else:
             plans = world.rank == 0 and (profile is not None or automatic or not isinstance(strategy, Strategy | str))
-            known = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
-        program = _with_limits(known.program, window, push_dtype)
+            captured = _captured(source, strategy, world, backend, apart_now, get_ready if plans else None)
+        program = _with_limits(captured.program, window, push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
             subject = _subject(source, program, backend, owners or AUTO, world)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
-        how = (mode, owners, known.library, known.variants, apart_now, deterministic, loss, seed)
+        how = (mode, owners, captured.library, captured.variants, apart_now, deterministic, loss, seed)
         what = (model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend)
         executable = Executable(*what, *how)
     executable.progress_s = progress_s
@@ -286,8 +286,8 @@ def _captured(
         return program, _compiled_for_all(program, strategy, world, backend)
 
     key = source.key(strategy, backend)
-    made = kept("capture", key, make) if apart_now else once_per_machine(world, "capture", key, make, meanwhile)
-    return _Known(made[0], variants=made[1])
+    captured = kept("capture", key, make) if apart_now else once_per_machine(world, "capture", key, make, meanwhile)
+    return _Known(captured[0], variants=captured[1])
 
 
 def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) -> Program:
@@ -343,14 +343,14 @@ def _said(value: object) -> str:
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
     """Call a function on every rank; if it raises ValueError on some rank, all ranks raise."""
-    made: list[T] = []
+    returned: list[T] = []
     error: ValueError | None = None
     try:
-        made.append(make())
+        returned.append(make())
     except ValueError as refused:
         error = refused
     raise_together(world, error, error)
-    return made[0]
+    return returned[0]
 
 
 def _check_origin(program: Program, source: _Source) -> None:

@@ -89,13 +89,13 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
     try:
         if world.rank == 0:
             doing("looking at devices and links")
-        found = discover(groups)
-        _check_models(subject, found, groups)
+        discovered = discover(groups)
+        _check_models(subject, discovered, groups)
         more = False
         while True:
-            costs, source = _costs(subject, found, groups, planning, more)
+            costs, source = _costs(subject, discovered, groups, planning, more)
             if not preplanned:
-                return replace(planning, profile=costs, explanation=_lines(costs, found, (), source, assumed))
+                return replace(planning, profile=costs, explanation=_lines(costs, discovered, (), source, assumed))
             try:
                 answer = from_first(world, partial(_planned, subject, costs, planning))
             except ValueError:
@@ -104,7 +104,9 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
             else:
                 # If only streaming fits without recomputation, other plans with it may be faster.
                 if more or not any(strategy.streams for strategy in answer.strategies):
-                    lines = _lines(costs, found, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed)
+                    lines = _lines(
+                        costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
+                    )
                     return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
             more = True
     finally:
@@ -176,13 +178,13 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
         return Costs(profile, found.cluster, home=subject.home), "from the cache"
     for repeats, points in ATTEMPTS:
         profile = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
-        if not any(each.unfit for each in (profile, *profile.others)):
+        if not any(type_profile.unfit for type_profile in (profile, *profile.others)):
             break
     assert profile is not None, "there is an attempt"
     source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
     every = (profile, *profile.others)
-    if not all(each.pieces for each in every):
-        reasons = "; ".join(dict.fromkeys(why for each in every for why in each.unfit.values()))
+    if not all(type_profile.pieces for type_profile in every):
+        reasons = "; ".join(dict.fromkeys(why for type_profile in every for why in type_profile.unfit.values()))
         _LOG.warning("measured times cannot be fitted (%s): operations are counted instead", reasons)
         source = f"by operations at the measured speed of products, because {reasons[:80]}"
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
@@ -235,8 +237,8 @@ def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
     """Return the cached profiles of all types; None if one is missing."""
     alone = len(keys) == 1
     profiles = [recall_profile(key, found.reports[found.types.index(name)], name, alone) for name, key in keys.items()]
-    known = [profile for profile in profiles if profile is not None]
-    return Profile.merge(known) if len(known) == len(profiles) else None
+    cached = [profile for profile in profiles if profile is not None]
+    return Profile.merge(cached) if len(cached) == len(profiles) else None
 
 
 def _measured(subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings) -> Profile:

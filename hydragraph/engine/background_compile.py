@@ -130,16 +130,16 @@ class Readying:
     def take(self, offer: OfferedFile) -> str:
         """Read the result of a preparation; return why the strategies cannot run, or ""."""
         try:
-            found = offer.read()
+            prepared = offer.read()
         except (OSError, ValueError, RuntimeError) as error:
             _LOG.warning("what was made for coming strategies cannot be read, so this rank makes it: %s", error)
             return ""
-        assert isinstance(found, Made), "a process has made it"
-        if found.variants is not None:
-            self.variants.adopt(found.variants)
+        assert isinstance(prepared, Made), "a process has made it"
+        if prepared.variants is not None:
+            self.variants.adopt(prepared.variants)
         if self.check is not None:
-            self.check.passed.update(found.passed)
-        return found.refused
+            self.check.passed.update(prepared.passed)
+        return prepared.refused
 
 
 def _started(folder: Path) -> subprocess.Popen[bytes]:

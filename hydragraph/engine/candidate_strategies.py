@@ -93,23 +93,23 @@ def candidates_of(
             )
         if isinstance(profile, Costs):
             plan = planned_for(program, profile, batches, home, streaming=streaming)
-            found = tuple(strategy for strategy in plan.strategies if runs(program, strategy, ranks))
-            if not found:
+            candidates = tuple(strategy for strategy in plan.strategies if runs(program, strategy, ranks))
+            if not candidates:
                 check_strategy(program, plan.strategies[0], ranks)  # raises the reason
         else:
-            found = proposed(program, ranks, profile, batches, home)
+            candidates = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
-        found = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
+        candidates = tuple(dict.fromkeys(strategy_for(s, program) for s in several))
     else:
         raise Unsupported(
             f"strategy is {given!r}" if not isinstance(given, Sequence) else f"strategies are {list(given)!r}",
             where="compile",
             remedy='pass a Strategy, a text such as "<tp2,pp1> + 2*<tp1,pp1>", a list of them, or "auto"',
         )
-    for strategy in found:
+    for strategy in candidates:
         if strategy not in passed:
             check_strategy(program, strategy, ranks)
-    return found
+    return candidates
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
@@ -145,8 +145,8 @@ def _question(
     """Return the inputs for choosing a home on ranks of these nodes."""
     costs = planning.profile
     if isinstance(costs, Profile):
-        known = costs.blocks and costs.device is not None and len(set(nodes)) == 1
-        costs = Costs(costs, costs.cluster(len(nodes))) if known else None
+        measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
+        costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
     if home.copies > 1 and len(set(nodes)) > 1:  # on one node, each rank counts as one
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
@@ -258,10 +258,10 @@ def at_once_among(
         if not sample or costs.profile.layers not in (None, program.layers):
             return None
         try:
-            found = plan_at_once(costs.changed(home=home), Workload(lengths=sample), running)
+            plan = plan_at_once(costs.changed(home=home), Workload(lengths=sample), running)
         except Unsupported:
             return None
-        return found.strategy if found is not None and runs(program, found.strategy, costs.ranks) else None
+        return plan.strategy if plan is not None and runs(program, plan.strategy, costs.ranks) else None
 
     return world.gather(search() if world.rank == 0 else None)[0]
 

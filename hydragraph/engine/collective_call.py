@@ -61,14 +61,14 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
 
         def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
-                given = signature.bind(self, *args, **kwargs).arguments
+                arguments = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{what}: {error}") from None
             if what == "load":
-                parts(given["path"])
+                parts(arguments["path"])
             for name in ("path", "directory"):
-                if name in given and what != "load" and not isinstance(given[name], str | os.PathLike):
-                    raise TypeError(f"{what}: {name} is {given[name]!r}; give a path, as a text or a pathlib.Path")
+                if name in arguments and what != "load" and not isinstance(arguments[name], str | os.PathLike):
+                    raise TypeError(f"{what}: {name} is {arguments[name]!r}; give a path, as a text or a pathlib.Path")
             self._admit(what)
             with own_modes(what), self._watch.calling(what):
                 return method(self, *args, **kwargs)

@@ -36,9 +36,9 @@ class Discovered:
         """The slowest links within and between nodes, in words; "" for one rank."""
         parts = []
         for where, links in (("within", self.links.inner), ("between", self.links.outer)):
-            known = [link for link in links if link is not None]
-            if known:
-                slowest = min(known, key=lambda link: link.bytes_per_s)
+            measured = [link for link in links if link is not None]
+            if measured:
+                slowest = min(measured, key=lambda link: link.bytes_per_s)
                 node = "nodes" if len(self.links.inner) > 1 else "it"
                 parts.append(f"{slowest.bytes_per_s / 1e9:.3g} GB/s {where} {node}")
         return "".join(f", {part}" for part in parts)
@@ -73,8 +73,8 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     for place, name in zip(places, types, strict=True):
         alike = [report for report, other in zip(reports, types, strict=True) if other == name]
         flops, memory, bandwidth = (
-            min(getattr(report, each) for report in alike)
-            for each in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
+            min(getattr(report, quantity) for report in alike)
+            for quantity in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
         )
         devices.append(Device(flops, memory, bandwidth, order.index(place), name))
     inner, outer = [], []
@@ -84,7 +84,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
         outer.append(links.outer[host] or inner[-1])  # a single host has no network: its types are joined as its ranks
     numbers = [device.node for device in devices]
     if numbers != sorted(numbers):
-        within, between = (min(each, key=lambda link: link.bytes_per_s) for each in (inner, outer))
+        within, between = (min(node_links, key=lambda link: link.bytes_per_s) for node_links in (inner, outer))
         return Cluster(tuple(devices), within, between)
     counts = Counter(places)
     nodes = []

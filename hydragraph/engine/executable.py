@@ -390,11 +390,11 @@ class Executable(Membership):
         """
         self._session.saver.wait()
         self._stop_handover()
-        found = read(self._session, path)
+        brought = read(self._session, path)
         self._holding.loaded()
-        for name, buffer in found.buffers.items():
+        for name, buffer in brought.buffers.items():
             self._session.buffers[name].copy_(buffer)
-        return dict(found.extra)
+        return dict(brought.extra)
 
     @collective("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:

@@ -53,11 +53,11 @@ class Handover:
         """Start moving state whose owners differ in a new session, with weights not filled; all ranks call it."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
-        told = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
+        reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
         before, after = ending.home.layouts, arriving.home.layouts
         moving = [bucket for bucket in ending.program.buckets if before[bucket.name] is not after[bucket.name]]
         names = {parameter.name for bucket in moving for parameter in bucket.parameters}
-        columns = agreed_columns([found for found, _ in told])
+        columns = agreed_columns([rank_columns for rank_columns, _ in reports])
         route = Route(moving, before, after, {name: kinds for name, kinds in columns.items() if name in names})
         state = OwnedState.empty(arriving.home, route.columns, own)
         groups.open_moving()
@@ -66,7 +66,7 @@ class Handover:
         with streams.beside():
             streams.wait(updated)
         carrying = Carrying(route, own, state, groups, Channel.MOVE, CHUNK)
-        plains = [Plain(**plain) for _, plain in told if plain is not None]
+        plains = [Plain(**plain) for _, plain in reports if plain is not None]
         return Handover(ending, arriving, state, route, carrying, plains)
 
     def go_on(self) -> None:

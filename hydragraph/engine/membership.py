@@ -88,7 +88,7 @@ class Membership(IterationRunner):
         if joining:
             if given != "auto":
                 several = [given] if isinstance(given, Strategy | str) else given
-                compiled.check_modes([strategy_for(each, program) for each in several])
+                compiled.check_modes([strategy_for(choice, program) for choice in several])
             return
         self.strategies = self._first_strategies(world)
         compiled.check_modes(self.strategies)
@@ -212,8 +212,8 @@ class Membership(IterationRunner):
         if self._closed:
             raise ValueError("move: this executable is closed; compile again")
         began = time.perf_counter()
-        given = home_of(home)
-        home = self.wanted_home if given is None else given
+        requested_home = home_of(home)
+        home = self.wanted_home if requested_home is None else requested_home
         holding = self._holding
         self._next = self._promised = None
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
@@ -222,15 +222,15 @@ class Membership(IterationRunner):
         self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
-            told = world.gather((holding.standing(world.rank), self.strategies, self._communications))
-            meeting = meet([standing for standing, _, _ in told], before)
-            self._communications = max(number for _, _, number in told)
+            reports = world.gather((holding.standing(world.rank), self.strategies, self._communications))
+            meeting = meet([standing for standing, _, _ in reports], before)
+            self._communications = max(number for _, _, number in reports)
             finished = holding.agree(meeting, world.rank, self._max_grad_norm)
-            known = told[meeting.leader or 0][1]
+            current_strategies = reports[meeting.leader or 0][1]
             self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
             plans = self.planning
             self.strategies = candidates_of(
-                known if strategy is None else strategy,
+                current_strategies if strategy is None else strategy,
                 self.program,
                 world.ranks,
                 plans.profile,
@@ -276,11 +276,11 @@ class Membership(IterationRunner):
             on_its_way = self._holding.handover.arriving.owners.home
             raise agreed(ValueError(f"rehome: state is on its way to {on_its_way}: train a step first"))
         self._holding.begin()
-        held = self._session
-        given = home_of(home) or self.wanted_home
-        chosen = home_among(held.world, self.program, given, self.strategies, self.planning)
+        ending = self._session
+        requested_home = home_of(home) or self.wanted_home
+        chosen = home_among(ending.world, self.program, requested_home, self.strategies, self.planning)
         arriving = self._begin_session(
-            held.world, chosen, log=ProgressLog(held.log.progress), ending=held, agreed_before=True
+            ending.world, chosen, log=ProgressLog(ending.log.progress), ending=ending, agreed_before=True
         )
         self._holding.hand_over(arriving)
 

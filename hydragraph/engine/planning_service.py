@@ -115,8 +115,8 @@ class PlanService:
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
-                wanted = lengths in self._plans and self._plans[lengths] is None  # else it was queued twice
-            if not wanted:
+                plan_is_due = lengths in self._plans and self._plans[lengths] is None  # else it was queued twice
+            if not plan_is_due:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:

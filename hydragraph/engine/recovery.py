@@ -196,11 +196,15 @@ def _move(
             exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has measured nothing
         profile = costs_for(exe.given_profile, seats, home)
         if past is not None and isinstance(profile, Costs):
-            told = next((each for each in world.gather(rates) if each), {})
-            slow = {rank: told[m] for rank, m in enumerate(generation.members) if math.isfinite(told.get(m, math.inf))}
+            member_rates = next((rank_rates for rank_rates in world.gather(rates) if rank_rates), {})
+            slow = {
+                rank: member_rates[m]
+                for rank, m in enumerate(generation.members)
+                if math.isfinite(member_rates.get(m, math.inf))
+            }
             profile = profile.changed(health=Health(slow))
         strategies = strategies_for(exe, world, home, profile, past, seats)
-        saved = next((each for each in world.gather(newest()) if each is not None), None)
+        saved = next((checkpoint for checkpoint in world.gather(newest()) if checkpoint is not None), None)
     restore: Restore | None = saved
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
@@ -224,21 +228,21 @@ def strategies_for(
         past, seats: what this rank knows of earlier ranks, and the seats of the current ones; used to find a planned
             strategy immediately. None: search for the best.
     """
-    given, lengths = exe.given, exe.planning.lengths
+    choices, lengths = exe.given, exe.planning.lengths
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:
-            eras = next((each for each in world.gather(past.eras) if each), ())  # a newcomer has no history
+            eras = next((history for history in world.gather(past.eras) if history), ())  # a newcomer has no history
             ran = replace(past, eras=eras).among(seats)
-            if (found := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
-                return (found,)
+            if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, home, ran)) is not None:
+                return (immediate_strategy,)
         how = (exe.program, world.ranks, profile, lengths, home, (), exe.may_stream)
         return candidates_among(world, "auto", *how)
 
-    if isinstance(given, str) and given == "auto":
+    if isinstance(choices, str) and choices == "auto":
         return planned()
-    several = [given] if isinstance(given, Strategy | str) else given
-    known = [strategy_for(each, exe.program) for each in several]
+    several = [choices] if isinstance(choices, Strategy | str) else choices
+    strategies = [strategy_for(choice, exe.program) for choice in several]
 
     def fits(strategy: Strategy) -> bool:
         try:
@@ -247,10 +251,10 @@ def strategies_for(
             return False
         return True
 
-    if isinstance(profile, Costs) and lengths and not any(map(fits, known)):
+    if isinstance(profile, Costs) and lengths and not any(map(fits, strategies)):
         with suppress(Unsupported):  # no strategy fits by the costs; one similar to the first given may still fit
-            known = [strategy for strategy in planned() if fits(strategy)] or known
-    return refit(known, world.ranks, exe.program.layers, fits)
+            strategies = [strategy for strategy in planned() if fits(strategy)] or strategies
+    return refit(strategies, world.ranks, exe.program.layers, fits)
 
 
 def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
@@ -279,14 +283,14 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     if not leaving and wanted.shares is None and not wanted.buckets:
         return Home(copies=copies, rule=wanted.rule)
-    each = {name: _shares(shares, seats, leaving) for name, shares in wanted.buckets.items()}
-    return Home(_shares(wanted.shares, seats, leaving), copies, each, rule=wanted.rule)
+    bucket_shares = {name: _shares(shares, seats, leaving) for name, shares in wanted.buckets.items()}
+    return Home(_shares(wanted.shares, seats, leaving), copies, bucket_shares, rule=wanted.rule)
 
 
 def _shares(wanted: Sequence[float] | None, seats: Sequence[int], leaving: Sequence[int]) -> tuple[float, ...]:
-    given = [1.0] * (max(seats) + 1) if wanted is None else list(wanted)
-    mean = sum(given) / len(given)
-    shares = [given[seat] if seat < len(given) else mean for seat in seats]
+    seat_shares = [1.0] * (max(seats) + 1) if wanted is None else list(wanted)
+    mean = sum(seat_shares) / len(seat_shares)
+    shares = [seat_shares[seat] if seat < len(seat_shares) else mean for seat in seats]
     kept = tuple(0.0 if rank in leaving else share for rank, share in enumerate(shares))
     equal = tuple(0.0 if rank in leaving else 1.0 for rank in range(len(seats)))
     return kept if sum(kept) > 0 else equal

@@ -242,7 +242,7 @@ class RanksCompared:
     def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
         """Compare the messages that all ranks sent at a commit (`Session.saying`)."""
         high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
-        same = high >= 0 and len({each[:2] for each in said}) == 1
+        same = high >= 0 and len({message[:2] for message in said}) == 1
         return RanksCompared(same, bool(unsaved), stopping)
 
 

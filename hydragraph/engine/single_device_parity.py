@@ -114,8 +114,8 @@ def reference(
         else:
             with torch.no_grad(), masks(-1, len(ids)):
                 loss += factors[number] * loss_of(ids, labels).item()
-        found = torch.autograd.grad(part, list(named.values()), allow_unused=True)
-        for name, gradient in zip(named, found, strict=True):
+        gradients = torch.autograd.grad(part, list(named.values()), allow_unused=True)
+        for name, gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 sums[name] = sums[name] + gradient if name in sums else gradient
     return Reference(loss, sums)

@@ -92,13 +92,13 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         places = _Places(pieces.busy, pieces.written, pieces.last, pieces.new_series())
         return own.columns, plain_state(session.home, session.optimizer), places, errors
 
-    told = together(groups, "keep", mine)
-    columns = agreed_columns([columns for columns, *_ in told])
-    plains = [Plain(**plain) for _, plain, *_ in told if plain is not None]
-    places = [each for _, _, each, _ in told]
-    last = max((each.last for each in places if each.last is not None), default=None)
+    reports = together(groups, "keep", mine)
+    columns = agreed_columns([columns for columns, *_ in reports])
+    plains = [Plain(**plain) for _, plain, *_ in reports if plain is not None]
+    places = [rank_places for _, _, rank_places, _ in reports]
+    last = max((rank_places.last for rank_places in places if rank_places.last is not None), default=None)
     series = places[0].new_series if last is None or last.step >= step else last.series
-    busy = frozenset[Tier]().union(*(each.busy for each in places))
+    busy = frozenset[Tier]().union(*(rank_places.busy for rank_places in places))
     whole = {tier: kept for tier, kept in places[0].written.items() if all(e.written.get(tier) == kept for e in places)}
     common = {
         "columns": named(columns),
@@ -109,7 +109,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
     }
     entry = partial(encoded, "extra", deepcopy(common))  # training changes the original
     pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
-    return tuple(error for *_, errors in told for error in errors)
+    return tuple(error for *_, errors in reports for error in errors)
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ def read(session: Session, restore: Restore) -> Brought:
         least = None
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
-        found = recover(pieces, session.program.buckets, session.home, groups, least=least)
+        recovered = recover(pieces, session.program.buckets, session.home, groups, least=least)
         pieces.last = None  # pieces kept from now on are of another series
-        if found is not None:
-            return _taken(session, found)
+        if recovered is not None:
+            return _taken(session, recovered)
     assert path is not None, "without a path, recover returns or raises"
     saved = save_and_load.load(path, session.home, session.optimizer, groups)
     session.log.restored(int(saved["steps"]))
@@ -237,7 +237,7 @@ def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
     """
     if isinstance(restore, Pieces):
         return restore, None
-    if isinstance(restore, tuple) and [isinstance(each, Pieces) for each in restore] == [True, False]:
+    if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
         return restore[0], parts(restore[1])[1]
     if isinstance(restore, str | os.PathLike):
         return None, Path(restore)

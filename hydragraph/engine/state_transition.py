@@ -65,7 +65,7 @@ class Holding:
     def groups(self) -> list[Groups]:
         """Communicators of all sessions."""
         sessions = (self.held, self._arriving)
-        return list({id(each.groups): each.groups for each in sessions if each is not None}.values())
+        return list({id(session.groups): session.groups for session in sessions if session is not None}.values())
 
     def begin(self) -> None:
         """Fill a model that was built on the meta device with its initial weights, unless others were loaded."""

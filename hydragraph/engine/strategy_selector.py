@@ -172,10 +172,10 @@ class Chooser:
             except ValueError as error:
                 plan = error
         message = _Told(plan) if change is None else _Told(plan, change.strategies, change.ready_first)
-        told = self._groups.tell(message)
-        self._follow(told)
-        assert told.plan is not None, "rank 0 plans"
-        return told.plan
+        received = self._groups.tell(message)
+        self._follow(received)
+        assert received.plan is not None, "rank 0 plans"
+        return received.plan
 
     def _replan(self) -> None:
         """Apply the pending change to the planner, if this rank has one."""

@@ -189,10 +189,10 @@ def _details(device: torch.device) -> str:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("hydragraph", __version__), ("Python", platform.python_version())]
+    versions = [("hydragraph", __version__), ("Python", platform.python_version())]
     for name in PACKAGES:
         try:
-            found.append((name, version(name)))
+            versions.append((name, version(name)))
         except PackageNotFoundError:
-            found.append((name, "none"))
-    return tuple(found)
+            versions.append((name, "none"))
+    return tuple(versions)

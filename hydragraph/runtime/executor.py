@@ -569,9 +569,9 @@ class Executor:
         square /= scale**2
         end = at + rows.numel()
         by_rank = totals[at:end].view(rows.shape).tolist()
-        said_by = tuple(tuple(map(int, each[:SAYS])) for each in by_rank)
-        spent = (each[SAYS:] for each in by_rank)
-        ranks = tuple(RankTimes(each[0], Exposed(*each[1:4]), tuple(each[7:]), *each[4:7]) for each in spent)
+        said_by = tuple(tuple(map(int, rank_row[:SAYS])) for rank_row in by_rank)
+        spent = (rank_row[SAYS:] for rank_row in by_rank)
+        ranks = tuple(RankTimes(times[0], Exposed(*times[1:4]), tuple(times[7:]), *times[4:7]) for times in spent)
         finite = bool(torch.isfinite(totals).all())
         return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 

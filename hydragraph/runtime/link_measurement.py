@@ -49,26 +49,26 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
         nodes: each rank's node.
     """
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
-    each = list(ranks.values())
-    within = {i: (own[0], own[1]) for i, own in enumerate(each) if len(own) > 1}
-    found = exchange(groups, list(within.values()))
-    inner = [link_of(found.get(within[i], ())) if i in within else None for i in range(len(each))]
-    first = next(iter(found.values()), ())
-    outer: list[Interconnect | None] = [None] * len(each)
-    for i in range(1, min(len(each), NODES)):
-        pair = (each[0][0], each[i][0])
+    by_node = list(ranks.values())
+    within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
+    by_pair = exchange(groups, list(within.values()))
+    inner = [link_of(by_pair.get(within[i], ())) if i in within else None for i in range(len(by_node))]
+    first = next(iter(by_pair.values()), ())
+    outer: list[Interconnect | None] = [None] * len(by_node)
+    for i in range(1, min(len(by_node), NODES)):
+        pair = (by_node[0][0], by_node[i][0])
         messages = exchange(groups, [pair])[pair]
         first = first or messages
         outer[i] = link_of(messages)
-    outer = [each_ or (outer[min(len(each), NODES) - 1] if i else None) for i, each_ in enumerate(outer)]
+    outer = [outer_link or (outer[min(len(by_node), NODES) - 1] if i else None) for i, outer_link in enumerate(outer)]
     outer[0] = max(filter(None, outer), key=lambda link: link.bytes_per_s, default=None)
-    cards = [1] * len(each)
-    if len(each) > 1 and outer[1] is not None:
-        pairs = list(zip(each[0], each[1], strict=False))
+    cards = [1] * len(by_node)
+    if len(by_node) > 1 and outer[1] is not None:
+        pairs = list(zip(by_node[0], by_node[1], strict=False))
         together = exchange(groups, pairs)
         alone_s = outer[1].seconds(together[pairs[0]][-1][0])
         shared_s = max(messages[-1][1] for messages in together.values())
-        cards = [cards_of(len(own), len(pairs), alone_s, shared_s) for own in each]
+        cards = [cards_of(len(own), len(pairs), alone_s, shared_s) for own in by_node]
     return MeasuredLinks(tuple(inner), tuple(outer), tuple(cards), first)
 
 
@@ -88,15 +88,15 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
     """Return the messages of pairs of ranks that exchange at the same time; no rank is in two pairs."""
     rank = groups.world.rank
     own = next((pair for pair in pairs if rank in pair), None)
-    found: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
+    by_pair: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
     for size in SIZES if pairs else ():
         seconds = 0.0 if own is None else round_trip(groups, own, size)
         everyone = groups.gather(seconds)
         for pair in pairs:
-            found[pair].append((size, max(everyone[pair[0]], everyone[pair[1]], 1e-9)))
+            by_pair[pair].append((size, max(everyone[pair[0]], everyone[pair[1]], 1e-9)))
         if max(everyone) > LONGEST_S:
             break
-    return {pair: tuple(messages) for pair, messages in found.items()}
+    return {pair: tuple(messages) for pair, messages in by_pair.items()}
 
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:

@@ -76,7 +76,7 @@ class CurveFit:
         # Windows shorter than most measured sequences look linear, so either part may contain the other.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
-        if self.b <= 0 and not any(each > 0 for _, each in self.near):
+        if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
             return f"the linear part is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
             return f"the measurements are {self.residual:.0%} off the model: measure on a quieter machine {numbers}"
@@ -117,8 +117,8 @@ def fit_work(
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     attention += constants[FIRST_NEAR:] @ rows[longest, FIRST_NEAR:]
     part = attention / predicted[longest] if predicted[longest] > 0 else 0.0
-    a, b, c, *each = constants.tolist()
-    near = ordered(dict(zip(limited, each, strict=True)))
+    a, b, c, *near_constants = constants.tolist()
+    near = ordered(dict(zip(limited, near_constants, strict=True)))
     return CurveFit(a, b, c, _residual(predicted, measured, measured), float(part), near)
 
 
@@ -152,8 +152,8 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
     attention = fit.a * rows[:, QUADRATIC]
-    for reach, each in fit.near:
-        attention = attention + each * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
+    for reach, constant in fit.near:
+        attention = attention + constant * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
     linear = np.maximum(measured - attention, 1e-3 * measured)
     # Several micro-batches have the same tokens, whole or in parts; without the quadratic part they are alike.
     tokens = np.unique(rows[:, LINEAR])
@@ -220,7 +220,7 @@ class Measurements:
     @property
     def constants(self) -> int:
         """The number of constants of all blocks together."""
-        return 2 + max(1, len({reach for each in self.times.values() for reach in each.reaches}))
+        return 2 + max(1, len({reach for measured in self.times.values() for reach in measured.reaches}))
 
 
 def fit_profile(
@@ -329,8 +329,8 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
 def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
     """Return [sum of l^2, sum of l, 1, sums of pairs] of each micro-batch: columns QUADRATIC, LINEAR, ONCE and more."""
     pairs = [[float(sum(map(reach.pairs, m))) for reach in limited] for m in micro_batches]
-    known = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
-    return np.array([[*row, *more] for row, more in zip(known, pairs, strict=True)])
+    polynomial_rows = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
+    return np.array([[*row, *more] for row, more in zip(polynomial_rows, pairs, strict=True)])
 
 
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:

@@ -133,11 +133,11 @@ class DevicePlace:
 
 def stages_of(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
     """Return groups of `tp` ranks of one place, in rank order; ranks left over are in none."""
-    found: list[tuple[int, ...]] = []
+    stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
-        found += [tuple(ranks[first : first + tp]) for first in range(0, len(ranks) - tp + 1, tp)]
-    return tuple(found)
+        stages += [tuple(ranks[first : first + tp]) for first in range(0, len(ranks) - tp + 1, tp)]
+    return tuple(stages)
 
 
 def measure(
@@ -192,15 +192,15 @@ def measure(
     # Measured again: now all communicators of roles and tensor-parallel degrees exist, and their memory is in use.
     memory = device_memories(groups)
     profiles = []
-    for name, found in measurements.items():
+    for name, by_kind in measurements.items():
         here = replace(devices[name], memory=min(m for m, type_ in zip(memory, types, strict=True) if type_ == name))
         profiles.append(
             profile_fitting.fit_profile(
                 f"{program.model} in {str(program.dtype).removeprefix('torch.')} on {here.name}",
                 [block.template for block in program.blocks],
-                [scheme for scheme in settings.schemes if StageKind(scheme[0]) in found],
+                [scheme for scheme in settings.schemes if StageKind(scheme[0]) in by_kind],
                 here,
-                found,
+                by_kind,
                 messages,
                 type=name,
                 sizes=ModelSizes.of(program),
@@ -241,14 +241,16 @@ def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlac
     """Describe the devices that ranks compute on, by type."""
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
-    found: dict[str, list[tuple[str, float]]] = {}
+    by_type: dict[str, list[tuple[str, float]]] = {}
     names = groups.gather(_name(groups.world.device))
     for place, name, memory in zip(places, names, device_memories(groups), strict=True):
-        found.setdefault(place.type, []).append((name, memory))
+        by_type.setdefault(place.type, []).append((name, memory))
     size = subject.program.dtype.itemsize
     return {
-        type_: PricedDevice(f"{len(each)} x {each[0][0]}", min(memory for _, memory in each), elements, size, frozen)
-        for type_, each in found.items()
+        type_: PricedDevice(
+            f"{len(devices)} x {devices[0][0]}", min(memory for _, memory in devices), elements, size, frozen
+        )
+        for type_, devices in by_type.items()
     }
 
 
@@ -342,12 +344,14 @@ def _per_element(
             synchronise(device)
             times.append(time.perf_counter() - began)
         everyone = list(zip(types, groups.gather(median(times[1:])), strict=True))
-        by_size.append({name: max(each for other, each in everyone if other == name) for name in dict.fromkeys(types)})
-    found = {}
+        by_size.append(
+            {name: max(seconds for other, seconds in everyone if other == name) for name in dict.fromkeys(types)}
+        )
+    by_type = {}
     for name, small in by_size[0].items():
         slope = max(0.0, (by_size[1][name] - small) / (UPDATED[1] - UPDATED[0]))
-        found[name] = max(0.0, small - slope * UPDATED[0]), slope
-    return found
+        by_type[name] = max(0.0, small - slope * UPDATED[0]), slope
+    return by_type
 
 
 # Templates.
@@ -410,16 +414,16 @@ class _Bench:
         runs = [self._aux_run()] if aux else self._chain(block)
         links = self._links(piece, rows, device)
         # Row by row within a repetition, so that temporary load of the machine affects all rows alike.
-        each = list(zip(links, rows, strict=True))
-        times = [[self._time(runs[:count], row) for count, row in each] for _ in range(repeats + 1)][1:]
+        chains = list(zip(links, rows, strict=True))
+        times = [[self._time(runs[:count], row) for count, row in chains] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather((times, piece))
         reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
-        found = {}
+        by_type = {}
         for name in dict.fromkeys(place.type for place in places):
             stages = [stage for stage in self._stages if places[stage[0]].type == name]
             if stages:
-                found[name] = self._gathered(everyone, stages, len(rows), reaches)
-        return found
+                by_type[name] = self._gathered(everyone, stages, len(rows), reaches)
+        return by_type
 
     def _gathered(
         self,

@@ -139,9 +139,9 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
     """
     if len(before) != len(standings):
         raise ValueError(f"move: before names {len(before)} ranks, the world has {len(standings)}: one number for each")
-    known = [old for old in before if old is not None]
-    if len(set(known)) != len(known):
-        raise ValueError(f"move: before is {list(before)}: two ranks cannot both have been rank {_twice(known)}")
+    old_ranks = [old for old in before if old is not None]
+    if len(set(old_ranks)) != len(old_ranks):
+        raise ValueError(f"move: before is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")
     for new, (old, standing) in enumerate(zip(before, standings, strict=True)):
         if old is None:
             continue

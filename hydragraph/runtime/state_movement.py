@@ -62,7 +62,7 @@ class OwnedState:
         Args:
             columns: the values per element of each parameter.
         """
-        kinds = {(home.pieces[name].bucket, *each) for name, those in columns.items() for each in those.items()}
+        kinds = {(home.pieces[name].bucket, *column) for name, those in columns.items() for column in those.items()}
         room = {
             (bucket, state): torch.empty(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)
             for bucket, state, dtype in kinds
@@ -73,19 +73,23 @@ class OwnedState:
             for name, piece in home.pieces.items()
         }
         stay = kept.states.items() if kept is not None else ()
-        tensors = {n: {s: t for s, t in each.items() if isinstance(t, Tensor) and t.dim()} for n, each in stay}
-        return OwnedState(home, {**states, **{name: each for name, each in tensors.items() if name not in columns}})
+        tensors = {
+            n: {s: t for s, t in kept_states.items() if isinstance(t, Tensor) and t.dim()} for n, kept_states in stay
+        }
+        return OwnedState(
+            home, {**states, **{name: kept_tensors for name, kept_tensors in tensors.items() if name not in columns}}
+        )
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
         """The values per element of each parameter that this rank owns a part of."""
-        found = {}
+        columns = {}
         for name, parameter in self.home.parameters.items():
             if parameter.numel():
                 kept = self.states.get(name, {}).items()
                 states = {s: value.dtype for s, value in kept if isinstance(value, Tensor) and value.dim()}
-                found[name] = {_WEIGHT: parameter.dtype, **states}
-        return found
+                columns[name] = {_WEIGHT: parameter.dtype, **states}
+        return columns
 
     def column(self, parameter: str, state: str) -> Tensor:
         """Return this rank's part of a column, 1-D."""
@@ -97,7 +101,7 @@ class OwnedState:
 
 def named(columns: Columns) -> dict[str, dict[str, str]]:
     """Return the columns with dtypes by name, as plain data."""
-    return {name: {c: str(d).removeprefix("torch.") for c, d in each.items()} for name, each in columns.items()}
+    return {name: {c: str(d).removeprefix("torch.") for c, d in kinds.items()} for name, kinds in columns.items()}
 
 
 def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
@@ -112,8 +116,8 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
         ValueError: two ranks disagree on a parameter.
     """
     columns: dict[str, Mapping[str, torch.dtype]] = {}
-    for rank, found in enumerate(ranks):
-        for name, there in found.items():
+    for rank, rank_columns in enumerate(ranks):
+        for name, there in rank_columns.items():
             if columns.setdefault(name, there) != there:
                 raise ValueError(
                     f"move: of parameter {name}, rank {rank} has {sorted(there)[1:]} in its optimizer, an earlier rank"
@@ -148,8 +152,8 @@ class MovedPart:
 
     def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
         first = at - state.home.pieces[self.parameter].at
-        each = (state.column(self.parameter, column) for column in columns[self.parameter])
-        return [column[first : first + self.size] for column in each]
+        tensors = (state.column(self.parameter, column) for column in columns[self.parameter])
+        return [column[first : first + self.size] for column in tensors]
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,7 @@ class Sentinel:
         """Start the sentinel if it is not running."""
         if self._starts < _STARTS and (self._process is None or self._process.poll() is not None):
             self._starts += 1
-            arguments = (json.dumps(asdict(each)) for each in (self._post, WatchedProcess.own()))
+            arguments = (json.dumps(asdict(argument)) for argument in (self._post, WatchedProcess.own()))
             self._process = start_module(
                 "hydragraph.cluster.failure.node_sentinel",
                 *arguments,

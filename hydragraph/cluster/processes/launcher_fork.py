@@ -59,10 +59,11 @@ def _can_fork() -> bool:
     server.
     """
     server: Any = forkserver._forkserver
-    known = sys.platform == "linux" and sys.version_info < (3, 14)  # later versions authenticate, with other arguments
+    # Later versions authenticate, with other arguments.
+    supported = sys.platform == "linux" and sys.version_info < (3, 14)
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     free = server._forkserver_pid is None or server._forkserver_pid in _forks
-    return known and alone and free and untouched() and not any(map(os.path.exists, _GPUS))
+    return supported and alone and free and untouched() and not any(map(os.path.exists, _GPUS))
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:

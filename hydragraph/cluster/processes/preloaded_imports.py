@@ -52,24 +52,24 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:
-        found = pending.pop()
-        while isinstance(found, functools.partial):
-            found = found.func
-        found = getattr(found, "__func__", found)  # of a bound method
-        if not isinstance(found, FunctionType) or id(found.__code__) in seen:
+        function = pending.pop()
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)  # of a bound method
+        if not isinstance(function, FunctionType) or id(function.__code__) in seen:
             continue
-        seen.add(id(found.__code__))
-        for code in _within(found.__code__):
+        seen.add(id(function.__code__))
+        for code in _within(function.__code__):
             yield code
             names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-            near = [found.__globals__.get(name) for name in names]
+            near = [function.__globals__.get(name) for name in names]
             entered: set[str] = set()  # modules may refer to each other in a cycle
             for module in near:  # grows by the contents of its modules
                 if isinstance(module, ModuleType) and module.__name__ not in entered and _by_users(module):
                     entered.add(module.__name__)
                     near += [vars(module).get(name) for name in code.co_names]
-            pending += [each for each in near if _by_users(sys.modules.get(getattr(each, "__module__", None) or ""))]
-        pending += [cell.cell_contents for cell in found.__closure__ or () if _filled(cell)]
+            pending += [value for value in near if _by_users(sys.modules.get(getattr(value, "__module__", None) or ""))]
+        pending += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
 
 
 def _by_users(module: ModuleType | None) -> bool:

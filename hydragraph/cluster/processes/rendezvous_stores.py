@@ -39,12 +39,12 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
     Raises:
         OSError: the port is taken.
     """
-    known = resolved(address)
-    one = len(known) == 1 and (address in known or not is_loopback(known[0]))
-    if one or (known and address == "localhost"):
-        family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
+    addresses = resolved(address)
+    one = len(addresses) == 1 and (address in addresses or not is_loopback(addresses[0]))
+    if one or (addresses and address == "localhost"):
+        family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
         with suppress(OSError):  # not an address of this host
-            return socket.create_server((known[0], port), family=family, backlog=backlog)
+            return socket.create_server((addresses[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 is built in but disabled
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)

@@ -60,6 +60,6 @@ def keep(value: object, what: str, key: str) -> None:
 
 def check_private(folder: Path) -> None:
     """Raise PermissionError unless only this user can access a folder."""
-    found = folder.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
+    status = folder.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
         raise PermissionError(f"{folder} is not a folder of this user alone")

@@ -140,7 +140,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
     orders = record.orders
     if orders.over:
         return record
-    accused = {each for one in said.values() if one.after == orders.confirmed for each in one.accuses}
+    accused = {member for one in said.values() if one.after == orders.confirmed for member in one.accuses}
     out = tuple(sorted({*orders.out, *(accused & set(record.current))}))
     if out != orders.out:
         orders = replace(orders, out=out)
@@ -191,9 +191,9 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
     leaving = [m for m in old if there[m].leaving]
     room = max(0, rules.size - (len(old) - len(leaving)))
     if len(back) < len(old):
-        wanted = back or (new and room) or len(old) < len(record.current)
+        generation_due = back or (new and room) or len(old) < len(record.current)
         call = orders.confirmed + 1
-        return replace(record, orders=replace(orders, call=call)) if wanted and orders.call < call else record
+        return replace(record, orders=replace(orders, call=call)) if generation_due and orders.call < call else record
     members = (*old, *new[:room])
     if (starting or coming) and len(members) < rules.size and not any(one.holds for one in there.values()):
         return record  # no training is delayed by waiting yet, and strategies are made for all ranks

@@ -70,7 +70,7 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
     while left:
         node = min(left, key=lambda each: (ranks.get(each, 0) / len(left[each]), -each))
         dropped.add(node)
-        left = {each: rest for each in left if each != node and (rest := left[each] - {node})}
+        left = {machine: rest for machine in left if machine != node and (rest := left[machine] - {node})}
     for node in sorted(dropped, key=lambda each: (-ranks.get(each, 0), each)):
         if apart[node] <= dropped:
             dropped.remove(node)

@@ -330,7 +330,7 @@ class Hub:
             # A machine that the leader does not hear either is lost as a whole, or only paused: its link decides.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
-            ranks = {n: sum(each.is_alive() for each in post.processes.values()) for n, post in heard.items()}
+            ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
             before, self._links = self._links, look(self._links, elapsed, broken, ranks)
             self._news |= before.dropped.keys() - self._links.dropped.keys()
             dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}

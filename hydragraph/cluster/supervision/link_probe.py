@@ -66,9 +66,9 @@ class LinkProbe:
             # If this thread was paused, the datagrams of the others were waiting, or had no room.
             elapsed, before = min(now - before, PAUSE_S), now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
-            found = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))
-            if found != unheard:
-                unheard = found
+            silent_nodes = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))
+            if silent_nodes != unheard:
+                unheard = silent_nodes
                 self._tell(unheard)
             if now - sent >= _SEND_S:
                 sent = now

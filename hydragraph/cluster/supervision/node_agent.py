@@ -174,8 +174,8 @@ class Deputy:
                 "GROUP_RANK": str(self._nodes.number),
             }
             seat = replace(message.seat, environment=environment, log_level=log.shown())
-            given = (seat, message.number, message.late, message.grace_s, message.work, None)
-            self._crew[message.number] = start(self._context, message.number, run_member, *given)
+            arguments = (seat, message.number, message.late, message.grace_s, message.work, None)
+            self._crew[message.number] = start(self._context, message.number, run_member, *arguments)
         elif isinstance(message, Kill) and message.number in self._crew:
             forget(self._crew.pop(message.number))
         elif isinstance(message, Stop):

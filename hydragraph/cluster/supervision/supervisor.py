@@ -198,10 +198,10 @@ class Supervisor:
 
     def results(self) -> list[bytes]:
         """Return the results of the last generation's members, by rank; raise the error that ended the work instead."""
-        told = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
-        order = [*self._record.current, *sorted(told)]
-        if told and self._fatal_at is None:
-            return [told[member].value for member in dict.fromkeys(order) if member in told]
+        returned = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
+        order = [*self._record.current, *sorted(returned)]
+        if returned and self._fatal_at is None:
+            return [returned[member].value for member in dict.fromkeys(order) if member in returned]
         # Prefer the error that ended the work, if there is one, over earlier losses of ranks.
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), None)
@@ -307,8 +307,8 @@ class Supervisor:
 
     def _welcome(self, node: int) -> None:
         """Schedule processes in the seats of a machine that has come back."""
-        taken = {self._seats[member.rank] for member in self._live()}
-        self._refill_seats({seat for seat in self._seats.values() if self._node(seat) == node} - taken)
+        occupied = {self._seats[member.rank] for member in self._live()}
+        self._refill_seats({seat for seat in self._seats.values() if self._node(seat) == node} - occupied)
 
     def _refill_seats(self, seats: AbstractSet[int]) -> None:
         """Schedule processes in seats whose devices are back; the history of these seats is cleared."""
