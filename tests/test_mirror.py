@@ -105,6 +105,7 @@ ELSEWHERE = {
     "ir/placeholders.py": ("ir/test_program.py", "where they stand in a program"),
     "ir/rank_program.py": ("ir/test_instruction_text.py", "whole programs, printed and parsed"),
     "kernels/attention_tilings.py": ("kernels/test_compile_for_gpu.py", "every tiling compiles and fits"),
+    "kernels/new_tensors.py": ("kernels/test_varlen_attention.py", "results of kernels"),
     "passes/collective_operators.py": ("passes/test_shard.py", "collectives and their backwards"),
     "planner/assignment/problem.py": ("planner/exact/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("planner/exact/test_dispatching.py", "the search against the bound"),

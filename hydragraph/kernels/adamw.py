@@ -1,7 +1,6 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-The parameters of a rank are adjacent views of a few flat buffers. Adjacent parameters whose weights, gradients and
-states are all adjacent in memory are updated by one launch, as one vector.
+Adjacent parameters whose weights, gradients and states are all adjacent in memory are updated by one launch.
 
 Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
@@ -32,23 +31,10 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 @kernel()
 def _adamw(  # type: ignore[no-untyped-def]
-    weights,
-    gradients,
-    moments,
-    squares,
-    copies,
-    count,
-    decay,
-    first_rate,
-    second_keep,
-    second_rate,
-    step_size,
-    root,
-    eps,
-    MAXIMIZE: tl.constexpr,  # noqa: N803
-    COPY: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+    weights, gradients, moments, squares, copies, count,
+    decay, first_rate, second_keep, second_rate, step_size, root, eps,
+    MAXIMIZE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     weight = tl.load(weights + index, mask=inside, other=0.0) * decay
@@ -95,7 +81,6 @@ class Shard:
     Attributes:
         weight, gradient, moment, square: the parameter, its gradient, and the running means of g and of g^2.
         copy: destination of the new weight in 16 bits, or None.
-        step: number of updates including this one.
     """
 
     weight: Tensor
@@ -126,7 +111,6 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def _checked_runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
-    """Return runs of non-empty shards, each with the index of its first shard."""
     filled = [(i, shard) for i, shard in enumerate(shards) if shard.weight.numel()]
     for _, shard in filled:
         _check(shard)
@@ -152,22 +136,26 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's own fused operator on checked shards on a CPU, such that a weight's bits depend only on its values.
 
-    The operator rounds the last elements of a vector, fewer than one register holds, differently from those before: the
-    end of a shard would be visible in its bits, and two owners of one weight would compute different ones. So the last
-    elements of all shards are updated as parts of one longer vector.
+    The operator rounds the last elements of a vector, fewer than one register holds, differently: two owners of one
+    weight would compute different bits. So the last elements of all shards are updated as parts of one longer vector.
     """
-    # For small shards most of the time is spent in Python, so no views are made of shards without a remainder.
-    uneven = [shard for shard in shards if shard.weight.numel() % UNIT]
-    bodies = [
-        shard.part(0, shard.weight.numel() // UNIT * UNIT) if shard.weight.numel() % UNIT else shard for shard in shards
-    ]
-    tails = [shard.part(shard.weight.numel() // UNIT * UNIT, shard.weight.numel()) for shard in uneven]
-    _fused([body for body in bodies if body.weight.numel()], settings)
+    bodies: list[Shard] = []
+    tails: list[Shard] = []
+    for shard in shards:
+        size = shard.weight.numel()
+        body = size // UNIT * UNIT
+        # No views are made of shards without a remainder, as small shards take most of their time in Python.
+        if body == size:
+            bodies.append(shard)
+            continue
+        if body:
+            bodies.append(shard.part(0, body))
+        tails.append(shard.part(body, size))
+    _fused(bodies, settings)
     for step in {tail.step for tail in tails}:
         ends = [tail for tail in tails if tail.step == step]
         sizes = [tail.weight.numel() for tail in ends]
-        columns = zip(*(tail.tensors()[:4] for tail in ends), strict=True)
-        joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in columns]
+        joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in _columns(ends)]
         weight, gradient, moment, square = joined
         _fused([Shard(weight, gradient, moment, square, None, step)], settings)
         for tail, *updated in zip(ends, *(vector[: sum(sizes)].split(sizes) for vector in joined), strict=True):
@@ -182,44 +170,28 @@ def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     if not shards:
         return
     steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}  # read-only
-    torch.ops.aten._fused_adamw_(
-        [shard.weight for shard in shards],
-        [shard.gradient for shard in shards],
-        [shard.moment for shard in shards],
-        [shard.square for shard in shards],
-        [],
-        [steps[shard.step] for shard in shards],
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=settings.maximize,
-    )
+    torch.ops.aten._fused_adamw_(*_columns(shards), [], [steps[shard.step] for shard in shards], **_options(settings))
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Reference implementation in plain PyTorch."""
-    torch_adamw(
-        [shard.weight for shard in shards],
-        [shard.gradient for shard in shards],
-        [shard.moment for shard in shards],
-        [shard.square for shard in shards],
-        [],
-        [torch.tensor(float(shard.step - 1)) for shard in shards],
-        foreach=False,
-        amsgrad=False,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=settings.maximize,
-    )
+    steps = [torch.tensor(float(shard.step - 1)) for shard in shards]
+    weights, gradients, moments, squares = _columns(shards)
+    torch_adamw(weights, gradients, moments, squares, [], steps, foreach=False, **_options(settings))
     for shard in shards:
         if shard.copy is not None:
             shard.copy.copy_(shard.weight)
+
+
+def _columns(shards: Sequence[Shard]) -> list[list[Tensor]]:
+    return [list(column) for column in zip(*(shard.tensors()[:4] for shard in shards), strict=True)]
+
+
+def _options(settings: AdamWSettings) -> dict[str, Any]:
+    first, second = settings.betas
+    decay = settings.weight_decay
+    options = {"lr": settings.lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": settings.eps}
+    return {**options, "amsgrad": False, "maximize": settings.maximize}
 
 
 def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
@@ -268,9 +240,9 @@ class _Prepared:
     """A group's joined parameters at its last step: a later step with the same ones makes no views.
 
     Attributes:
-        marks: addresses of each parameter, its gradient and its state (`_mark`, `_place`).
-        next: expected values of the step counters after the next step, if no other code writes to them.
-        runs: the runs, each with the index of its first parameter. They keep the memory at `marks` from being reused.
+        marks: addresses of each parameter, its gradient and its state.
+        next: expected values of the step counters after the next step.
+        runs: each with the index of its first parameter. They keep the memory at `marks` from being reused.
     """
 
     marks: list[tuple[Any, ...]]
@@ -303,7 +275,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state, including in a copy of this optimizer, where `copy_to` must be called again."""
+        """Restore a state; in a copy of this optimizer, `copy_to` must be called again."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
@@ -338,12 +310,11 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _runs(self, number: int, learning: Sequence[Tensor], states: Sequence[Any]) -> list[Shard]:
-        """Count a step of a group's parameters, and return them as runs."""
         marks = [_mark(p, state) for p, state in zip(learning, states, strict=True)]
         if self._copies:
             marks += [_place(self._copies.get(p)) for p in learning]
         steps = [state["step"] for state in states]
-        # Like PyTorch's own optimizers: adding a tensor on the counters' device takes a fourth of the time.
+        # Adding a tensor on the counters' device takes a fourth of the time of a number.
         if all(step.is_cpu for step in steps):
             torch.ops.aten._foreach_add_.Tensor(steps, torch.ones(()), alpha=1.0)
         else:
@@ -357,7 +328,6 @@ class AdamW(torch.optim.AdamW):
         return [replace(run, step=int(values[first])) for first, run in known.runs]
 
     def _allocate(self, new: Sequence[Tensor]) -> None:
-        """Allocate parameters' states contiguously, so that adjacent parameters have adjacent states."""
         for device in {p.device for p in new}:
             here = [p for p in new if p.device == device]
             sizes = [p.numel() for p in here]
@@ -375,7 +345,6 @@ class AdamW(torch.optim.AdamW):
 
 
 def _mark(p: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """Return the addresses and forms of a parameter, its gradient and its state."""
     gradient: Any = p.grad
     moment, square = state["exp_avg"], state["exp_avg_sq"]
     return (
@@ -393,21 +362,23 @@ def _settings(group: Mapping[str, Any]) -> AdamWSettings:
     return AdamWSettings(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
 
 
+def _refused(what: str, remedy: str) -> Unsupported:
+    return Unsupported(what, where="adamw", remedy=remedy)
+
+
 def _check(shard: Shard) -> None:
     kept = dict(zip(("weight", "gradient", "moment", "square", "copy"), shard.tensors(), strict=False))
     for name, tensor in kept.items():
         allowed = (torch.bfloat16, torch.float16) if name == "copy" else (torch.float32,)
         if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in allowed:
-            raise Unsupported(
+            raise _refused(
                 f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}",
-                where="adamw",
-                remedy="pass 1-D contiguous fp32 tensors (copies in bf16 or fp16), or use torch.optim.AdamW",
+                "pass 1-D contiguous fp32 tensors (copies in bf16 or fp16), or use torch.optim.AdamW",
             )
         if tensor.numel() != shard.weight.numel():
-            raise Unsupported(
+            raise _refused(
                 f"{name} of {tensor.numel()} elements for a weight of {shard.weight.numel()}",
-                where="adamw",
-                remedy="give all tensors of one parameter the same length",
+                "give all tensors of one parameter the same length",
             )
     require_one_device("adamw", kept)
 

@@ -1,8 +1,7 @@
 """Backends of `varlen_attention`: one of four, chosen by the tensors or forced by name.
 
 On CUDA it is the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU it
-is a loop over sequences with PyTorch's CPU kernel. All of them save the same log-sum-exp, so any backend can
-differentiate the output of another.
+is a loop over sequences. All of them save the same log-sum-exp, so any backend can differentiate the output of another.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -10,12 +9,14 @@ Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import tiled_attention
+from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
 from hydragraph.kernels.scoring import Scoring
 
 aten = torch.ops.aten
@@ -31,12 +33,25 @@ log = logging.getLogger(__name__)
 _forced: ContextVar[str | None] = ContextVar("attention_backend", default=None)
 
 
-class Backend(Protocol):
-    """Interface of an attention implementation.
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, contiguous
 
-    `starts` is [N + 1], the start of each sequence, then T; `longest` is a 0-d int64 on the CPU, the longest sequence
-    or 0 if the caller did not pass it.
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sequences and settings of a call.
+
+    Attributes:
+        starts: [N + 1], the start of each sequence, then T.
+        longest: 0-d int64 on the CPU, the longest sequence; 0 if the caller did not pass it.
     """
+
+    starts: Tensor
+    longest: Tensor
+    scoring: Scoring
+
+
+class Backend(Protocol):
+    """Interface of an attention implementation."""
 
     name: str
 
@@ -44,21 +59,12 @@ class Backend(Protocol):
         """Return why it does not support these tensors or settings, or None."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64), contiguous."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        starts: Tensor,
-        longest: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, contiguous; `saved` is q, k, v, output, log-sum-exp."""
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
+        """Return the gradients; `saved` is q, k, v, output, log-sum-exp."""
         ...
 
 
@@ -115,7 +121,28 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
     log.info("varlen_attention on %s: %s%s", device, name, why)
 
 
-class _FlashAttn:
+class _Flash(ABC):
+    """Flash kernels of a library: int32 bounds, and log-sum-exp as [Hq, T]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.scoring)
+        return out, lse.T.contiguous()
+
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
+        q, k, v, out, lse = saved
+        tensors = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous())
+        return self._backward(tensors, _sizes(call), call.scoring)
+
+    @abstractmethod
+    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+        """Return the output and log-sum-exp, first of all."""
+
+    @abstractmethod
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
+        """Return the gradients, given grad, q, k, v, output and log-sum-exp."""
+
+
+class _FlashAttn(_Flash):
     """Backend with the flash-attn package, 2.7 or newer."""
 
     name = "flash_attn"
@@ -124,48 +151,29 @@ class _FlashAttn:
         module = _flash_attn()
         return module if isinstance(module, str) else _flash_refusal(q, k, v)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        bounds = starts.to(torch.int32)
-        most = _longest(starts, longest)
-        q, k, v = (_dense(x) for x in (q, k, v))
-        before, after = _sides(scoring)
-        out, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
-            *(q, k, v, bounds, bounds, most, most, 0.0, scoring.scale),
-            causal=scoring.causal,
-            window_size_left=before,
-            window_size_right=after,
-            softcap=scoring.cap or 0.0,
+    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = _flash_attn()._flash_attn_varlen_forward(
+            *arguments, scoring.scale, causal=scoring.causal, **self._options(scoring)
         )
-        return out, lse.T.contiguous()
+        return found
 
-    def backward(
-        self,
-        grad: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        starts: Tensor,
-        longest: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        bounds = starts.to(torch.int32)
-        most = _longest(starts, longest)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        inputs = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous(), dq, dk, dv)
-        before, after = _sides(scoring)
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
+        dq, dk, dv = contiguous_like(*tensors[1:4])
         _flash_attn()._flash_attn_varlen_backward(
-            *(*inputs, bounds, bounds, most, most, 0.0, scoring.scale, scoring.causal),
-            window_size_left=before,
-            window_size_right=after,
-            softcap=scoring.cap or 0.0,
+            *(*tensors, dq, dk, dv, *sizes, scoring.scale, scoring.causal),
+            **self._options(scoring),
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
+    @staticmethod
+    def _options(scoring: Scoring) -> dict[str, Any]:
+        before, after = _sides(scoring)
+        return {"window_size_left": before, "window_size_right": after, "softcap": scoring.cap or 0.0}
 
-class _TorchFlash:
+
+class _TorchFlash(_Flash):
     """Backend with PyTorch's flash kernels; deterministic under `torch.use_deterministic_algorithms(True)`."""
 
     name = "torch"
@@ -175,41 +183,31 @@ class _TorchFlash:
             return "this PyTorch was built without flash kernels"
         return "it does not cap scores" if scoring.cap is not None else _flash_refusal(q, k, v)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        bounds = starts.to(torch.int32)
-        most = _longest(starts, longest)
-        q, k, v = (_dense(x) for x in (q, k, v))
-        out, lse, *_ = aten._flash_attention_forward(
-            *(q, k, v, bounds, bounds, most, most, 0.0, scoring.causal, False), **_torch_options(scoring)
+    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = aten._flash_attention_forward(
+            *arguments, scoring.causal, False, **self._options(scoring)
         )
-        return out, lse.T.contiguous()
+        return found
 
-    def backward(
-        self,
-        grad: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        starts: Tensor,
-        longest: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        bounds = starts.to(torch.int32)
-        most = _longest(starts, longest)
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
         # Without dropout the kernel reads neither the random state nor the following tensor.
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
+        state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
+        unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
-            *(_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous()),
-            *(bounds, bounds, most, most, 0.0, scoring.causal, state, unused),
-            **_torch_options(scoring),
+            *tensors, *sizes, scoring.causal, state, unused, **self._options(scoring)
         )
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
+    @staticmethod
+    def _options(scoring: Scoring) -> dict[str, Any]:
+        if scoring.window is None:
+            return {"scale": scoring.scale}
+        before, after = _sides(scoring)
+        return {"scale": scoring.scale, "window_size_left": before, "window_size_right": after}
+
 
 class _Triton:
-    """Backend with the kernels of `triton_attention`: deterministic."""
+    """Backend with the deterministic kernels of `triton_attention`."""
 
     name = "triton"
 
@@ -218,44 +216,32 @@ class _Triton:
 
         return triton_attention.refusal(q, k, v)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         from hydragraph.kernels import triton_attention
 
-        return triton_attention.forward(q, k, v, starts, scoring)
+        return triton_attention.forward(q, k, v, call.starts, call.scoring)
 
-    def backward(
-        self,
-        grad: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        starts: Tensor,
-        longest: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
         from hydragraph.kernels import triton_attention
 
-        return triton_attention.backward(grad, *saved, starts, scoring)
+        q, k, v, out, lse = saved
+        return triton_attention.backward(grad, q, k, v, out, lse, call.starts, call.scoring)
 
 
 class _Loop:
-    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences.
-
-    It has neither windows nor caps: `tiled_attention` computes capped scores, and sequences longer than the window.
-    """
+    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences."""
 
     name = "loop"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
         return None if q.device.type == "cpu" else "it calls PyTorch's CPU kernel"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        scoring = call.scoring
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for a, b, n in runs(starts):
+        lse = q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
+        for a, b, n in runs(call.starts):
             inputs = _heads_first(q[a:b], n), _heads_first(k[a:b], n, group), _heads_first(v[a:b], n, group)
             if _needs_tiles(scoring, (b - a) // n):
                 o, s = tiled_attention.forward(*inputs, scoring)
@@ -267,18 +253,12 @@ class _Loop:
             lse[a:b] = s.transpose(1, 2).flatten(0, 1)
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        starts: Tensor,
-        longest: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
+        scoring = call.scoring
         q, k, v, out, lse = saved
         group = q.shape[1] // k.shape[1]
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for a, b, n in runs(starts):
+        dq, dk, dv = contiguous_like(q, k, v)
+        for a, b, n in runs(call.starts):
             inputs = (
                 _heads_first(grad[a:b], n),
                 _heads_first(q[a:b], n),
@@ -307,25 +287,13 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
-    begin = 0
-    count = 0
-    length = 0
-    for a, b in spans(starts):
-        if count and b - a == length:
-            count += 1
-            continue
-        if count:
-            yield begin, begin + count * length, count
-        begin = a
-        count = 1
-        length = b - a
-    if count:
-        yield begin, begin + count * length, count
+    for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
+        sequences = list(run)
+        yield sequences[0][0], sequences[-1][1], len(sequences)
 
 
 @cache
 def _flash_attn() -> Any:
-    """Return the package's module of functions, or the reason why it cannot be imported."""
     try:
         return import_module("flash_attn.flash_attn_interface")
     except ImportError as error:  # not installed, or built for another PyTorch
@@ -345,27 +313,20 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _sides(scoring: Scoring) -> tuple[int, int]:
-    """Return the maximum distances to earlier and later keys as the flash kernels take them: -1 is no limit."""
+    """Return the maximum distances to earlier and later keys; -1: no limit."""
     before, after = scoring.sides()
     return (-1, -1) if before is None or after is None else (before, after)
 
 
-def _torch_options(scoring: Scoring) -> dict[str, Any]:
-    """Return the keyword arguments of PyTorch's flash kernels; those of windows only where there is one."""
-    if scoring.window is None:
-        return {"scale": scoring.scale}
-    before, after = _sides(scoring)
-    return {"scale": scoring.scale, "window_size_left": before, "window_size_right": after}
-
-
 def _needs_tiles(scoring: Scoring, length: int) -> bool:
-    """Return whether a sequence is longer than the window, or its scores are capped."""
     return scoring.cap is not None or (scoring.window is not None and length > scoring.window)
 
 
-def _longest(starts: Tensor, longest: Tensor) -> int:
-    """Return the maximum length; if the caller did not pass it, this waits for the device."""
-    return int(longest) or int(starts.diff().max())
+def _sizes(call: AttentionCall) -> tuple[Any, ...]:
+    """Return bounds and longest lengths of queries and keys, and no dropout."""
+    bounds = call.starts.to(torch.int32)
+    most = int(call.longest) or int(call.starts.diff().max())  # unless the caller passed it, this waits for the device
+    return bounds, bounds, most, most, 0.0
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -373,12 +334,12 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
-    """Reshape [N * L, H, D] to [N, H * group, L, D], the layout of PyTorch's attention kernels."""
+    """Reshape [N * L, H, D] to [N, H * group, L, D]."""
     x = x.unflatten(0, (sequences, -1)).transpose(1, 2)
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """Reshape [N, H * group, L, D] to [N * L, H, D], summing the heads that share a key/value head."""
+    """Reshape [N, H * group, L, D] to [N * L, H, D], summing the heads of a group."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

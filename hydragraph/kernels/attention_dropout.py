@@ -1,10 +1,8 @@
 """Attention over packed sequences with dropout of its probabilities, in plain PyTorch on any device.
 
-The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and the feature
-of an element is its head and the position of its key, so ranks that hold other heads draw other parts of one mask.
-Scores of one sequence and head exist as a whole, and the backward computes them again.
-
-Shapes as in `hydragraph.kernels.varlen_attention`.
+The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and a feature is
+the head and the position of the key. Scores of one sequence and head exist as a whole, and the backward computes them
+again. Shapes as in `hydragraph.kernels.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.attention_backends import spans
+from hydragraph.kernels.new_tensors import contiguous_like, widened
 from hydragraph.kernels.philox import call_word, threshold, words
 
 _POSITIONS = 24  # bits of a feature for the key's position; the remaining ten are the head's
@@ -29,8 +28,6 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
     Args:
         keys: of the queries' tokens, [L, 2].
         heads: numbers of the heads, increasing, [heads] int64.
-        length: number of keys.
-        call: word of the call.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
@@ -70,26 +67,11 @@ def _heads(
             yield _Head(slice(a, b), head, head // group, scores.softmax(-1), factor)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 @torch.library.custom_op("hydragraph::attention_dropout", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: Tensor,
-    causal: bool,
-    scale: float,
-    keys: Tensor | None,
-    block: Tensor | None,
-    first: Tensor | None,
-    p: float,
-    call: int,
-    unit: int,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float,
+    keys: Tensor | None, block: Tensor | None, first: Tensor | None, p: float, call: int, unit: int,
+) -> Tensor:  # fmt: skip
     """Compute attention whose probabilities are dropped with probability p, and otherwise divided by 1 - p.
 
     Args:
@@ -99,9 +81,9 @@ def _forward(
     if keys is None or block is None:
         raise AssertionError("hydragraph::attention_dropout without keys is a placeholder")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    values = _wide(v)
+    values = widened(v)
     place = (keys, 0 if first is None else int(first) // unit, call_word(int(block), call), p)
-    for head in _heads(_wide(q), _wide(k), cu_seqlens, causal, scale, *place):
+    for head in _heads(widened(q), widened(k), cu_seqlens, causal, scale, *place):
         out[head.rows, head.query] = ((head.softmax * head.factor) @ values[head.rows, head.key]).to(q.dtype)
     return out
 
@@ -113,22 +95,11 @@ def _(q: Tensor, *_others: Any, **_named: Any) -> Tensor:
 
 @torch.library.custom_op("hydragraph::attention_dropout_backward", mutates_args=())
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    causal: bool,
-    scale: float,
-    keys: Tensor,
-    block: Tensor,
-    first: Tensor | None,
-    p: float,
-    call: int,
-    unit: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float,
+    keys: Tensor, block: Tensor, first: Tensor | None, p: float, call: int, unit: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # With S the softmax and M the mask: out = (S M) v, dS = (dout v^T) M, dscores = S (dS - rowsum(S dS)).
-    wide = [_wide(x) for x in (q, k, v, grad)]
+    wide = [widened(x) for x in (q, k, v, grad)]
     queries, inner, values, grads = wide
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wide[:3])
     place = (keys, 0 if first is None else int(first) // unit, call_word(int(block), call), p)
@@ -145,7 +116,7 @@ def _backward(
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = contiguous_like(q, k, v)
     return dq, dk, dv
 
 

@@ -15,12 +15,9 @@ class Tiling:
     """Tiling of a kernel: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
 
     Attributes:
-        rows: number of queries in a tile.
-        columns: number of keys in a tile.
-        warps: number of warps that compute a tile together.
-        stages: number of tiles of keys and values that are loaded ahead of use.
-        registers: maximum number of registers per thread; None: chosen by the assembler, which may spill a few.
-        exact: for fp32: use true fp32 products instead of three tf32 ones, which are faster but take more registers.
+        stages: number of tiles that are loaded ahead of use.
+        registers: maximum number of registers per thread; None: chosen by the assembler.
+        exact: for fp32: true fp32 products instead of three tf32 ones, which are faster but take more registers.
     """
 
     rows: int
@@ -45,8 +42,8 @@ class Tilings:
     keys: Tiling
 
 
-# Padded head size -> tilings that neither spill registers nor exceed a multiprocessor's shared memory: 227 KB on Hopper
-# and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on. Each was checked by compiling it.
+# Padded head size -> tilings that, as checked by compiling, neither spill registers nor exceed a multiprocessor's
+# shared memory: 227 KB on Hopper and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),

@@ -1,10 +1,6 @@
 """Short causal convolution of each channel along the tokens, within packed sequences.
 
-Linear attention mixes each channel of a token with those of the few tokens before it:
-
-    y_t = bias + sum_j weight_{K - 1 - j} x_{t - j},      j = 0 ... K - 1, while t - j is in the same sequence
-
-Plain PyTorch, on every device.
+y_t = bias + sum_j weight_{K - 1 - j} x_{t - j},      j = 0 ... K - 1, while t - j is in the same sequence
 """
 
 from __future__ import annotations
@@ -14,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hydragraph.kernels.new_tensors import contiguous_like
 
 
 def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -26,16 +24,13 @@ def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, 
 
 @torch.library.custom_op("hydragraph::causal_convolution", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Convolve each channel with the tokens before, within each of the packed sequences.
+    """Convolve each channel with the tokens before, within each of the packed sequences; return [T, C].
 
     Args:
         x: [T, C].
         weight: [C, K]; its last column belongs to the token itself.
         bias: [C].
         cu_seqlens: bounds of the sequences, [N + 1].
-
-    Returns:
-        [T, C].
     """
     tokens, taps = x.shape[0], weight.shape[1]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -63,7 +58,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tu
 
 @_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dweight = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, weight))
+    dx, dweight = contiguous_like(x, weight)
     return dx, dweight
 
 

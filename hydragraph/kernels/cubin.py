@@ -12,10 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """What each thread of a kernel uses.
+    """Resources of each thread of a kernel.
 
     Attributes:
-        registers: number of 32-bit registers.
         stack_bytes: bytes of stack; of a kernel without arrays, these are spilled registers.
     """
 

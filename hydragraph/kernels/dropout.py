@@ -1,11 +1,11 @@
 """Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
 
 The place is (seed, step, call in the model, number of the sequence in the mini-batch, position, feature), see
-`hydragraph.kernels.philox`. So ranks, packing, recomputation and a resumed run all give an element the same fate, and
-the backward draws the mask again instead of saving it.
+`hydragraph.kernels.philox`. So ranks, packing, recomputation and a resumed run all draw the same mask, and so does the
+backward.
 
 Shapes: x has T tokens along one dimension; its other dimensions, in order, are the F features of a token. A rank that
-holds a part of a dimension passes where its part begins, and draws that part of the mask.
+holds a part of a dimension draws that part of the mask.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class _Form:
         return self.outer * self.length * self.inner
 
     def indices(self, device: torch.device) -> Tensor:
-        """Return the index of each feature of x among all features, [F] int64."""
         part = torch.arange(self.length * self.inner, device=device) + self.first * self.inner
         starts = torch.arange(self.outer, device=device) * (self.whole * self.inner)
         return (starts[:, None] + part).flatten()
@@ -64,22 +63,10 @@ def _form(x: Tensor, token_dim: int, first: Tensor | None, dim: int, whole: int,
 
 @kernel("tokens", "after", "part", "whole", "first", "features", "call")
 def _drop(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    keys,
-    tokens,
-    after,
-    part,
-    whole,
-    first,
-    features,
-    call,
-    threshold,
-    scale,
-    ROUNDS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-):
+    x, out, keys,
+    tokens, after, part, whole, first, features, call, threshold, scale,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     here = (row < tokens) & (column < features)
@@ -87,27 +74,9 @@ def _drop(  # type: ignore[no-untyped-def]
     feature = column // part * whole + first + column % part
     key = tl.load(keys + 2 * row, mask=row < tokens, other=0)
     place = tl.load(keys + 2 * row + 1, mask=row < tokens, other=0)
-    k0 = key.to(tl.uint32)
-    k1 = (key >> 32).to(tl.uint32)
-    c0 = (feature >> 2).to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
-    c1 = place.to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
-    c2 = (place >> 32).to(tl.uint32) + tl.zeros((ROWS, COLUMNS), tl.uint32)
-    c3 = tl.zeros((ROWS, COLUMNS), tl.uint32) + call.to(tl.uint32)
-    m0 = tl.full((1, 1), 0xD2511F53, tl.uint32)
-    m1 = tl.full((1, 1), 0xCD9E8D57, tl.uint32)
-    w0 = tl.full((1, 1), 0x9E3779B9, tl.uint32)
-    w1 = tl.full((1, 1), 0xBB67AE85, tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        high0 = tl.umulhi(c0, m0 + tl.zeros((ROWS, COLUMNS), tl.uint32))
-        high1 = tl.umulhi(c2, m1 + tl.zeros((ROWS, COLUMNS), tl.uint32))
-        low0 = c0 * m0
-        low1 = c2 * m1
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
-        k0 = k0 + w0
-        k1 = k1 + w1
+    zeros = tl.zeros((ROWS, COLUMNS), tl.uint32)
+    counter = (zeros + (feature >> 2).to(tl.uint32), zeros + place.to(tl.uint32), zeros + (place >> 32).to(tl.uint32))
+    c0, c1, c2, c3 = tl.philox(key, counter[0], counter[1], counter[2], zeros + call.to(tl.uint32), ROUNDS)
     which = feature & 3
     word = tl.where(which == 0, c0, tl.where(which == 1, c1, tl.where(which == 2, c2, c3)))
     value = tl.load(x + at, mask=here, other=0.0)
@@ -157,26 +126,16 @@ def reference(x: Tensor, keys: Tensor, form: _Form, call: int, p: float, token_d
 
 @torch.library.custom_op("hydragraph::dropout", mutates_args=())
 def _dropout(
-    x: Tensor,
-    keys: Tensor | None,
-    block: Tensor | None,
-    first: Tensor | None,
-    p: float,
-    call: int,
-    token_dim: int,
-    dim: int,
-    whole: int,
-    scale: int,
-) -> Tensor:
+    x: Tensor, keys: Tensor | None, block: Tensor | None, first: Tensor | None,
+    p: float, call: int, token_dim: int, dim: int, whole: int, scale: int,
+) -> Tensor:  # fmt: skip
     """Drop elements of x with probability p, and divide the others by 1 - p.
 
     Args:
         keys: numbers of the tokens, [1, T, 2] int64; None only while a model is traced.
         block: 0-d int64 on the CPU, the number of the block of the model.
         first: 0-d int64 on the CPU: where this rank's part of dimension `dim` begins, times `scale`; None: x is whole.
-        call: number of the call in its block.
-        token_dim: dimension of the tokens.
-        dim, whole: dimension that ranks share, and its size on all of them together; ignored if x is whole.
+        dim, whole: dimension that ranks share, and its size on all of them; ignored if x is whole.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::dropout without keys is a placeholder")

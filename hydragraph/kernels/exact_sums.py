@@ -3,9 +3,9 @@
     x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both by rounding to nearest; rest: dropped
 
 A float64 has 53 bits. As long as a sum of multiples of 2^-24 stays below 2^29 it is not rounded, so it does not depend
-on the grouping of the summands, and neither does the sum of the low parts. A float32 above 2^-38 (4e-12) is exact, a
+on the grouping of the summands, and neither does that of the low parts. A float32 above 2^-38 (4e-12) is exact, a
 smaller one is off by less than 2^-62 (2e-19). This is the binned sum of Demmel and Nguyen ("Fast reproducible
-floating-point summation", 2013), with bins that do not depend on the data.
+floating-point summation", 2013), with fixed bins.
 """
 
 from __future__ import annotations

@@ -26,13 +26,10 @@ import torch
 from torch import Tensor
 
 from hydragraph.kernels import fla_delta_rule
+from hydragraph.kernels.new_tensors import contiguous_like, widened
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the square of a length
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def unit(x: Tensor) -> Tensor:
@@ -52,8 +49,8 @@ class _Heads:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Heads:
-        q, k = (unit(_wide(x)).repeat_interleave(v.shape[1] // x.shape[1], dim=1).transpose(0, 1) for x in (q, k))
-        return cls(q * q.shape[-1] ** -0.5, k, _wide(v).transpose(0, 1), _wide(g).T, _wide(beta).T)
+        q, k = (unit(widened(x)).repeat_interleave(v.shape[1] // x.shape[1], dim=1).transpose(0, 1) for x in (q, k))
+        return cls(q * q.shape[-1] ** -0.5, k, widened(v).transpose(0, 1), widened(g).T, widened(beta).T)
 
     def chunk(self, rows: slice) -> _Chunk:
         return _Chunk.of(self.q[:, rows], self.k[:, rows], self.v[:, rows], self.g[:, rows], self.beta[:, rows])
@@ -73,7 +70,7 @@ class _Chunk:
         since: e [H, n, 1].
         left: e_n / e [H, n, 1].
         decays: D [H, n, n].
-        system: the triangular matrix [H, n, n], whose diagonal is 1.
+        system: the triangular matrix [H, n, n].
     """
 
     q: Tensor
@@ -104,11 +101,10 @@ class _Chunk:
         return self.since * (self.q @ state) + (self.q @ self.k.mT * self.decays) @ written
 
     def next(self, state: Tensor, written: Tensor) -> Tensor:
-        """Return the state after these tokens."""
         return self.since[:, -1:] * state + (self.left * self.k).mT @ written
 
     def gradients(self, state: Tensor, dout: Tensor, dnext: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g, beta and the state before, given those of the results."""
+        """Return the gradients of q, k, v, g, beta and the state before."""
         written, pairs, keys = self.written(state), self.q @ self.k.mT, self.k @ self.k.mT
         read, known = self.q @ state, self.k @ state
         dwritten = (pairs * self.decays).mT @ dout + self.left * (self.k @ dnext)
@@ -124,7 +120,7 @@ class _Chunk:
         dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + dknown @ state.mT
         dk = dk + self.left * (written @ dnext.mT)
         dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ dknown
-        # Every decay is the exponential of differences of sums of g, so its gradient is itself times that of the sum.
+        # Every decay is an exponential, so its gradient is itself times that of the sum.
         ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
         dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + dknown * known).sum(-1)
         moved = (self.left * dleft).sum(-1)
@@ -135,7 +131,6 @@ class _Chunk:
 
 
 def _chunks(cu_seqlens: Tensor) -> Iterator[list[slice]]:
-    """Yield the rows of the chunks of each sequence."""
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         yield [slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)]
 
@@ -156,7 +151,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta
 
 @torch.library.custom_op("hydragraph::gated_delta_rule", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the gated delta rule within each of the packed sequences.
+    """Compute the gated delta rule within each of the packed sequences; return [T, H, V], in the dtype of v.
 
     Args:
         q, k: queries and keys [T, Hk, K], which are scaled to length 1 here.
@@ -164,9 +159,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
         cu_seqlens: bounds of the sequences, [N + 1].
         g: logarithms of the decays [T, H], at most 0.
         beta: rates of the updates [T, H].
-
-    Returns:
-        [T, H, V], in the dtype of v.
     """
     compute = fla_delta_rule.forward if fla_delta_rule.usable(k) else forward
     return compute(q, k, v, cu_seqlens, g, beta)
@@ -182,7 +174,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g and beta, each in the dtype of its argument, in plain PyTorch."""
     heads = _Heads.of(q, k, v, g, beta)
-    dout = _wide(grad).transpose(0, 1)
+    dout = widened(grad).transpose(0, 1)
     found = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
     for rows_of in _chunks(cu_seqlens):
         states = [heads.start()]
@@ -202,7 +194,7 @@ def backward(
 
 def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
     """Return the gradient of x [T, Hk, K], given that of its unit vectors by value head, [T, H, K]."""
-    wide = _wide(x)
+    wide = widened(x)
     dunit = dunit.unflatten(1, (x.shape[1], -1)).sum(2)
     inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
     dx = inverse * dunit - wide * inverse**3 * (wide * dunit).sum(-1, keepdim=True)
@@ -221,7 +213,7 @@ def _backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
+    dq, dk, dv, dg, dbeta = contiguous_like(q, k, v, g, beta)
     return dq, dk, dv, dg, dbeta
 
 

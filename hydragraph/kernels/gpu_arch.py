@@ -10,12 +10,8 @@ class GpuArch:
     """Architecture of an NVIDIA GPU.
 
     Attributes:
-        name: as in `--arch`, such as sm_90.
         gpu: the GPU whose figures these are, as its driver names it.
-        multiprocessors: number of streaming multiprocessors.
         shared_bytes: maximum shared memory of one block of threads.
-        memory_bytes: device memory.
-        cache_bytes: level-2 cache.
         flops_per_s: dense bf16 products on tensor cores.
         memory_bytes_per_s: bandwidth of the device memory.
     """

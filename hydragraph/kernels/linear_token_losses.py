@@ -1,14 +1,12 @@
 """Fused product and loss of the head for losses that weigh tokens: one cross-entropy per token, by chunks of tokens.
 
-`linear_cross_entropy` makes its gradients together with the loss, because every token has the same factor. Here the
-factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So the forward
-keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
+Here the factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So
+the forward keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
 
     forward     logits of a chunk -> losses, lse                                         one matrix product
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients      three matrix products
 
-If the vocabulary is sharded, only the forward exchanges statistics: lse is that of the whole vocabulary, and with it
-each rank computes the gradient of its own rows. Shapes and arguments as in `linear_cross_entropy`.
+If the vocabulary is sharded, only the forward exchanges statistics. Shapes and arguments as in `head_loss`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from hydragraph.kernels import linear_cross_entropy as head
 from hydragraph.kernels.linear_cross_entropy import Exchange
+from hydragraph.kernels.new_tensors import wide_dtype
 
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
@@ -45,28 +44,17 @@ def losses_of(
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
-        label = labels[a : a + size].contiguous()
-        statistics = head.statistics_of(hidden[a : a + size] @ weight.T, label, first)
-        if exchange is not None:
-            statistics = exchange(statistics)
-        lse = statistics[0] + statistics[1].log()
-        lses[a : a + size] = lse
-        losses[a : a + size] = torch.where(label == ignored, 0.0, lse - statistics[2])
+        at = slice(a, a + size)
+        label = labels[at].contiguous()
+        losses[at], lses[at] = head.token_losses(hidden[at] @ weight.T, label, ignored, first, exchange)
     return losses, lses
 
 
 @torch.library.custom_op("hydragraph::head_token_gradients", mutates_args=())
 def head_token_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    factors: Tensor,
-    start: Tensor | None,
-    ignored: int,
-    of_hidden: bool,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, start: Tensor | None,
+    ignored: int, of_hidden: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of hidden (this rank's part) and weight of the sum of losses times factors.
 
     Args:
@@ -95,7 +83,7 @@ def head_token_gradients(
 
 def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty tensors with the shapes of the losses and their lse."""
-    losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     return losses, torch.empty_like(losses)
 
 

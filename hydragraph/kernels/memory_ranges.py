@@ -1,7 +1,7 @@
 """Copy of thousands of ranges on a CPU in one call: a loop of memcpy, which numba compiles once per installation.
 
-Python takes half a microsecond per range, which for ranges of a kilobyte is nearly all of the time. numba takes a
-quarter of a second to import, so this module is imported only if there are thousands of ranges.
+Python takes half a microsecond per range. numba takes a quarter of a second to import, so this module is imported only
+if there are thousands of ranges.
 """
 
 from __future__ import annotations

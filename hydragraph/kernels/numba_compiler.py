@@ -1,8 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
-On its own, numba fails to import a module if nothing can be cached, raises pickle errors for a truncated file, and runs
-machine code with a flipped bit. It also compares only the file of a function, and so keeps running the former code of
-functions and constants that it imports after their files have changed.
+On its own, numba fails to import a module if nothing can be cached, raises pickle errors for a truncated file, runs
+machine code with a flipped bit, and keeps running the former code of functions that a function imports.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    """Return a digest of a function's file and of all that numba copies from other modules into its machine code.
+    """Return a digest of a function's file and of what numba copies from other modules into its machine code.
 
     Args:
         source: time and size of the file.
@@ -132,7 +131,7 @@ def _say(sentence: str) -> None:
 
 
 def _announce(folder: str) -> None:
-    """Announce the first compilation before a process waits for it; compiling everything takes up to a minute."""
+    """Announce the first compilation; compiling everything takes up to a minute."""
     if not _announced:
         _LOG.warning("compiling the planner's search, once: up to a minute of one core; it is kept in %s", folder)
     _announced.append(folder)

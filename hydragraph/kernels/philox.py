@@ -1,15 +1,14 @@
 """Random words that depend only on their place: Philox4x32-10, a counter-based generator, in plain PyTorch.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). One evaluation turns a counter of four 32-bit words
-and a key of two into four random words. Evaluations are independent of each other, so the words do not depend
-on which rank draws them, in which order, or how often.
+and a key of two into four random words, whichever rank draws them, in any order.
 
     counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
     key       64 bits from the seed and the step (`key_of`)
     result    the words of features 4 i to 4 i + 3
 
 The numbers of a token travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32
-plus its position. A negative second number switches dropout off for a token, as in an evaluation.
+plus its position. A negative second number switches dropout off.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """Return the keys of packed sequences, [1, T, 2] int64.
 
     Args:
-        key: key of the step.
         lengths: tokens of each sequence.
         numbers: number of each sequence in the mini-batch; -1: without dropout.
     """
@@ -69,7 +67,6 @@ def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
     Args:
         keys: [T, 2] int64.
         features: [F] int64, increasing, below 2**34.
-        call: word of the call (`call_word`).
     """
     groups, column = torch.unique_consecutive(features >> 2, return_inverse=True)
     columns = column * 4 + (features & 3)

@@ -14,7 +14,6 @@ class Scoring:
 
     Attributes:
         causal: query i attends to keys j <= i only.
-        scale: factor of the scores.
         window: query i attends to keys with |i - j| < window only; None: no limit.
         cap: scores s become cap * tanh(s / cap); None: unchanged.
     """
@@ -50,13 +49,11 @@ def visible(rows: Tensor, columns: Tensor, scoring: Scoring) -> Tensor:
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Cut sequences after every `chunk` tokens: attention within the parts is attention within chunks.
 
-    The number of parts depends on the lengths, which would have to be copied from the device, so the result has
-    room for the most there can be: sequence n has its parts from index starts[n] // chunk + n on. Parts beyond a
-    sequence's end are empty.
+    The number of parts depends on the lengths, which are on the device, so the result has room for the most there can
+    be: sequence n has its parts from index starts[n] // chunk + n on. Parts beyond a sequence's end are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then T.
-        tokens: T.
         chunk: length of a part; the last one of a sequence may be shorter.
 
     Returns:

@@ -1,11 +1,11 @@
 """Copy of thousands of ranges between two flat buffers in one launch: the local part of a link, with cast and sum.
 
-A `SliceTable` is made once per link on the host: it cuts ranges into tiles that no two programs share, and separates
-tiles that allow 16-byte accesses from those at odd offsets. Every target element is written once. Ranges with the same
-target are summed in the order of the table, so results are bitwise reproducible.
+A `SliceTable` is made once per link: it cuts ranges into tiles that no two programs share, and separates tiles that
+allow 16-byte accesses. Ranges with the same target are summed in the order of the table, so results are bitwise
+reproducible.
 
-On a CPU ranges are moved as raw memory: a PyTorch operator takes microseconds to start, which dominates for ranges of
-kilobytes. A few are moved in Python, many in a compiled loop.
+On a CPU ranges are moved as raw memory, a few in Python and many in a compiled loop: a PyTorch operator takes
+microseconds to start, which dominates for ranges of kilobytes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ MANY = 256  # ranges: with this many or more, Python would take longer than the 
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # element types by size, for plain moves
 
 Offsets = NDArray[np.int64]
-Run = tuple[slice, tuple[tuple[slice, slice], ...]]
-"""A part of the target; and of each range in it, where it lies in the run and where it comes from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +48,6 @@ class Batch:
     Attributes:
         origins, places, lengths: [R] int64: source offset, target offset and length of each, in elements.
         beside: [R] int64: offset of each if all of them are packed without gaps.
-        elements: total number of elements.
     """
 
     origins: Offsets
@@ -68,17 +65,10 @@ class Batch:
 
 @kernel("aligned")
 def _slice_copy(  # type: ignore[no-untyped-def]
-    source,
-    target,
-    tiles,
-    origins,
-    aligned,
-    ACCUMULATE: tl.constexpr,  # noqa: N803
-    SUMS: tl.constexpr,  # noqa: N803
-    UNIT: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    NARROW: tl.constexpr,  # noqa: N803
-):
+    source, target, tiles, origins, aligned,
+    ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
+    UNIT: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     # One program per tile (target offset, length, first origin, number of origins); offsets of the first `aligned`
     # tiles are in units of UNIT elements, which tells the compiler that it may use wide accesses.
     tile = tl.program_id(0).to(tl.int64)
@@ -127,8 +117,6 @@ class SliceTable:
         origins: [O] int64: source offsets, those of one tile adjacent and in the order of the ranges.
         aligned: number of tiles (at the start) in units of 8 elements.
         source_end, target_end: minimum number of elements of each buffer.
-        elements: number of elements written.
-        sums: whether target ranges overlap.
     """
 
     ranges: Tensor
@@ -139,25 +127,6 @@ class SliceTable:
     target_end: int
     elements: int
     sums: bool
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """The ranges in an order that gives the same sums, grouped if adjacent in the target."""
-        rows = [row for row in self.ranges.T.tolist() if row[2]]
-        if not self.sums:
-            rows.sort(key=lambda row: row[1])  # each element is written once, in any order
-        runs: list[Run] = []
-        parts: list[tuple[slice, slice]] = []
-        first = 0
-        for i, (origin, at, length) in enumerate(rows):
-            first = first if parts else at
-            parts.append((slice(at - first, at - first + length), slice(origin, origin + length)))
-            end = at + length
-            beside = i + 1 < len(rows) and rows[i + 1][1] == end
-            if not beside or end - first + rows[i + 1][2] > RUN:
-                runs.append((slice(first, end), tuple(parts)))
-                parts = []
-        return tuple(runs)
 
     @cached_property
     def ordered(self) -> tuple[Offsets, Offsets, Offsets]:
@@ -208,10 +177,9 @@ class SliceTable:
         overlap = bool((counts > 1).any())
         if overlap and not sums:
             first = int(targets[int(np.argmax(counts > 1))])
-            raise Unsupported(
+            raise _refused(
                 f"two ranges write target element {first}",
-                where="slice_copy",
-                remedy="make target ranges disjoint, or pass sums=True and accumulate",
+                "make target ranges disjoint, or pass sums=True and accumulate",
             )
         tiles, tile_origins, aligned = _tiles(origins, targets, lengths, order)
         return SliceTable(
@@ -231,7 +199,6 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        table: table of the ranges, made for this device.
         accumulate: add to the target, in the order of the table; the target is fp32 or fp64.
 
     Raises:
@@ -258,67 +225,51 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Compute on a CPU the same bits as the reference, with one operator for many ranges rather than per range."""
+    """Compute on a CPU the same bits as the reference: gather, cast or sum many ranges at once, and scatter."""
     source = source.detach()
     target = target.detach()
+    copy = _copy_few
     if table.ranges.shape[1] >= MANY:
-        _move_many(source, target, table, accumulate)
-    else:
-        _move_few(source, target, table, accumulate)
+        from hydragraph.kernels.memory_ranges import copy_ranges  # imports numba, which is not worth it for a few
 
-
-def _move_many(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Move ranges in compiled loops: gather, cast or sum all at once, and scatter."""
-    from hydragraph.kernels.memory_ranges import copy_ranges  # imports numba, which is not worth it for a few ranges
-
+        copy = copy_ranges
     if not accumulate and source.dtype == target.dtype:
-        copy_ranges(source, target, table.ordered)
+        copy(source, target, table.ordered)
         return
     longest = max(batch.elements for batch in table.batches)
     given = source.new_empty(longest)
     made = target.new_empty(longest)
     for batch in table.batches:
-        values = given[: batch.elements]
-        copy_ranges(source, values, (batch.origins, batch.beside, batch.lengths))
+        if len(batch.lengths) == 1:
+            values = source[int(batch.origins[0]) :][: batch.elements]
+        else:
+            values = given[: batch.elements]
+            copy(source, values, (batch.origins, batch.beside, batch.lengths))
         whole = batch.whole
         results = made[: batch.elements] if whole is None else target[whole]
         if not accumulate:
             results.copy_(values)
         else:
             if whole is None:
-                copy_ranges(target, results, (batch.places, batch.beside, batch.lengths))
+                copy(target, results, (batch.places, batch.beside, batch.lengths))
             results.add_(values)
         if whole is None:
-            copy_ranges(results, target, (batch.beside, batch.places, batch.lengths))
+            copy(results, target, (batch.beside, batch.places, batch.lengths))
 
 
-def _move_few(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Move ranges in Python, which for a few takes less time than importing numba."""
-    longest = max((to.stop - to.start for to, parts in table.runs if len(parts) > 1), default=0)
-    room = source.new_empty(longest)
-    moved = not accumulate and source.dtype == target.dtype
+def _copy_few(source: Tensor, target: Tensor, offsets: tuple[Offsets, ...]) -> None:
+    """Copy ranges like `memory_ranges.copy_ranges`, in Python."""
     reads = _memory(source)
-    writes = _memory(target if moved else room)
-    for to, parts in table.runs:
-        first = to.start
-        if moved and to.stop - first <= RUN:
-            for at, origin in parts:
-                writes[first + at.start : first + at.stop] = reads[origin]
-            continue
-        if len(parts) == 1:
-            values = source[parts[0][1]]
+    writes = _memory(target)
+    for origin, place, length in zip(*(column.tolist() for column in offsets), strict=True):
+        if length <= RUN:
+            writes[place : place + length] = reads[origin : origin + length]
         else:
-            for at, origin in parts:
-                writes[at] = reads[origin]
-            values = room[: to.stop - first]
-        if accumulate:
-            target[to].add_(values)
-        else:
-            target[to].copy_(values)
+            target[place : place + length].copy_(source[origin : origin + length])
 
 
 def _memory(buffer: Tensor) -> Any:
-    """View a buffer as integers of its element size, which Python moves in a fifth of a microsecond."""
+    """View a buffer as integers of its element size."""
     array: Any = buffer.view(torch.uint8).numpy()
     return memoryview(array.view(_MEMORY[buffer.dtype.itemsize]))
 
@@ -352,29 +303,32 @@ def variants() -> Iterator[KernelVariant]:
         )
 
 
+def _refused(what: str, remedy: str, where: str = "slice_copy") -> Unsupported:
+    return Unsupported(what, where=where, remedy=remedy)
+
+
 def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
-    """Return the three tensors as [3, R]."""
     for name, tensor in {"source": source, "target": target, "length": length}.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
-            raise Unsupported(
+            raise _refused(
                 f"{name} offsets of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}",
-                where="slice_copy table",
-                remedy="pass 1-D int64 tensors on the CPU",
+                "pass 1-D int64 tensors on the CPU",
+                "slice_copy table",
             )
     sizes = [len(source), len(target), len(length)]
     if len(set(sizes)) > 1:
-        raise Unsupported(
+        raise _refused(
             f"{sizes[0]} source offsets, {sizes[1]} target offsets, {sizes[2]} lengths",
-            where="slice_copy table",
-            remedy="give one of each per range",
+            "give one of each per range",
+            "slice_copy table",
         )
     ranges: Offsets = torch.stack([source, target, length]).numpy()
     if (ranges < 0).any():
         bad = int(np.argmax((ranges < 0).any(0)))
-        raise Unsupported(
+        raise _refused(
             f"range {bad} is (source, target, length) = {tuple(ranges[:, bad].tolist())}",
-            where="slice_copy table",
-            remedy="offsets and lengths cannot be negative",
+            "offsets and lengths cannot be negative",
+            "slice_copy table",
         )
     return ranges
 
@@ -383,8 +337,8 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """Cut [3, R] ranges at the start and end of every target range.
 
     Returns:
-        source offset of every piece, with the pieces of one target interval adjacent and in the order of the ranges;
-        for each interval its target offset and length; and [I + 1] the start of its pieces.
+        source offset of every piece, those of one target interval adjacent and in the order of the ranges; target
+        offset and length of each interval; and [I + 1] the start of its pieces.
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))
@@ -402,9 +356,6 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
     """Cut disjoint intervals into tiles, the aligned ones first and in units of UNIT.
-
-    An interval whose source and target offsets agree modulo UNIT has an aligned body between a head and a tail of fewer
-    than UNIT elements; any other interval has no body.
 
     Returns:
         tiles [tiles, 4], their origins, the number of aligned tiles.
@@ -450,23 +401,17 @@ def _cut(
 def _check(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
     for name, buffer, end in (("source", source, table.source_end), ("target", target, table.target_end)):
         if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.dtype not in DTYPES:
-            raise Unsupported(
+            raise _refused(
                 f"{name} of shape {tuple(buffer.shape)}, strides {buffer.stride()}, {buffer.dtype}",
-                where="slice_copy",
-                remedy="pass 1-D contiguous buffers of bf16, fp16, fp32 or fp64",
+                "pass 1-D contiguous buffers of bf16, fp16, fp32 or fp64",
             )
         if buffer.numel() < end:
-            raise Unsupported(
+            raise _refused(
                 f"the table reaches {name} element {end} of {buffer.numel()}",
-                where="slice_copy",
-                remedy=f"pass the {name} buffer that the table was made for",
+                f"pass the {name} buffer that the table was made for",
             )
     require_one_device("slice_copy", {"source": source, "target": target, "table": table.tiles})
     if accumulate and target.dtype not in (torch.float32, torch.float64):
-        raise Unsupported(
-            f"sums in {target.dtype}", where="slice_copy", remedy="accumulate into fp32, and cast the result once"
-        )
+        raise _refused(f"sums in {target.dtype}", "accumulate into fp32, and cast the result once")
     if table.sums and not accumulate:
-        raise Unsupported(
-            "the table's target ranges overlap", where="slice_copy", remedy="pass accumulate=True to add them up"
-        )
+        raise _refused("the table's target ranges overlap", "pass accumulate=True to add them up")

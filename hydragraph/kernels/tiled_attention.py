@@ -1,10 +1,8 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-A tile of queries meets only the keys that one of its queries attends to, so the cost of a window grows with
-length * window instead of length^2. Tiles without a cap are computed by PyTorch's CPU kernel with a mask, others by
-matrix products and the formulas of `triton_attention`.
-
-Shapes: N sequences of L tokens, H heads of size D. A tile has R queries and C keys of every sequence.
+A tile of R queries meets only the C keys that one of them attends to, so the cost of a window grows with length *
+window. Tiles without a cap are computed by PyTorch's CPU kernel with a mask, others by the formulas of
+`triton_attention`. Shapes: N sequences of L tokens, H heads of size D.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hydragraph.kernels.new_tensors import wide_dtype
 from hydragraph.kernels.scoring import Scoring, visible
 
 aten = torch.ops.aten
@@ -29,10 +28,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, 
 
     Args:
         q, k, v: [N, H, L, D].
-        scoring: settings of the call.
     """
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
     for rows, columns in _tiles(q, scoring):
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
         hidden = _hidden(rows, columns, scoring)
@@ -81,7 +79,6 @@ def _capped_backward(
     scale: float,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a tile's queries, keys and values, in the dtype of `lse`."""
     grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
     scores, slope = _capped(q, k, hidden, scale, cap)
     p = scores.sub_(lse[..., None]).exp_()
@@ -98,18 +95,15 @@ def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> t
 
 
 def _hidden(rows: slice, columns: slice, scoring: Scoring) -> Tensor:
-    """Return which keys are hidden from each query of a tile, bool [R, C]."""
     places = torch.arange(columns.stop)
     return ~visible(places[rows], places[columns], scoring)
 
 
 def _mask(hidden: Tensor, q: Tensor) -> Tensor:
-    """Return the summand of scores that hides keys, [R, C]."""
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _tiles(q: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries and the keys of each tile, as slices of a sequence."""
     sequences, heads, length, _ = q.shape
     before, after = (length if distance is None else distance for distance in scoring.sides())
     reach = min(length, _ROWS + before + after)
@@ -117,8 +111,3 @@ def _tiles(q: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
     for first in range(0, length, rows):
         last = min(length, first + rows)
         yield slice(first, last), slice(max(0, first - before), min(length, last + after))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exp: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)

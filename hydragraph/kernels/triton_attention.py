@@ -1,15 +1,13 @@
 """Deterministic attention over packed sequences in Triton, forward and backward.
 
-FlashAttention-2 (Dao, 2023): scores exist one tile at a time. The forward keeps the running maximum m and sum l of
-exp2(s - m) for each query row, and rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses
-ds = p (dp - delta), delta = rowsum(out * grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by
-1 - t^2. A window limits the loops over tiles. dq has a kernel over query tiles; dk and dv share one over key tiles,
-which sums over the query heads of its key/value head: no two programs write the same element, so atomics are not used.
+FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) for each query row, and
+rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta = rowsum(out *
+grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. dq has a kernel over query tiles; dk
+and dv share one over key tiles, which sums over query heads: no two programs write the same element.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
-The grid depends only on T and N, never on the lengths: sequence n has the slots from starts[n] // tile + n on, at least
-as many as its tiles; programs in unused slots exit immediately. So no length has to be copied back from the GPU.
-
+The grid depends only on T and N, so that no length has to be copied from the GPU: sequence n has the slots from
+starts[n] // tile + n on; programs in unused slots exit immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
 from hydragraph.kernels.scoring import Scoring
-from hydragraph.kernels.triton_jit import Kernel, KernelVariant, kernel, why_not
+from hydragraph.kernels.triton_jit import Inlined, Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -36,7 +34,7 @@ _MAX_STRIDE = 2**23  # elements: offsets within a tile of 256 tokens stay below 
 
 @dataclass(frozen=True)
 class _Options:
-    """Options for which kernels are compiled separately, so that plain attention does not pay for them."""
+    """Options for which kernels are compiled separately."""
 
     window: bool
     cap: bool
@@ -52,45 +50,70 @@ def _options(scoring: Scoring) -> _Options:
     return _Options(scoring.window is not None, scoring.cap is not None)
 
 
-@kernel("sequences", "group", "causal", "window")
-def _attend(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    out,
-    lse,
-    starts,
-    sequences,
-    group,
-    causal,
-    window,
-    scale_log2,
-    cap_log2,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    CAP: tl.constexpr,  # noqa: N803
-):
-    # One program per (slot of query rows, query head).
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+@Inlined
+def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return a slot's sequence, its first token, and the token after its last."""
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
         start = tl.load(starts + index, mask=index < sequences, other=0)
-        seen += tl.sum(((index < sequences) & (start // ROWS + index <= slot)).to(tl.int32))
+        seen += tl.sum(((index < sequences) & (start // TILE + index <= slot)).to(tl.int32))
     sequence = seen - 1
-    first = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1).to(tl.int64)
+    return sequence, tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
+
+
+@Inlined
+def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return where the columns of a tile of rows begin, where their tiles need a mask from, and where they end."""
+    until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
+    whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
+    begin = 0
+    if WINDOW:  # all of its tiles are masked: a third loop, for those at its far end, would cost registers
+        until = tl.minimum(until, row + ROWS + window - 1)
+        begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
+        whole = begin
+    return begin, whole, until
+
+
+@Inlined
+def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Load a tile, which goes past the tokens only at the edge, and past the dimensions only if it is not full."""
+    if EDGE:
+        tile = tl.load(at, mask=tokens & dims, other=0.0)
+    elif FULL:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=dims, other=0.0)
+    return tile
+
+
+@Inlined
+def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return whether rows see columns, given as vectors that broadcast to a tile."""
+    seen = (columns <= rows) | (causal == 0)
+    if WINDOW:
+        seen = seen & (rows - columns < window) & (rows - columns > -window)
+    return seen
+
+
+@Inlined
+def _bent(scores, cap_log2):  # type: ignore[no-untyped-def]
+    """Return tanh(scores / cap) = 1 - 2 / (1 + exp(2 scores / cap)), which is exact at both infinities."""
+    return 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
+
+
+@kernel("sequences", "group", "causal", "window")
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, starts,
+    sequences, group, causal, window, scale_log2, cap_log2,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    # One program per (slot of query rows, query head).
+    slot = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    sequence, first, end = _locate(starts, sequences, slot, ROWS)
     length = (end - first).to(tl.int32)
     # The last rows of a causal sequence are the most expensive, so they start first.
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
@@ -109,35 +132,19 @@ def _attend(  # type: ignore[no-untyped-def]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
-    until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
-    whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
-    begin = 0
-    if WINDOW:  # all of its tiles are masked: a third loop, for those at its far end, would cost registers
-        until = tl.minimum(until, row + ROWS + window - 1)
-        begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
-        whole = begin
+    begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
     for edge in tl.static_range(2):  # tiles without a mask, then those that need one
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
-            if edge == 1:
-                in_k = (columns < length)[None, :] & (dims < SIZE)[:, None]
-                in_v = (columns < length)[:, None] & (dims < SIZE)[None, :]
-                keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=in_k, other=0.0)
-                values = tl.load(v_at + (first + n) * v_token + v_tile, mask=in_v, other=0.0)
-            elif SIZE == PADDED:
-                keys = tl.load(k_at + (first + n) * k_token + k_tile)
-                values = tl.load(v_at + (first + n) * v_token + v_tile)
-            else:
-                keys = tl.load(k_at + (first + n) * k_token + k_tile, mask=(dims < SIZE)[:, None], other=0.0)
-                values = tl.load(v_at + (first + n) * v_token + v_tile, mask=(dims < SIZE)[None, :], other=0.0)
+            k_from = k_at + (first + n) * k_token + k_tile
+            v_from = v_at + (first + n) * v_token + v_tile
+            keys = _load(k_from, (columns < length)[None, :], (dims < SIZE)[:, None], edge == 1, SIZE == PADDED)
+            values = _load(v_from, (columns < length)[:, None], (dims < SIZE)[None, :], edge == 1, SIZE == PADDED)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
-            if CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), which is exact at both infinities
+            if CAP:  # cap * tanh(scores / cap), written out
                 scores = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
             if edge == 1:
-                counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
-                if WINDOW:
-                    distance = rows[:, None] - columns[None, :]
-                    counts = counts & (distance < window) & (distance > -window)
+                counts = (columns < length)[None, :] & _seen(rows[:, None], columns[None, :], causal, window, WINDOW)
                 scores = tl.where(counts, scores, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             if WINDOW:
@@ -159,18 +166,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @kernel("tokens")
 def _prepare(  # type: ignore[no-untyped-def]
-    out,
-    grad,
-    lse,
-    delta,
-    lse_log2,
-    tokens,
-    grad_token,
-    grad_head,
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-):
+    out, grad, lse, delta, lse_log2,
+    tokens, grad_token, grad_head,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     # delta and the base-2 logarithm, both [Hq, T], so that tiles read them contiguously.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
@@ -187,49 +186,16 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 @kernel("sequences", "tokens", "group", "causal", "window")
 def _differentiate_queries(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    grad,
-    delta,
-    lse_log2,
-    dq,
-    starts,
-    sequences,
-    tokens,
-    group,
-    causal,
-    window,
-    scale,
-    scale_log2,
-    cap_log2,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    grad_token,
-    grad_head,
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    CAP: tl.constexpr,  # noqa: N803
-):
+    q, k, v, grad, delta, lse_log2, dq, starts,
+    sequences, tokens, group, causal, window, scale, scale_log2, cap_log2,
+    q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     # One program per (slot of query rows, query head); slots as in _attend.
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    seen = 0
-    for n in range(0, sequences, 128):
-        index = n + tl.arange(0, 128)
-        start = tl.load(starts + index, mask=index < sequences, other=0)
-        seen += tl.sum(((index < sequences) & (start // ROWS + index <= slot)).to(tl.int32))
-    sequence = seen - 1
-    first = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1).to(tl.int64)
+    sequence, first, end = _locate(starts, sequences, slot, ROWS)
     length = (end - first).to(tl.int32)
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
@@ -248,13 +214,7 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     k_tile = inner[None, :] * k_token + dims[:, None]
     v_tile = inner[None, :] * v_token + dims[:, None]
     total = tl.zeros([ROWS, PADDED], tl.float32)
-    until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
-    whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
-    begin = 0
-    if WINDOW:
-        until = tl.minimum(until, row + ROWS + window - 1)
-        begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
-        whole = begin
+    begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
     for edge in tl.static_range(2):
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
@@ -263,13 +223,10 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
             values = tl.load(v_at + (first + n) * v_token + v_tile, mask=inside, other=0.0)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
             if CAP:
-                bent = 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
+                bent = _bent(scores, cap_log2)
                 scores = bent * cap_log2
             if edge == 1:
-                counts = (columns < length)[None, :] & ((columns[None, :] <= rows[:, None]) | (causal == 0))
-                if WINDOW:
-                    distance = rows[:, None] - columns[None, :]
-                    counts = counts & (distance < window) & (distance > -window)
+                counts = (columns < length)[None, :] & _seen(rows[:, None], columns[None, :], causal, window, WINDOW)
                 scores = tl.where(counts, scores, float("-inf"))
             p = tl.exp2(scores - mass[:, None])
             ds = p * (tl.dot(grads, values, input_precision=PRECISION) - shift[:, None])
@@ -282,50 +239,17 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
 
 @kernel("sequences", "tokens", "group", "causal", "window")
 def _differentiate_keys(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    grad,
-    delta,
-    lse_log2,
-    dk,
-    dv,
-    starts,
-    sequences,
-    tokens,
-    group,
-    causal,
-    window,
-    scale,
-    scale_log2,
-    cap_log2,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    grad_token,
-    grad_head,
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    CAP: tl.constexpr,  # noqa: N803
-):
+    q, k, v, grad, delta, lse_log2, dk, dv, starts,
+    sequences, tokens, group, causal, window, scale, scale_log2, cap_log2,
+    q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     # One program per (slot of key columns, key/value head); scores are transposed: [COLUMNS, ROWS].
     slot = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    seen = 0
-    for n in range(0, sequences, 128):
-        index = n + tl.arange(0, 128)
-        start = tl.load(starts + index, mask=index < sequences, other=0)
-        seen += tl.sum(((index < sequences) & (start // COLUMNS + index <= slot)).to(tl.int32))
-    sequence = seen - 1
-    first = tl.load(starts + sequence).to(tl.int64)
-    length = (tl.load(starts + sequence + 1).to(tl.int64) - first).to(tl.int32)
+    sequence, first, end = _locate(starts, sequences, slot, COLUMNS)
+    length = (end - first).to(tl.int32)
     # The first columns of a causal sequence are the most expensive, so they start first.
     column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
     if column >= length:
@@ -364,12 +288,9 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
             shift = tl.load(delta_at + rows, mask=rows < length, other=0.0)
             scores = tl.dot(keys, queries, input_precision=PRECISION) * scale_log2
             if CAP:
-                bent = 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
+                bent = _bent(scores, cap_log2)
                 scores = bent * cap_log2
-            counts = (columns[:, None] <= rows[None, :]) | (causal == 0)
-            if WINDOW:
-                distance = rows[None, :] - columns[:, None]
-                counts = counts & (distance < window) & (distance > -window)
+            counts = _seen(rows[None, :], columns[:, None], causal, window, WINDOW)
             p = tl.exp2(tl.where(counts, scores - mass[None, :], float("-inf")))
             v_total = tl.dot(p.to(grads.dtype), grads, v_total, input_precision=PRECISION)
             ds = p * (tl.dot(values, tl.trans(grads), input_precision=PRECISION) - shift[None, :])
@@ -400,7 +321,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring) -
     Args:
         q, k, v: accepted by `refusal`: [T, Hq, D], [T, Hk, D], [T, Hk, D].
         starts: [N + 1] int32 or int64 on the same device, the start of each sequence, then T.
-        scoring: settings of the call.
     """
     q, k, v = (_dense(x) for x in (q, k, v))
     tokens, heads, size = q.shape

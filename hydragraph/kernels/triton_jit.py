@@ -18,11 +18,10 @@ from hydragraph.errors import Unsupported
 class Kernel:
     """Function in Triton's language, passed to Triton on its first launch.
 
-    The function's module imports `triton.language` as `tl` only for type checkers; it is added to the module before
-    Triton compiles. A kernel cannot call another one.
+    The function's module imports `triton.language` as `tl` only for type checkers; it is added before Triton compiles,
+    as are the compiled forms of the module's `Inlined` functions.
 
     Attributes:
-        function: the plain Python function.
         unspecialized: run-time integers whose value must not trigger another compilation (Triton specialises on
             arguments that are 1 or multiples of 16).
     """
@@ -36,12 +35,25 @@ class Kernel:
         """Triton's kernel object: a JITFunction, or the interpreter's if TRITON_INTERPRET is set."""
         import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-        self.function.__globals__["tl"] = triton.language
+        module = self.function.__globals__
+        module["tl"] = triton.language
+        module.update({name: triton.jit(f.function) for name, f in module.items() if isinstance(f, Inlined)})
         return triton.jit(self.function, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """Return the launcher for a grid of 1 to 3 dimensions: `kernel[grid](*args)`."""
+        """Return the launcher for a grid: `kernel[grid](*args)`."""
         return self.compiled[grid]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """Function in Triton's language that the kernels of its module inline."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *_: Any) -> Any:
+        """Never run: in kernels, Triton's form of the function has replaced this one."""
+        raise AssertionError(f"{self.function.__name__} runs only in kernels")
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
@@ -54,11 +66,7 @@ class KernelVariant:
     """One configuration of a kernel, which can be compiled for a GPU without having one.
 
     Attributes:
-        name: name of the configuration.
-        kernel: the kernel.
         signature: run-time argument -> Triton's name of its type, such as "*bf16" or "i64".
-        constants: compile-time argument -> value.
-        options: launch options, such as `num_warps`.
         aligned: run-time integers that are multiples of 16 (all pointers are).
     """
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.attention_backends import attention_backend, choose, forced, spans
+from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, choose, forced, spans
+from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
 from hydragraph.kernels.scoring import Scoring, cut_at_multiples, visible
 from hydragraph.kernels.triton_jit import require_one_device
 
@@ -43,9 +44,8 @@ def varlen_attention(
         causal: a token attends to itself and to earlier ones; otherwise to its whole sequence.
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence (a run-time value; only GPU kernels read it).
-        window: token i attends to tokens j with |i - j| < window only: itself and the window - 1 before it, and if
-            not causal as many after it.
-        chunk: a token attends within its chunk only: every `chunk` tokens of a sequence are one.
+        window: token i attends to tokens j with |i - j| < window only.
+        chunk: a token attends within its chunk only, of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).
         sink: [Hq], a further score of each head without a value: it takes its share of the softmax and adds nothing.
         backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like `with
@@ -55,17 +55,12 @@ def varlen_attention(
         [T, Hq, D].
     """
     if q.shape[1] % k.shape[1]:
-        raise Unsupported(
+        raise _refused(
             f"{q.shape[1]} query heads over {k.shape[1]} key/value heads",
-            where="varlen_attention",
-            remedy="use a query head count that is a multiple of the key/value head count",
+            "use a query head count that is a multiple of the key/value head count",
         )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise Unsupported(
-            f"q of {q.dtype}, k of {k.dtype} and v of {v.dtype}",
-            where="varlen_attention",
-            remedy="cast them to one dtype before the call",
-        )
+        raise _refused(f"q of {q.dtype}, k of {k.dtype} and v of {v.dtype}", "cast them to one dtype before the call")
     _check_options(q, window, chunk, cap, sink)
     if max_length is None:
         max_length = torch.zeros((), dtype=torch.int64)
@@ -108,48 +103,41 @@ def reference(
     return out
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exp: fp32, or fp64 if q is fp64."""
-    return torch.promote_types(q.dtype, torch.float32)
+def _refused(what: str, remedy: str) -> Unsupported:
+    return Unsupported(what, where="varlen_attention", remedy=remedy)
 
 
 def _check_options(q: Tensor, window: int | None, chunk: int | None, cap: float | None, sink: Tensor | None) -> None:
     for name, value in (("window", window), ("chunk", chunk), ("cap", cap)):
         if value is not None and value <= 0:
-            raise Unsupported(f"{name} is {value}", where="varlen_attention", remedy="pass a positive number, or None")
+            raise _refused(f"{name} is {value}", "pass a positive number, or None")
     if sink is not None and (sink.dim() != 1 or sink.shape[0] != q.shape[1]):
-        raise Unsupported(
-            f"sink of shape {list(sink.shape)} for {q.shape[1]} query heads",
-            where="varlen_attention",
-            remedy="pass one number per query head, [Hq]",
+        raise _refused(
+            f"sink of shape {list(sink.shape)} for {q.shape[1]} query heads", "pass one number per query head, [Hq]"
         )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | None) -> None:
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[::2] == k.shape[::2]):
-        raise Unsupported(
-            f"q, k, v of shapes {shapes}", where="varlen_attention", remedy="pass [T, Hq, D], [T, Hk, D], [T, Hk, D]"
-        )
+        raise _refused(f"q, k, v of shapes {shapes}", "pass [T, Hq, D], [T, Hk, D], [T, Hk, D]")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 1:
-        raise Unsupported(
+        raise _refused(
             f"cu_seqlens of shape {list(cu_seqlens.shape)} and {cu_seqlens.dtype}",
-            where="varlen_attention",
-            remedy="pass [N + 1] int32 or int64: where each sequence starts, then the number of tokens",
+            "pass [N + 1] int32 or int64: where each sequence starts, then the number of tokens",
         )
     sinks = {} if sink is None else {"sink": sink}
     require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **sinks})
 
 
-def _parts(starts: Tensor, longest: Tensor, tokens: int, chunk: int | None) -> tuple[Tensor, Tensor]:
-    """Return the bounds of what attends to itself, sequences or chunks, and the longest length (0 if unknown)."""
+def _call(starts: Tensor, longest: Tensor, tokens: int, scoring: Scoring, chunk: int | None) -> AttentionCall:
     if chunk is None:
-        return starts, longest
-    return cut_at_multiples(starts, tokens, chunk), longest.clamp(max=chunk)
+        return AttentionCall(starts, longest, scoring)
+    return AttentionCall(cut_at_multiples(starts, tokens, chunk), longest.clamp(max=chunk), scoring)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a score without a value to each softmax: the output and the log-sum-exp with it."""
+    """Add a score without a value to each softmax."""
     # A backward kernel recomputes p = exp(s - lse) and rowsum(out * grad), and both hold with these two values.
     mass = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
@@ -157,83 +145,36 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("hydragraph::varlen_attention", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float,
+    window: int | None = None, chunk: int | None = None, cap: float | None = None,
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, cu_seqlens, sink)
     scoring = Scoring(causal, scale, window, cap)
-    starts, longest = _parts(cu_seqlens, max_length, q.shape[0], chunk)
-    out, lse = choose(q, k, v, scoring).forward(q, k, v, starts, longest, scoring)
+    call = _call(cu_seqlens, max_length, q.shape[0], scoring, chunk)
+    out, lse = choose(q, k, v, scoring).forward(q, k, v, call)
     return (out, lse) if sink is None else _with_sink(out, lse, sink)
 
 
 @_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    cap: float | None = None,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty((q.shape[0], q.shape[1]), dtype=_wide(q)),
-    )
+def _(q: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor]:
+    return contiguous_like(q)[0], q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
 
 
 @torch.library.custom_op("hydragraph::varlen_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    max_length: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    max_length: Tensor, causal: bool, scale: float,
+    window: int | None = None, chunk: int | None = None, cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scoring = Scoring(causal, scale, window, cap)
-    starts, longest = _parts(cu_seqlens, max_length, q.shape[0], chunk)
-    return choose(q, k, v, scoring).backward(grad, (q, k, v, out, lse), starts, longest, scoring)
+    call = _call(cu_seqlens, max_length, q.shape[0], scoring, chunk)
+    return choose(q, k, v, scoring).backward(grad, (q, k, v, out, lse), call)
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    max_length: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = contiguous_like(q, k, v)
     return dq, dk, dv
 
 

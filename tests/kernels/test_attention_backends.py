@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import attention_backends
-from hydragraph.kernels.attention_backends import attention_backend, choose, forced
+from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, choose, forced
 from hydragraph.kernels.scoring import Scoring
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from tests.kernels.test_varlen_attention import bounds, packed, results
@@ -113,7 +113,7 @@ class Recorder:
     ) -> tuple[Tensor, Tensor, None, None, None]:
         self.forwards.append(kept)
         loop = attention_backends._BACKENDS["loop"]
-        out, lse = loop.forward(q, k, v, starts, torch.tensor(0), scoring)
+        out, lse = loop.forward(q, k, v, AttentionCall(starts, torch.tensor(0), scoring))
         return out, lse.T.contiguous(), None, None, None
 
     def backward(self, *args: Any, kept: tuple[Any, ...]) -> Any:
@@ -121,7 +121,7 @@ class Recorder:
         self.backwards.append(kept)
         assert lse.shape == (q.shape[1], q.shape[0])
         loop = attention_backends._BACKENDS["loop"]
-        return loop.backward(grad, (q, k, v, out, lse.T), starts, torch.tensor(0), scoring)
+        return loop.backward(grad, (q, k, v, out, lse.T), AttentionCall(starts, torch.tensor(0), scoring))
 
 
 def asked(causal: bool, scale: float, left: int | None, right: int | None, cap: float = 0.0) -> Scoring:

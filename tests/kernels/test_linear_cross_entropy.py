@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.memory import LiveBytes
-from hydragraph.errors import Unsupported
 from hydragraph.kernels import linear_cross_entropy as module
 from hydragraph.kernels.linear_cross_entropy import (
     chunk_tokens,
     combine,
-    linear_cross_entropy,
     loss_and_gradients,
     reference,
     target_of,
@@ -39,6 +39,13 @@ def inputs(
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
+def fused(x: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None, smoothing: float = 0.0) -> Tensor:
+    """Return the loss of the operator, in chunks of `chunk` tokens; None: the default."""
+    with mock.patch.object(module, "chunk_tokens", return_value=chunk) if chunk else nullcontext():
+        loss: Tensor = module.head_loss(x, weight, labels, -100, smoothing)[0]
+        return loss
+
+
 def results(loss: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Return the loss and the gradients of 0.7 times it."""
     return (loss, *torch.autograd.grad(0.7 * loss, (x, weight)))
@@ -56,7 +63,7 @@ def against_double(
 ) -> None:
     x, weight, labels = inputs(tokens, hidden, vocabulary, dtype)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    found = results(linear_cross_entropy(x, weight, labels, chunk=chunk, smoothing=smoothing), x, weight)
+    found = results(fused(x, weight, labels, chunk, smoothing), x, weight)
     assert [t.dtype for t in found] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
     compare(found, results(reference(*wide, labels, smoothing=smoothing), *wide), dtype)
 
@@ -83,7 +90,7 @@ def test_each_dtype_is_as_good_as_its_inputs(dtype: torch.dtype, chunk: int | No
 
 def test_fp32_equals_eager_fp32() -> None:
     x, weight, labels = inputs(40, 16, 50, torch.float32)
-    found = results(linear_cross_entropy(x, weight, labels, chunk=8), x, weight)
+    found = results(fused(x, weight, labels, chunk=8), x, weight)
     compare(found, results(reference(x, weight, labels), x, weight), torch.float32)
 
 
@@ -139,12 +146,11 @@ def against_cut(sizes: list[int], dtype: torch.dtype, smoothing: float) -> None:
             torch.testing.assert_close(everyone[[c for c, _ in cuts].index(first)], mine)
             return combine(torch.stack(everyone))
 
-        smoothed = {"smoothing": smoothing, "classes": sum(sizes)}
-        loss = linear_cross_entropy(x, part, labels, first=first, exchange=exchange, chunk=4, **smoothed)
-        _, of_hidden, of_weight = results(loss, x, part)
-        torch.testing.assert_close(loss, expected[0])
-        hidden_gradient += of_hidden
-        weight_gradients.append(of_weight)
+        with mock.patch.object(module, "chunk_tokens", return_value=4):
+            found = loss_and_gradients(x.detach(), part.detach(), labels, -100, len(part), first, exchange, target)
+        torch.testing.assert_close(found[0], expected[0].detach())
+        hidden_gradient += 0.7 * found[1]
+        weight_gradients.append(0.7 * found[2])
     compare((hidden_gradient, torch.cat(weight_gradients)), expected[1:], dtype)
 
 
@@ -158,7 +164,7 @@ def test_no_chunk_of_logits_is_larger_than_asked(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module, "statistics_of", noted)
     x, weight, labels = inputs(20, 4, 30, torch.float32)
-    linear_cross_entropy(x, weight, labels, chunk=6)
+    fused(x, weight, labels, chunk=6)
     assert seen == [6, 6, 6, 2]
 
 
@@ -169,50 +175,11 @@ def test_the_default_chunk() -> None:
     assert chunk_tokens(16384, 4096, 1) == 16384
 
 
-def test_only_asked_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, labels = inputs(6, 4, 5, torch.float64)
-    frozen = weight.detach()
-    expected = torch.autograd.grad(reference(x, frozen, labels), x)[0]
-    monkeypatch.setattr(module, "add_product", lambda *_: pytest.fail("the head is frozen"))
-    torch.testing.assert_close(torch.autograd.grad(linear_cross_entropy(x, frozen, labels), x)[0], expected)
-    monkeypatch.setattr(module, "to_gradient", lambda *_: pytest.fail("no gradient is needed"))
-    with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(x, weight, labels), reference(x, weight, labels))
-
-
 def test_all_tokens_ignored_and_none_at_all() -> None:
     x, weight, labels = inputs(6, 4, 5, torch.float32)
-    assert [
-        float(t.detach().abs().sum()) for t in results(linear_cross_entropy(x, weight, labels.fill_(-100)), x, weight)
-    ] == [0] * 3
-    nothing = results(linear_cross_entropy(x[:0], weight, labels[:0]), x, weight)
+    assert [float(t.detach().abs().sum()) for t in results(fused(x, weight, labels.fill_(-100)), x, weight)] == [0] * 3
+    nothing = results(fused(x[:0], weight, labels[:0]), x, weight)
     assert [float(t.detach().abs().sum()) for t in nothing] == [0] * 3
-
-
-def test_a_second_derivative_is_refused() -> None:
-    x, weight, labels = inputs(6, 4, 5, torch.float64)
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels) * scale, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(5, 3)}, r"hidden of shape \[6, 4\] and weight of shape \[5, 3\]; pass \[T, E\]"),
-        ({"weight": torch.zeros(5, 4).bfloat16()}, "hidden in torch.float32 and weight in torch.bfloat16; cast both"),
-        ({"labels": torch.zeros(6, dtype=torch.int32)}, r"labels of shape \[6\] and torch.int32 for 6 tokens"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels of shape \[5\] and torch.int64 for 6 tokens"),
-        ({"chunk": 0}, "chunks of 0 tokens"),
-        ({"smoothing": 1.5}, "label smoothing of 1.5; pass a number from 0 to 1"),
-        ({"smoothing": 0.1, "chunk": 4, "exchange": combine}, "label smoothing but without the number of classes"),
-    ],
-)
-def test_arguments_that_are_refused(change: dict[str, object], message: str) -> None:
-    good = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(6, dtype=torch.int64)}
-    with pytest.raises(Unsupported, match=message):
-        linear_cross_entropy(**(good | change))  # type: ignore[arg-type]
 
 
 def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
@@ -227,9 +194,3 @@ def test_what_it_takes_beside_its_results_is_what_it_says() -> None:
     assert 0.7 * told <= beside <= 1.3 * told, (beside, told)  # statistics and labels are small
     assert len(kept) == 3
     assert working_bytes(2048, 64, 512, torch.bfloat16) > 512 * 64 * 4  # the head's gradient is added up in fp32
-
-
-def test_ranks_that_exchange_must_say_how_large_chunks_are() -> None:
-    x, weight, labels = inputs(4, 8, 16, torch.float32)
-    with pytest.raises(Unsupported, match=r"an exchange without a chunk size.*same `chunk` on all ranks"):
-        linear_cross_entropy(x, weight, labels, exchange=lambda mine: mine)

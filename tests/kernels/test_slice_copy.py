@@ -156,14 +156,6 @@ def test_a_cast_of_a_few_far_ranges_touches_nothing_between_them(accumulate: boo
     assert torch.equal(target, expected)
 
 
-def test_runs_are_ranges_side_by_side_in_the_target() -> None:
-    found = table([(50, 8, 4), (0, 0, 8), (20, 20, 5), (70, 12, 3)])
-    places = [(to.start, to.stop, [(of.start, of.stop) for _, of in parts]) for to, parts in found.runs]
-    assert places == [(0, 15, [(0, 8), (50, 54), (70, 73)]), (20, 25, [(20, 25)])]
-    summed = table([(0, 8, 4), (8, 0, 8), (16, 8, 4)], sums=True)
-    assert [(to.start, to.stop) for to, _ in summed.runs] == [(8, 12), (0, 12)]
-
-
 def test_ranges_of_a_batch_do_not_meet_and_have_room_in_a_cache() -> None:
     found = table([(0, 8, 4), (4, 0, 8), (12, 8, 4), (16, 20, 4), (20, 22, 1)], sums=True)
     places = [(batch.places.tolist(), batch.beside.tolist(), batch.whole) for batch in found.batches]

@@ -25,7 +25,7 @@ target = torch.zeros(3)
 slice_copy.slice_copy(torch.arange(3.0), target, slice_copy.SliceTable.make(one, one, one))
 assert target.tolist() == [0, 1, 0]
 hidden = torch.ones(2, 4, requires_grad=True)
-linear_cross_entropy.linear_cross_entropy(hidden, torch.ones(3, 4), one.repeat(2)).backward()
+linear_cross_entropy.head_loss(hidden, torch.ones(3, 4), one.repeat(2), -100)[0].backward()
 weight = torch.nn.Parameter(torch.ones(3))
 weight.grad = torch.ones(3)
 adamw.AdamW([weight]).step()

@@ -1,0 +1,21 @@
+"""Tensors that kernels make: results like their operands, and the dtype of sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and of log-sum-exp: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of its sums."""
+    return x.to(wide_dtype(x.dtype))
+
+
+def contiguous_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return empty contiguous tensors of the same shapes and dtypes."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
