@@ -13,11 +13,7 @@ from hydragraph.version import __version__ as __version__
 def attributes(
     package: str, where: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), so that all names can be completed.
-
-    Args:
-        where: name -> the module that it comes from.
-    """
+    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), so that all names can be completed."""
 
     def find(name: str) -> Any:
         if name not in where:

@@ -1,7 +1,6 @@
-"""The command line: its verbs, and how a mistake becomes one sentence and an exit code.
+"""Command line: its verbs, and how a mistake becomes one sentence and an exit code.
 
-The verbs are in `hydragraph.commands` and `hydragraph.commands.bench.command`, which import what they need when they
-run, so that help is quick. Nothing else prints, or looks at how this process was started.
+The verbs import what they need when they run, so that help is quick.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def main() -> None:
 
 
 def _app() -> typer.Typer:
-    """Return the app with all verbs; each prints an error as one sentence."""
     found = typer.Typer(
         help="Train one PyTorch model on many uneven devices.", no_args_is_help=True, pretty_exceptions_enable=False
     )
@@ -114,14 +112,13 @@ _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
 def _check_picture(path: Path | None) -> None:
-    """Find out before all the work whether a picture can be drawn."""
     if path is not None and find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install matplotlib, or leave it out")
 
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
-    """Turn errors into one sentence and an exit code, show tracebacks with --debug, and show progress."""
+    """Turn errors into one sentence and an exit code, or tracebacks with --debug."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     # One line says what was checked, even without --log-level.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
@@ -159,7 +156,7 @@ _PATHS: dict[type[Exception], str] = {
 
 
 def _said(error: Exception) -> str:
-    """Return an error in words; where the system itself has refused a path, with a way out."""
+    """Return an error in words, with a way out if the system refused a path."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(error.errno or 0):
         way = _PATHS.get(type(error))
         if way is not None:

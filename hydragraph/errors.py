@@ -1,4 +1,4 @@
-"""The errors that a user meets: each says what, where, and the fix."""
+"""Errors that a user meets: each says what, where, and the fix."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sen
     """Something hydragraph refuses to do, because doing it would be silently wrong.
 
     Args:
-        what: what was refused, in one clause.
+        what: the refused thing, in one clause.
         where: the module, block, operator or field.
-        remedy: what the user can do instead.
+        remedy: an alternative for the user.
     """
 
     def __init__(self, what: str, *, where: str, remedy: str) -> None:
@@ -32,9 +32,9 @@ class RankFailure(RuntimeError):  # noqa: N818
 
     Args:
         rank: the rank that failed first.
-        instruction: the text of the instruction or of the call it was at, or "" when it is not known.
+        instruction: the text of its instruction or call, or "".
         error: what it raised, or how it ended.
-        host: the host that it ran on, or "" when it is not known; said where it is another than this one.
+        host: the host that it ran on, or ""; printed unless it is this one.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -48,7 +48,7 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """A rank was to stop (`Executable.stopping`): this step was not begun on any rank, and they can still save.
+    """A rank was to stop: this step was not begun on any rank, and they can still save.
 
     Args:
         reason: the largest number that a rank has set, such as a signal's.

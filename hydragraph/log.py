@@ -1,13 +1,10 @@
-"""What a run says while it works: one line for each event, through Python's logging.
+"""Log lines of a run, one for each event, through Python's logging.
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-Lines come from loggers that are named after their modules, below "hydragraph". INFO has what happens a few times in a
-run, DEBUG what may happen in every step. Nobody hears either unless somebody asks: by `--log-level` on the command
-line, by `show` in a script of one's own, which the ranks of `hydragraph.launch` inherit, or by handlers of one's own,
-to which `RankFilter` gives the rank and the step.
-
-What takes a while besides says so when it begins, by `doing`; whoever shows a run to people hears it by `hearing`.
+INFO has what happens a few times in a run, DEBUG what may happen in every step. Lines are shown by `--log-level` on the
+command line, by `show` in a script, which the ranks of `hydragraph.launch` inherit, or by handlers with a `RankFilter`.
+Long work announces itself by `doing`; a terminal hears it by `hearing`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _LIBRARY = "hydragraph"
 
 @dataclass
 class _Position:
-    """Where this process is: which rank, None before it has joined the others; and in which step."""
+    """Rank of this process, None before it has joined the others, and its step."""
 
     rank: int | None = None
     ranks: int = 1
@@ -38,12 +35,12 @@ _position = _Position()
 
 
 def at_rank(rank: int, ranks: int) -> None:
-    """Note which rank this process is; the runtime does, where it joins the others."""
+    """Set the rank of this process; the runtime does when it joins the others."""
     _position.rank, _position.ranks = rank, ranks
 
 
 def at_step(step: int) -> None:
-    """Note which step this process is in; the executable does, where one begins."""
+    """Set the step of this process; the executable does."""
     _position.step = step
 
 
@@ -52,11 +49,10 @@ _hearers: list[Hearer] = []
 
 
 def doing(what: str, done: int = 0, of: int = 0) -> None:
-    """Tell whoever shows this process's work what it now does; where nobody does, nothing happens.
+    """Tell every hearer in this process what it does now.
 
     Args:
-        what: such as "capturing LlamaForCausalLM".
-        done, of: the part that now begins, from 1, and how many there are; 0: unknown.
+        done, of: the part that now begins, from 1, and the number of parts; 0: unknown.
     """
     for hear in _hearers:
         hear(what, done, of)
@@ -64,7 +60,7 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
 
 @contextmanager
 def hearing(hear: Hearer) -> Iterator[None]:
-    """Have a function called with all that `doing` is told in this process, inside."""
+    """Call a function with everything that `doing` announces in this context."""
     _hearers.append(hear)
     try:
         yield
@@ -73,10 +69,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Gives records `rank` (None in a process that is none), `ranks`, `step`, and `where`, the text of all three.
-
-    It lets everything pass: `handler.addFilter(RankFilter())`, with `FORMAT` or a format of one's own.
-    """
+    """Filter that adds `rank` (None before it joins others), `ranks`, `step` and their text `where` to records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""
@@ -87,7 +80,7 @@ class RankFilter(logging.Filter):
 
 
 class _Shown(logging.StreamHandler[Any]):
-    """Writes to whatever stderr is at the time: a progress bar puts itself in its place, and moves out of the way."""
+    """Handler that writes to the current stderr, which a progress bar may replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's would keep the stream
@@ -101,16 +94,13 @@ class _Shown(logging.StreamHandler[Any]):
 
 
 def show(level: str | int | None = "info") -> None:
-    """Write the library's lines to stderr, each with its rank and step.
-
-    For whoever owns the process, such as a script: the library never calls it by itself. Ranks that `launch` starts
-    afterwards show as much.
+    """Write the library's lines to stderr, each with its rank and step, also in ranks that `launch` starts afterwards.
 
     Args:
-        level: the least level that is shown, by name or number; None: write nothing any more.
+        level: the lowest level that is shown, by name or number; None: stop writing.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level is unknown.
     """
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if isinstance(level, str) and level.lower() not in LEVELS:
@@ -125,6 +115,6 @@ def show(level: str | int | None = "info") -> None:
 
 
 def shown() -> int | None:
-    """Return the level that `show` was told, None where nothing is shown."""
+    """Return the level passed to `show`, or None."""
     logger = logging.getLogger(_LIBRARY)
     return logger.level if any(isinstance(each, _Shown) for each in logger.handlers) else None

@@ -79,43 +79,24 @@ class Interconnect:
 
 
 @dataclass(frozen=True)
-class Device:
-    """One device, which is one rank.
+class DeviceType:
+    """A type of device.
 
     Attributes:
         flops_per_s: floating-point operations per second at the training's precision; a multiplication and an addition
             count as two.
         memory_bytes: capacity in bytes; a whole number, which may be written 80e9.
         memory_bytes_per_s: bandwidth of that memory.
-        node: the machine it is in; devices of one node are joined by the faster link.
-        type: its name in profiles; "": all devices are of one type.
     """
 
     flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
-    node: int = 0
-    type: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops_per_s", float(_positive("flops_per_s", self.flops_per_s)))
         object.__setattr__(self, "memory_bytes", _whole("memory_bytes", _positive("memory_bytes", self.memory_bytes)))
         object.__setattr__(self, "memory_bytes_per_s", float(_positive("memory_bytes_per_s", self.memory_bytes_per_s)))
-        object.__setattr__(self, "node", _whole("node", _number("node", self.node)))
-        if not isinstance(self.type, str):
-            raise ValueError(f"type is {self.type!r}: give the name of a type of device")
-
-
-@dataclass(frozen=True)
-class DeviceType:
-    """A type of device: the fields of `Device` that its devices share."""
-
-    flops_per_s: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        self.device(0, "")
 
     def device(self, node: int, name: str) -> Device:
         """Return a device of this type in a node."""
@@ -123,13 +104,29 @@ class DeviceType:
 
 
 @dataclass(frozen=True)
+class Device(DeviceType):
+    """One device, which is one rank.
+
+    Attributes:
+        node: the machine it is in; devices of one node are joined by the faster link.
+        type: its name in profiles; "": all devices are of one type.
+    """
+
+    node: int = 0
+    type: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "node", _whole("node", _number("node", self.node)))
+        if not isinstance(self.type, str):
+            raise ValueError(f"type is {self.type!r}: give the name of a type of device")
+
+
+@dataclass(frozen=True)
 class Node:
     """A machine: devices of one type, the links between them, and the links to other machines.
 
     Attributes:
-        type: of its devices.
-        devices: number of devices.
-        inner: link between two of them; each device has its own.
         outer: of one of its network cards, shared by the ranks that use it.
         count: number of consecutive nodes of this kind.
         cards: number of network cards; neighbouring devices share one.
@@ -177,13 +174,17 @@ class Pair:
         """The link."""
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
+    def times(self, factor: float) -> Pair:
+        """Return the pair with the bandwidth of its link multiplied by a factor."""
+        link = self.link.times(factor)
+        return Pair(self.types, link.bytes_per_s, link.latency_s, link.points)
+
 
 @dataclass(frozen=True)
 class Cluster:
     """Devices, one per rank in rank order, and the links between them.
 
     Attributes:
-        devices: of each rank.
         within_node, between_nodes: links that each rank has for itself; None if `nodes` define the links.
         nodes: by number, if they have their own links; `of` builds such a cluster.
         pairs: links between types of devices, in either direction.
@@ -327,32 +328,18 @@ class Cluster:
             return ports
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
-    def interchangeable(self) -> tuple[tuple[int, ...], ...]:
-        """Return the nodes in groups of equal ones: of the same type, number of devices and links."""
-        groups: dict[Node, list[int]] = {}
-        for number, node in self._machines.items():
-            groups.setdefault(node, []).append(number)
-        return tuple(map(tuple, groups.values()))
-
     def scaled(self, what: str, factor: float) -> Cluster:
         """Return the cluster with the speed of its `within_node` or `between_nodes` links multiplied by a factor."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
+        within = what == "within_node"
         if self.nodes:
-            name = "inner" if what == "within_node" else "outer"
+            name = "inner" if within else "outer"
             nodes = tuple(replace(n, **{name: getattr(n, name).times(factor)}) for n in self.nodes)
-            pairs = self.pairs
-            if what == "between_nodes":
-                pairs = tuple(
-                    Pair(p.types, scaled.bytes_per_s, scaled.latency_s, scaled.points)
-                    for p, scaled in ((p, p.link.times(factor)) for p in self.pairs)
-                )
-            return replace(self, nodes=nodes, pairs=pairs)
-        link = self.within_node if what == "within_node" else self.between_nodes
-        assert link is not None, "without nodes there are two links"
-        if what == "within_node":
-            return replace(self, within_node=link.times(factor))
-        return replace(self, between_nodes=link.times(factor))
+            return replace(
+                self, nodes=nodes, pairs=self.pairs if within else tuple(p.times(factor) for p in self.pairs)
+            )
+        return replace(self, **{what: getattr(self, what).times(factor)})
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
         """Return the cluster of the devices of some ranks, in that order; types keep their names."""
@@ -371,7 +358,7 @@ class Cluster:
         return replace(same, devices=devices, nodes=nodes)
 
     def _occupied(self) -> list[Node]:
-        """Return the nodes with devices in this cluster, reduced to the number of these devices."""
+        """Return the nodes with devices in this cluster, reduced to these devices."""
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
             raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
@@ -490,7 +477,7 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
 
 
 def _number(name: str, value: object) -> float:
-    """Check that a number is finite and at least 0, and return it; an int stays an int."""
+    """Return a number if it is finite and at least 0; an int stays an int."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
     return value

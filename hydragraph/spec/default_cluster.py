@@ -25,8 +25,8 @@ def default_cluster(ranks: int) -> Cluster:
 def cluster_on(nodes: Sequence[int]) -> Cluster:
     """Return devices on these nodes, assuming only that links within a node are the faster ones.
 
-    Links are nine times as fast within a node as between nodes, as in `default_cluster`, and have no latency, because
-    it would set the cost of small messages on links that were never measured.
+    Links are nine times as fast within a node, as in `default_cluster`, and have no latency, which would set the cost
+    of small messages.
     """
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)

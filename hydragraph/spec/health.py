@@ -48,10 +48,6 @@ class Health:
         """The ranks that are lost."""
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
-    def with_rate(self, rank: int, rate: float) -> Health:
-        """Return the health with one rank's rate changed."""
-        return Health({**self.rates, rank: rate})
-
     def of_ranks(self, ranks: Sequence[int]) -> Health:
         """Return the health of some ranks, renumbered in this order."""
         return Health({new: self.rate(old) for new, old in enumerate(ranks)})

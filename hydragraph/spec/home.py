@@ -1,8 +1,7 @@
 """Home: the share of the model's state that each rank owns, whatever the strategy, and the number of copies.
 
 As text, shares by rank, then settings that differ from the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5",
-"equal". With the texts "auto" and "stages" the owners of each block are chosen for the strategies that run
-(`cost.home_choice`).
+"equal". With "auto" and "stages" owners are chosen for the strategies that run (`cost.home_choice`).
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ class Home:
     """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank. A rank with share 0 owns no state, but computes, and calls
-            `step` and `save`, like all others. None: equal shares of all ranks.
-        copies: 1, or 2: every element has a second owner on another node, which updates it as well, so that no state is
-            lost with one node. A rank's share then counts both copies.
-        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank, instead of
-            `shares`.
-        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself where
-            all run on one.
-        rule: how the owners of buckets without shares of their own are chosen once the strategies are known: "stages",
-            the ranks of the stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then
-            `shares` says how much each of them owns relative to the others. None: `shares` are the owners.
+        shares: relative share of every bucket by rank; a rank with share 0 owns no state, but calls `step` and `save`
+            like all others. None: equal shares.
+        copies: 1, or 2: every element has a second owner on another node, which updates it as well. A rank's share then
+            counts both copies.
+        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank.
+        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself on one
+            host.
+        rule: how the owners of other buckets are chosen once the strategies are known: "stages", the ranks of the
+            stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then `shares` says how
+            much each of them owns relative to the others. None: `shares` are the owners.
 
     Raises:
         ValueError: naming the shares that are not numbers of at least 0, or all 0, or differ in number from others.
@@ -71,7 +69,6 @@ class Home:
         return hash((self.shares, self.copies, tuple(self.buckets.items()), self.nodes, self.rule))
 
     def _lists(self) -> list[tuple[str, Sequence[float]]]:
-        """Return the lists with one entry per rank, by name."""
         own = [("shares", self.shares), ("nodes", self.nodes)]
         return [
             *((name, each) for name, each in own if each is not None),
@@ -235,7 +232,7 @@ def _nodes(given: object) -> tuple[int, ...]:
 
 
 def _text(values: Sequence[float]) -> str:
-    """Format numbers, with runs of equal ones abbreviated: "8*1,8*0.5"; each parses as the same number."""
+    """Format numbers, with runs of equal ones abbreviated: "8*1,8*0.5"."""
     parts = []
     for value, run in groupby(values):
         count, number = len(list(run)), repr(int(value)) if value == int(value) else repr(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from hydragraph.spec.home import Home
@@ -12,13 +12,7 @@ _LAYER = re.compile(r"layer\.(\d+)(/\w+)?")
 
 
 def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
-    """Describe which ranks own which buckets; consecutive buckets with equal owners are joined.
-
-    Args:
-        home: whose owners are described.
-        buckets: of the model, in its order.
-        ranks: size of the world.
-    """
+    """Describe which ranks own which buckets; consecutive buckets with equal owners are joined."""
     if home.rule is not None:
         return f"chosen for the strategies ({home.rule})"
     of = {name: _owners(home.shares_of(name), ranks) for name in buckets}
@@ -29,23 +23,28 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
     return "; ".join(parts) + (", each of it twice" if copies else "")
 
 
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers in runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def _owners(shares: Sequence[float] | None, ranks: int) -> str:
     owning = [rank for rank in range(ranks) if shares is None or shares[rank]]
     parts = [1.0 if shares is None else shares[rank] for rank in owning]
-    runs: list[list[int]] = []
-    for rank in owning:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
     # A few ranks by number, many as ranges.
+    runs = consecutive(owning)
     text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     uneven = "" if len(set(parts)) == 1 else " (" + ":".join(f"{part:.3g}" for part in parts) + ")"
     return f"on {'rank' if len(owning) == 1 else 'ranks'} {text}{uneven}"
 
 
 def _names(names: Sequence[str]) -> str:
-    """Name buckets, with consecutive layers joined."""
     found: list[str] = []
     layers: list[int] = []
 

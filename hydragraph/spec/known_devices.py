@@ -20,8 +20,8 @@ class Datasheet:
     Attributes:
         flops_per_s, memory_bytes, memory_bytes_per_s: as in `spec.cluster.Device`.
         reached: fraction of the peak that products of large matrices reach in training. For A100, H100, V100 and T4 it
-            was chosen by published runs (`benchmarks/published_runs.py`); for the others it is assumed from GPUs of the
-            same generation and power.
+            was chosen by published runs (`benchmarks/published_runs.py`); for the others it is assumed from similar
+            GPUs.
     """
 
     flops_per_s: float

@@ -16,11 +16,10 @@ class Limit:
     """The range of one lookup.
 
     Attributes:
-        field: input_ids, position_ids, labels, or a user-defined field.
         low, high: the smallest value, and one more than the largest.
         where: the table's name in the model, or "the loss".
-        ignored: of a loss: the value that marks positions without a target, regardless of the range (of labels also
-            -100); None: this is a lookup in a table.
+        ignored: of a loss: the value of positions without a target (of labels also -100); None: this is a lookup in a
+            table.
     """
 
     field: str
@@ -62,7 +61,7 @@ class Limit:
         return {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
 
     def _outside(self, values: Tensor) -> Tensor | None:
-        """Return the index of the first value out of range, [dims]; None: there is none."""
+        """Return the index of the first value out of range, or None."""
         if not values.numel():
             return None
         least, most = torch.aminmax(values)

@@ -26,8 +26,8 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
     Args:
         given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
-            mapping or BatchEncoding, among the sequences or instead of them, may also hold a batch [B, L, ...] or
-            lists of token ids. An `attention_mask` marks padding on the right, which is left out.
+            mapping may also hold a batch [B, L, ...] or lists of token ids. An `attention_mask` marks padding on the
+            right, which is left out.
         own: names of user-defined fields, which are kept unchanged.
 
     Raises:
@@ -48,7 +48,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch whose ids are [B, L], or lists; if they are [L], it is itself a row."""
+    """Yield the rows of a batch whose ids are [B, L], or lists; if they are [L], it is a row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
@@ -66,14 +66,13 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Copy an array of numbers, or each array in a list, to a tensor; return any other value unchanged."""
+    """Copy an array of numbers, or a list of them, to tensors; return any other value unchanged."""
     if isinstance(value, list | tuple) and value and all(isinstance(part, np.ndarray) for part in value):
         return [_without_numpy(part) for part in value]
     return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _tensor(name: str, value: Any) -> Any:
-    """Convert a list of integers, as tokenizers return them, to a tensor."""
     whole = name in _TOKENS and isinstance(value, list | tuple) and all(type(n) is int for n in value)
     try:
         return torch.tensor(value, dtype=torch.int64) if whole else value

@@ -97,7 +97,7 @@ def from_record(
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
-    """Build what a field's type says; scalars are left to the dataclass, which checks them anyway."""
+    """Build what a field's type says; scalars are left to the dataclass."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # an optional section
@@ -121,7 +121,7 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
 
 
 def _example(cls: type[Any]) -> str:
-    """Show how a mapping for a dataclass is written, with its required fields, or else its first: {name: ...}."""
+    """Show how a mapping for a dataclass is written."""
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     names = required or [field.name for field in fields(cls)][:1]
     return f"{{{', '.join(f'{name}: ...' for name in names)}}}"

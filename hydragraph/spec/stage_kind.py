@@ -1,11 +1,8 @@
 """Kinds of stages, and the parts of their ranks: all that the graphs of a block on one rank depend on.
 
-    kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed; tp2sr0.5:
-                   recomputed within a memory budget of 0.5
-    part    tp2s:1 the second of these ranks
-
-Another way of dividing a block among the ranks of a stage (by context, by experts) would be another field of the kind,
-and the rank's coordinate in it another field of the part.
+kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed; tp2sr0.5:
+               recomputed within a memory budget of 0.5
+part    tp2s:1 the second of these ranks
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ class StageKind(NamedTuple):
     Attributes:
         tp: number of ranks that share each block: the tensor-parallel degree.
         sequence_parallel: whether hidden states are cut along the tokens between products.
-        recompute: True: a forward saves only its inputs, and the backward runs it again. A memory budget between 0
-            and 1: the forward saves about this fraction of what it would save otherwise. False: it saves what the
-            partitioner chooses.
+        recompute: True: a forward saves only its inputs, and the backward runs it again. A memory budget between 0 and
+            1: the forward saves about this fraction. False: it saves what the partitioner chooses.
     """
 
     tp: int = 1
@@ -82,7 +78,6 @@ class StagePart:
 
     Attributes:
         kind: of the stage.
-        index: the rank's position among the stage's ranks, from 0 in tensor-parallel order.
     """
 
     kind: StageKind = StageKind()  # noqa: RUF009

@@ -37,16 +37,14 @@ class Stage:
     """Consecutive layers on one group of devices, tensor-parallel over all of them.
 
     Attributes:
-        devices: ranks, in tensor-parallel order.
-        layers: number of its layers, at least 1.
         sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
-        recompute: True: save only each layer's input and run its forward again in the backward. A memory budget
-            between 0 and 1, in hundredths: save about this fraction of what a layer saves without recomputation, and
-            compute the rest again, chosen by functorch to cost the fewest operations. The results of attention and of
-            collectives are always saved then. False: save what the backward needs, except what is cheap to compute.
-        stream: True: pull weights before each forward and each backward of a block and free them after it, and push
-            gradients after each backward, to be added at home; "gradients": only push gradients like this. False: pull
-            each weight and push each gradient once per iteration.
+        recompute: True: save only each layer's input and run its forward again in the backward. A memory budget between
+            0 and 1, in hundredths: save about this fraction, and compute the rest again, chosen by functorch to cost
+            the fewest operations; results of attention and of collectives are always saved. False: save what the
+            backward needs, except what is cheap to compute.
+        stream: True: pull weights before each use of a block and free them after it, and push gradients after each
+            backward; "gradients": only push gradients like this. False: pull each weight and push each gradient once
+            per iteration.
     """
 
     devices: tuple[int, ...]
@@ -148,9 +146,9 @@ class Place:
 class Strategy:
     """Pipelines that each hold the whole model and divide a mini-batch; ranks it does not name are idle.
 
-    Pipelines may share a stage: the same devices, in the same order, with the same layers and flags in several
-    pipelines are one stage that serves them all. It holds its weights once, and adds up the gradients of all of them.
-    In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
+    Pipelines may share a stage: the same devices, in the same order, with the same layers and flags. It holds its
+    weights once, and adds up the gradients of all of them. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the
+    second half of the model for both.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
     `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5: the pipeline fills in half the time of `<[0]x4,[1]x4>`.
@@ -300,11 +298,7 @@ class Strategy:
         )
 
     def renumbered(self, devices: Mapping[int, int]) -> Strategy:
-        """Return the same strategy on other devices.
-
-        Args:
-            devices: new device numbers by old ones.
-        """
+        """Return the same strategy on other devices."""
 
         def moved(stage: Stage) -> Stage:
             return replace(stage, devices=tuple(devices[device] for device in stage.devices))
@@ -315,8 +309,6 @@ class Strategy:
         """Check that the strategy fits a model of `layers` layers on `ranks` ranks.
 
         Args:
-            layers: the model's number of layers.
-            ranks: the world size.
             heads: the counts of query heads that every tensor-parallel degree must divide.
 
         Raises:
@@ -411,7 +403,7 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a fingerprint: a stage without streaming keeps the one that it had before streaming."""
+    """Leave out the field of streaming where it is off: fingerprints are older than it."""
     return {name: value for name, value in items if (name, value) != ("stream", False)}
 
 
@@ -426,7 +418,6 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _difference(one: tuple[int, Stage], other: tuple[int, Stage]) -> str:
-    """Describe how two stages, each with its first layer, differ: "layers (0-1 and 2-3)"."""
     said = [_fields(first, stage) for first, stage in (one, other)]
     return ", ".join(
         f"{name} ({said[0][name]} and {said[1][name]})" for name in said[0] if said[0][name] != said[1][name]
@@ -444,13 +435,11 @@ def _fields(first: int, stage: Stage) -> dict[str, str]:
 
 
 def _layer_sum(pipeline: Pipeline) -> str:
-    """Return a pipeline's number of layers and, if it has several stages, the sum."""
     parts = " + ".join(str(stage.layers) for stage in pipeline.stages)
     return str(pipeline.layers) if len(pipeline.stages) == 1 else f"{parts} = {pipeline.layers}"
 
 
 def _degrees(heads: tuple[int, ...]) -> str:
-    """Return the tensor-parallel degrees that divide all these counts of heads: "1, 2 or 4"."""
     common = gcd(*heads)
     *others, last = (str(degree) for degree in range(1, common + 1) if common % degree == 0)
     return f"{', '.join(others)} or {last}" if others else last

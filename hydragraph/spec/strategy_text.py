@@ -6,10 +6,9 @@
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
                g = stream gradients (not with w); a memory budget may follow r, as in sr0.5w
 
-A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it (the first starts at
-device 0) and splits the layers evenly, remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and
-the P groups of devices run these in turn, V each (interleaved stages). An explicit pipeline names both. White space is
-free. This module uses only plain tuples, so that `spec.strategy` can build on it.
+A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it and splits the layers
+evenly, remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and the P groups of devices run these
+in turn (interleaved stages). White space is free.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
     Raises:
         ValueError: with the offending piece of the text underlined.
     """
-    reader = _Reader(text)
+    reader = _TokenReader(text)
     pipelines = list(_parse_term(reader, layers, first=0))
     while reader.skip("+"):
         pipelines += _parse_term(reader, layers, first=_next_device(pipelines))
@@ -101,7 +100,6 @@ def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1)
 
 
 def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
-    """Return the first device of a regular pipeline after these."""
     return max((device for stages in pipelines for stage in stages for device in stage.devices), default=-1) + 1
 
 
@@ -122,7 +120,6 @@ def _format_stage(stage: StageText) -> str:
 
 
 def _flags(stage: StageText) -> str:
-    """Return the letters of a stage's options."""
     flags = "s" * stage.sequence_parallel + recompute_flag(stage.recompute)
     return flags + "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
 
@@ -132,7 +129,7 @@ class _Token(NamedTuple):
     start: int
 
 
-class _Reader:
+class _TokenReader:
     """A strategy's text as tokens, and the current position."""
 
     def __init__(self, text: str) -> None:
@@ -142,34 +139,29 @@ class _Reader:
         self.at = 0
 
     def peek(self) -> str:
-        """Return the next token's text without taking it."""
         return self.tokens[self.at].text
 
     def at_end(self) -> bool:
-        """Return whether all tokens are read."""
         return not self.peek()
 
     def take(self) -> _Token:
-        """Return the next token and move past it (but never past the end)."""
+        """Return the next token and move past it, but never past the end."""
         token = self.tokens[self.at]
         self.at += bool(token.text)
         return token
 
     def skip(self, text: str) -> bool:
-        """Move past `text` if it is next, and return whether it was."""
         is_next = self.peek() == text
         self.at += is_next
         return is_next
 
     def expect(self, text: str, example: str) -> _Token:
-        """Take the token `text`, or fail with an example of what belongs here."""
         token = self.take()
         if token.text != text:
             raise self.error(f"expected '{text}', as in {example}", token)
         return token
 
     def number(self, what: str, minimum: int) -> tuple[int, _Token]:
-        """Take an integer of at least `minimum`, with its token."""
         token = self.take()
         if not token.text.isdecimal():
             raise self.error(f"expected {what}, an integer", token)
@@ -186,8 +178,7 @@ class _Reader:
         return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
 
 
-def _parse_term(reader: _Reader, layers: int, first: int) -> tuple[tuple[StageText, ...], ...]:
-    """Read one term as its pipelines; a regular one starts at device `first`."""
+def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[tuple[StageText, ...], ...]:
     start = reader.tokens[reader.at]
     count = None
     if start.text.isdecimal():
@@ -208,7 +199,7 @@ def _parse_term(reader: _Reader, layers: int, first: int) -> tuple[tuple[StageTe
     return (tuple(stages),)
 
 
-def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
+def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
     """Read the rest of `<tp2,pp1>` after "<" as `count` pipelines from device `first`."""
     reader.expect("tp", "<tp2,pp1> (or name the devices: <[0,1]x5,[2]x3>)")
     tp, _ = reader.number("the tensor-parallel degree", minimum=1)
@@ -229,8 +220,7 @@ def _parse_regular(reader: _Reader, layers: int, first: int, count: int) -> tupl
     return tuple(tuple(StageText(stage.devices, stage.layers, *flags) for stage in stages) for stages in regular)
 
 
-def _parse_stage(reader: _Reader) -> StageText:
-    """Read one explicit stage such as [0,1]x5sr."""
+def _parse_stage(reader: _TokenReader) -> StageText:
     example = "[0,1]x5"
     reader.expect("[", example)
     devices = [reader.number("a device", minimum=0)[0]]
@@ -243,8 +233,7 @@ def _parse_stage(reader: _Reader) -> StageText:
     return StageText(tuple(devices), layers, *flags)
 
 
-def _parse_flags(reader: _Reader) -> StageFlags:
-    """Read a stage's flags: letters. A memory budget may follow r."""
+def _parse_flags(reader: _TokenReader) -> StageFlags:
     start = reader.take()
     letters = start.text
     budget: float | None = None
@@ -263,7 +252,6 @@ def _parse_flags(reader: _Reader) -> StageFlags:
 
 
 def _are_flags(letters: str) -> bool:
-    """Return whether letters are a stage's flags, each at most once."""
     distinct = set(letters)
     once = len(distinct) == len(letters) > 0
     return once and distinct <= _FLAGS.keys() and not distinct >= _STREAMED.keys()

@@ -48,7 +48,6 @@ class Field:
     """A user-defined field, per token.
 
     Attributes:
-        dtype: its dtype.
         sizes: its sizes after the token dimension.
         padding: its value in padding; for targets, the value that the loss ignores.
     """
@@ -67,7 +66,6 @@ def sequence_of(
         given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
             shift_labels, and user-defined fields, [L, ...], or a number for all tokens of a field without sizes.
             Also position_ids 0, 1, 2, ..., which change nothing.
-        index: its index in the mini-batch, for errors.
         causal: labels are shifted by one here; otherwise they must be given and are not shifted; shift_labels never
             are.
         fields: user-defined fields that the model or the loss uses.
@@ -109,7 +107,6 @@ def sequence_of(
 
 
 def _check_positions(given: Any, ids: Any, index: int) -> None:
-    """Reject positions other than those that every sequence has: 0, 1, 2, ..."""
     plain = isinstance(given, Tensor) and not _form(given) and isinstance(ids, Tensor) and given.shape == ids.shape
     if not plain or not torch.equal(given.detach().cpu().long(), torch.arange(given.numel())):
         raise Unsupported(
@@ -120,7 +117,6 @@ def _check_positions(given: Any, ids: Any, index: int) -> None:
 
 
 def _per_token(value: Any, kind: Field, length: int) -> Any:
-    """Return a number as a row of tokens, if the field has one number per token; any other value unchanged."""
     if isinstance(value, int | float) and (isinstance(value, int) or kind.dtype.is_floating_point):
         value = torch.tensor(value, dtype=kind.dtype)
     is_number = isinstance(value, Tensor) and not value.dim() and not kind.sizes
@@ -128,7 +124,7 @@ def _per_token(value: Any, kind: Field, length: int) -> Any:
 
 
 def _form(value: object) -> str:
-    """Describe why a tensor cannot be read element by element; "": it can, or it is not a tensor."""
+    """Describe why a tensor cannot be read element by element; "": it can."""
     if not isinstance(value, Tensor):
         return ""
     if value.is_nested:
@@ -139,14 +135,12 @@ def _form(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    """Describe a user's field: its dtype and sizes, or its type if it is not a tensor."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"{type(value).__name__} ({reprlib.repr(value)})"
 
 
 def _wanted(name: str, own: Mapping[str, Field]) -> str:
-    """Describe the required form of a field."""
     if name not in own:
         return "1-D int64 tensors of equal length; a mini-batch is a list of sequences"
     number = "" if own[name].sizes else ", or one number for all tokens"
@@ -154,12 +148,10 @@ def _wanted(name: str, own: Mapping[str, Field]) -> str:
 
 
 def _is_of(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a dtype is the wanted one, or an integer type where int64 is wanted."""
     return dtype is wanted or (wanted is torch.int64 and dtype in _INTEGERS)
 
 
 def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index: int) -> None:
-    """Reject a sequence with an unused or a missing field."""
     unknown = sorted(set(brought) - {"input_ids", "labels", "shift_labels", *own})
     missing = sorted({"input_ids", *own} - set(brought))
     if unknown or missing or {"labels", "shift_labels"} <= set(brought):

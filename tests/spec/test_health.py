@@ -15,7 +15,6 @@ def test_ranks_without_a_rate_are_healthy() -> None:
     assert [health.rate(rank) for rank in (0, 1, 3, 5)] == [1, 1, 2.57, math.inf]
     assert health.lost == (5,)
     assert health == hg.Health({5: math.inf, 3: 2.57})
-    assert health.with_rate(3, 1.0) == hg.Health({5: math.inf})
     assert hash(health) == hash(hg.Health({5: math.inf, 3: 2.57}))
 
 
