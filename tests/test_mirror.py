@@ -102,7 +102,7 @@ ELSEWHERE = {
     ),
     "frontend/token_mixing.py": ("frontend/test_capture.py", "what mixes tokens is refused"),
     "ir/instruction.py": ("ir/test_instruction_text.py", "every instruction, printed and parsed"),
-    "ir/placeholders.py": ("ir/test_program.py", "where they stand in a program"),
+    "ir/placeholders.py": ("passes/test_annotate.py", "where they stand in a layer"),
     "ir/rank_program.py": ("ir/test_instruction_text.py", "whole programs, printed and parsed"),
     "kernels/attention_tilings.py": ("kernels/test_compile_for_gpu.py", "every tiling compiles and fits"),
     "kernels/new_tensors.py": ("kernels/test_varlen_attention.py", "results of kernels"),

@@ -1,7 +1,7 @@
 """Geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes of the tensor.
 
-A rank owns an interval of a parameter's canonical order, whereas a checkpoint stores boxes of its natural shape, so
-that any program can read the tensor without knowing how it was sharded.
+A rank owns an interval of a parameter's canonical order; a checkpoint stores boxes of its natural shape, which any
+program can read.
 
 Symbols:
 
@@ -31,7 +31,6 @@ class Box:
     """Axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
 
     Attributes:
-        offsets: its first index along each dimension.
         sizes: number of indices along each dimension, none of them 0.
         at: offset of its elements from the start of the interval.
     """
@@ -53,8 +52,7 @@ class Box:
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
     """Cut the interval [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order.
 
-    Along each dimension there are whole rows, preceded by the end of one row and followed by the beginning of another;
-    these two are intervals of a tensor with one dimension less.
+    Along each dimension there are whole rows, preceded by the end of one row and followed by the beginning of another.
 
     Args:
         lo, hi: elements of the flattened tensor; an empty interval has no boxes.
@@ -76,9 +74,8 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     # If the interval contains no row boundary, it is inside row `last`, a tensor with one dimension less.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # The end of the row before the whole ones, the whole ones, and the beginning of the row after them. The outer parts
-    # are intervals that touch an end of their row, so cutting them leaves one partial end each: an additional dimension
-    # adds two boxes, rather than doubling their number.
+    # The whole rows, preceded by the end of one row and followed by the beginning of another. These touch an end of
+    # their row, so each leaves one partial end: a dimension adds two boxes.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

@@ -5,10 +5,8 @@
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list: operators registered with
-PyTorch, sums and quotients of sizes, and methods that a pass calls. Names are never evaluated or imported. Data from
-this process may be decoded as it is; data from a file is validated first
-(`hydragraph.frontend.compiled_folder.record_schema`).
+Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list; names are never evaluated or
+imported. Data from a file is validated first (`hydragraph.frontend.compiled_folder.record_schema`).
 """
 
 from __future__ import annotations
@@ -72,6 +70,17 @@ def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
 
+def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
+    """Return a graph's placeholders, in order."""
+    return list(module.graph.find_nodes(op="placeholder"))
+
+
+def results_of(module: fx.GraphModule) -> list[fx.Node]:
+    """Return what a graph that returns a tuple returns."""
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
+
+
 def form_of(node: Any) -> TensorForm | None:
     """Return the form of a node's value without rebuilding it, or None if it is not a tensor or unknown."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
@@ -95,8 +104,7 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     """Return a storage number and the tensor for each tensor that a node makes; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    # A decoded graph has the storage numbers it was written with: fake tensors made one by one would each have their
-    # own storage, so that no two would be views of one.
+    # A decoded graph has the storage numbers it was written with: fake tensors made one by one share no storage.
     numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
     return list(zip(numbers, tensors, strict=True))
 
@@ -124,7 +132,6 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
 
 
 def _constant(tensor: Tensor) -> list[Any]:
-    """Return a tensor as its dtype, its shape and its elements' bytes in base64."""
     elements = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     content = base64.b64encode(elements).decode()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content]

@@ -14,9 +14,7 @@ class HomeLayouts:
     """Location of each bucket's state; buckets of equal size and shares share one layout, made on demand.
 
     Args:
-        home: chosen, without a rule; placed on its nodes if it has copies (`Home.on`), otherwise each rank counts as a
-            node.
-        ranks: number of ranks.
+        home: chosen, without a rule; if it has copies, placed on its nodes (`Home.on`).
 
     Raises:
         ValueError: it is for a different number of ranks.

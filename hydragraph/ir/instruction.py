@@ -1,8 +1,6 @@
 """Instruction set: one rank's iteration is a short list of instructions over values (`ir.value`).
 
-Everything that is fixed for an operation is in `RULES`: the stream that it runs on, and the kinds of values that it
-reads and makes. `ir.instruction_text` prints, `ir.verify` checks, and the runtime and the simulator schedule according
-to it.
+`RULES` has everything that is fixed for an operation: its stream, and the kinds of values that it reads and makes.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ class Op(Enum):
     COMMIT = "commit"  # agree with all ranks that the gradients are finite; the last communication
     UPDATE = "update"  # optimizer step on the home shard
 
-    # Each operation is a single object: hashing its identity is ten times as fast as hashing its name, which the
-    # simulator does millions of times.
+    # Each operation is a single object, and hashing its identity is ten times as fast as hashing its name.
     __hash__ = object.__hash__
 
 
@@ -47,8 +44,6 @@ class Rule:
     """Properties shared by all instructions of an operation.
 
     Attributes:
-        stream: stream that they run on.
-        reads: kinds of values that they may read.
         writes: kinds of values that they may make or, for `GRADIENTS`, add to.
     """
 
@@ -89,15 +84,13 @@ class Instruction:
     """One step of one rank.
 
     Attributes:
-        op: the operation.
         target: the bucket of a pull or push, the block of a forward or backward, else "".
         micro_batch: number of a forward's or backward's micro-batch (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
         reads: the values it needs.
         writes: the values it makes, or (G.*) adds to.
-        after: the reads that another stream makes, which it therefore waits for. For a free, only messages: it releases
-            a message once that has left, and other values immediately. For a pull or push, also the weights or
-            gradients of earlier ones that must be complete, to limit the bytes in flight (`passes.window`).
+        after: the reads that another stream makes, which it waits for. For a free, only messages, which it releases
+            once they have left. For a pull or push, also earlier ones that must be complete (`passes.window`).
     """
 
     op: Op
@@ -112,6 +105,17 @@ class Instruction:
     def stream(self) -> Stream:
         """The stream that it runs on."""
         return RULES[self.op].stream
+
+    @property
+    def step(self) -> tuple[Op, str, int | None]:
+        """The same on all tensor-parallel ranks, whatever values they name."""
+        return self.op, self.target, self.micro_batch
+
+    @property
+    def partner(self) -> int:
+        """The other rank of a send or receive."""
+        assert self.peer is not None, f"a {self.op.value} without a peer"
+        return self.peer
 
     @property
     def work(self) -> Work:

@@ -6,8 +6,7 @@
     compute  free h2.0>3                                        after h2.0>3
 
 Each line has the operation's stream, the values it makes or (`+=`) adds to, the operation with the values it reads, and
-the values it waits for. A send makes the message named in its line: `h2.0>3` above is complete once it has left for
-rank 3.
+those it waits for. The message of a send is named in its line: `h2.0>3` is complete once it has left for rank 3.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ _MADE = rf"(?:(?P<writes>{_NAMES}) {{}} )?"
 _READS = rf"(?: \((?P<reads>{_NAMES})\))?"
 _COMPUTED = rf"(?P<target>{_NAME}) \[(?P<micro_batch>\d+)\]{_READS}"
 
-# One pattern per form; groups are named after the instruction's fields.
 _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
     (op, form, re.compile(pattern))
     for op, form, pattern in (
@@ -85,10 +83,6 @@ def _statement(instruction: Instruction) -> str:
 def parse_instruction(line: str, number: int) -> Instruction:
     """Parse a line printed by `instruction_text`.
 
-    Args:
-        line: without its comment.
-        number: line number in the text, for errors.
-
     Raises:
         ValueError: names the line, what was expected there, and what was found.
     """
@@ -120,7 +114,6 @@ def _instruction(op: Op, groups: Mapping[str, str | None], after: str) -> Instru
     peer = groups.get("peer")
     reads = _values(groups.get("reads"))
     writes = _values(groups.get("writes"))
-    # The message made by a send follows from its operands, so the text leaves it out.
     if op is Op.SEND and peer is not None:
         writes = (message(reads[0], int(peer)),)
     return Instruction(
@@ -139,6 +132,5 @@ def _values(text: str | None) -> tuple[Value, ...]:
 
 
 def _expected(statement: str) -> str:
-    """Return the forms that a statement may have been meant as, judging by its first operation word."""
     ops = next((_WORDS[word] for word in re.findall(r"\w+", statement) if word in _WORDS), tuple(Op))
     return " or ".join(f"'{form}'" for op, form, _ in _FORMS if op in ops)

@@ -1,8 +1,8 @@
 """Layouts: the intervals of a bucket's flat state that each rank holds, their order, and how gradients are combined.
 
-A bucket's flat state is parameter-major: each parameter in its canonical order, one after another. A tensor-parallel
-shard is then one interval per parameter and fused segment, a home shard one interval, and every movement of state is a
-link between two layouts (`hydragraph.ir.link`). All intervals are in elements; bytes appear only where data moves.
+A bucket's flat state is parameter-major. A tensor-parallel shard is then one interval per parameter and fused segment,
+a home shard one interval, and every movement of state a link between two layouts (`hydragraph.ir.link`). All intervals
+are in elements.
 
 Symbols of a layout's arrays, each with one entry per interval:
 
@@ -50,19 +50,16 @@ class GradientKind(Enum):
 class Layout:
     """Assignment of one bucket's elements to ranks: one row per interval, sorted by rank, then by buffer position.
 
-    A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D, of equal length, and
-    read-only; no interval is empty. Layouts compare by identity, so they can key a cache.
+    A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D and read-only; no interval
+    is empty. Layouts compare by identity, so they can key a cache.
 
     Attributes:
-        rank: int64, the holder.
         lo, hi: int64, the interval [lo, hi) of the bucket.
         at: int64, the start of the interval in the rank's local buffer.
-        copy: int64, the copy of the state that the interval belongs to: the index of the stage in a propagation layout,
-            0 or 1 in a home layout. Within one copy every element of the bucket is held at least once. In a home
-            layout, copy 0 is used where an element must count once, in norms and in files, and where its gradient is
-            summed: its holder is the *first owner*, that of copy 1 the *second owner*.
+        copy: int64, the copy of the state: the index of the stage in a propagation layout, 0 or 1 in a home layout.
+            Each copy holds every element at least once. In a home layout, copy 0 is used where an element must count
+            once, and where its gradient is summed: its holder is the *first owner*, that of copy 1 the *second owner*.
         partial: bool, whether its gradient is PARTIAL rather than REPLICA among the holders in the same copy.
-        size: elements of the whole bucket.
         nodes: int64, the node of each rank from 0, -1 if unknown; None: the layout does not depend on nodes.
     """
 
@@ -110,15 +107,11 @@ class Layout:
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
         row = np.flatnonzero(rank >= 0)
         row = row[np.argsort(rank[row], kind="stable")]
-        lo, hi, at, copy = (column[row] for column in (self.lo, self.hi, self.at, self.copy))
         places = None if nodes is None else np.array(nodes, np.int64)
-        return Layout(rank[row], lo, hi, at, copy, self.partial[row], self.size, places)
+        return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return the part within the disjoint intervals [lo, hi): rows are cut, positions in local buffers are kept.
-
-        The rows of a rank then need not fill its buffer.
-        """
+        """Return the part within the disjoint intervals [lo, hi): rows are cut, positions in local buffers are kept."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -146,9 +139,9 @@ class Layout:
         gap = np.flatnonzero(begin > end)
         return end[gap], begin[gap]
 
-    def _where(self, rows: Bools) -> Layout:
-        rank, lo, hi, at, copy = (column[rows] for column in (self.rank, self.lo, self.hi, self.at, self.copy))
-        return Layout(rank, lo, hi, at, copy, self.partial[rows], self.size, self.nodes)
+    def _where(self, rows: Bools | Ints) -> Layout:
+        columns = {name: getattr(self, name)[rows] for name in ("rank", "lo", "hi", "at", "copy", "partial")}
+        return replace(self, **columns)
 
 
 def home(
@@ -161,17 +154,14 @@ def home(
 ) -> Layout:
     """Make the home layout of a bucket, independent of the strategy: every rank owns its share of the bucket.
 
-    One copy is cut into one interval per rank, in the given order; equal shares of a divisible size are exactly equal,
-    as the native collectives require. A second copy is the first one shifted by half of the bucket, so that a rank owns
-    one more interval of the same length, or two if it wraps around. All cuts, except those of exactly equal shares, are
-    rounded to multiples of `align` elements, so a small bucket may leave ranks without elements.
+    A copy is cut into one interval per rank, in order; equal shares of a divisible size are exactly equal, as the
+    native collectives require. A second copy is the first one shifted by half of the bucket. Other cuts are rounded to
+    multiples of `align` elements, so a small bucket may leave ranks without elements.
 
     Args:
-        size: elements of the bucket.
         ranks: distinct ranks, in any order and with any gaps.
-        shares: relative weights, one per rank, not negative; 0: the rank owns no elements; None: equal. With two
-            copies, a node with more than half of all shares owns the whole bucket once, and the others share the other
-            copy.
+        shares: relative weights, one per rank, not negative; None: equal. With two copies, a node with more than half
+            of all shares owns the whole bucket once.
         copies: 1, or 2: every element has a second owner, on another node.
         align: elements; 8 fp32 values are 32 bytes, a full vector register.
         nodes: node of each rank, in the order of `ranks`; None: each rank is on a separate node.
@@ -189,7 +179,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # By element within a rank: then its part of one parameter is contiguous, even if it has several intervals.
+    # By element within a rank, so that its part of one parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -200,7 +190,6 @@ def home(
 
 
 def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
-    """Return the start of each rank's interval, and the end of the last."""
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
@@ -216,8 +205,7 @@ def _twice(
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut two copies, the second shifted by half a bucket, so that no node owns an element twice.
 
-    A node's ranks are adjacent in the first copy and cover at most half of it, so their shifted intervals in the second
-    copy do not overlap with those in the first. Three equal ranks, each on its own node, own a bucket of 6 like this:
+    A node's ranks are adjacent and cover at most half of a copy. Three equal ranks on three nodes own a bucket of 6:
 
         element  0 1 2 3 4 5
         first    0 0 1 1 2 2
@@ -226,7 +214,6 @@ def _twice(
     Returns:
         For each interval, possibly empty: its owner's index, lo, hi, and its copy.
     """
-    # Nodes are ordered by their first rank.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
     exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node cover more than half
@@ -234,7 +221,7 @@ def _twice(
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # Only one node can have more than half of all shares. It gets half of each copy, and the others get the other half.
+    # Only one node can have more than half of all shares: it gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
     ends = [Fraction(0)]  # in the bucket, from 0 to 1
     for i, weight in zip(order, exact, strict=True):
@@ -267,13 +254,10 @@ def propagation(
     """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its tensor-parallel ranks.
 
     Args:
-        bucket: the bucket.
-        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice. The first
-            and the last stage of one pipeline may both use a tied bucket: each is a copy, and their gradients are
-            summed.
-        kinds: the gradient kind of each replicated parameter, by name: one mapping for all stages, or one per stage.
-            Ignored for stages of one rank. A parameter with a rule is PARTIAL: it has a single holder, or ranks share
-            key/value heads and each sees the gradient of its own query heads.
+        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice. Each is a
+            copy, and their gradients are summed.
+        kinds: the gradient kind of each replicated parameter, by name: one mapping for all stages, or one per stage;
+            ignored for stages of one rank. A parameter with a rule is PARTIAL.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -282,8 +266,7 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # Data-parallel stages are sharded alike: each distinct sharding is made once, then assigned to the ranks of all of
-    # them.
+    # Each distinct sharding is made once, then assigned to the ranks of all its stages.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
@@ -332,9 +315,7 @@ def _check_home(
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    """Return whether each parameter's gradient is PARTIAL in a stage of `tp` ranks."""
-    # A single holder's gradient is the sum over the holders: PARTIAL. Then adjacent parameters have the same kind, and
-    # are merged into one interval.
+    # A single holder's gradient is the sum over the holders: PARTIAL, so adjacent parameters are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -362,20 +343,14 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     """Sort intervals by rank (otherwise keeping the order), drop empty ones, merge adjacent ones, and place them."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
-    rank = rank[kept]
-    lo = lo[kept]
-    hi = hi[kept]
-    copy = copy[kept]
+    rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))
     partial = partial[kept]
     # Rows of one rank are adjacent in its buffer, so contiguous in the bucket means contiguous in both.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     first = np.flatnonzero(opens)
-    # A merged interval starts where its first part does and ends where its last does.
-    rank = rank[first]
-    lo = lo[first]
-    copy = copy[first]
+    rank, lo, copy = (column[first] for column in (rank, lo, copy))
     partial = partial[first]
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     end = np.cumsum(hi - lo)

@@ -1,9 +1,8 @@
 """Link: the mutual slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
 Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
-The source layout's interval ends cut a line into *cells*; the ranks that hold part of a cell hold all of it, and each
-target interval, cut at the same ends, chooses its senders cell by cell. All arrays are int64; slices are not
-separate objects.
+The source's interval ends cut a line into *cells*; the ranks that hold part of a cell hold all of it, and each target
+interval, cut at the same ends, chooses its senders cell by cell.
 
 Symbols; [n] is the length of an array:
 
@@ -31,6 +30,7 @@ Worked example: of a bucket of 8, rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +44,7 @@ class Slices:
     """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D, of equal length, and read-only.
 
     A slice moves elements [lo, hi) of the bucket from `src`, starting at `src_at` of its local buffer, to `dst`,
-    starting at `dst_at` of its local buffer. If src == dst it is a local movement.
-
-    Attributes:
-        src, dst: int64, ranks.
-        lo, hi: int64, the interval of the bucket.
-        src_at, dst_at: int64, element offsets in the local buffers.
+    starting at `dst_at`. If src == dst it is a local movement.
     """
 
     src: Ints
@@ -79,8 +74,7 @@ class Slices:
     def of(self, rank: int) -> tuple[Slices, Slices]:
         """Return what one rank sends, sorted by (dst, lo), and what it receives, sorted by (src, lo).
 
-        The slices of one pair of ranks have the same order on both sides, so a pair exchanges one message. Local
-        movements are in both.
+        A pair of ranks exchanges one message, with slices in the same order on both sides. Local movements are in both.
         """
         return self.where(self.src == rank), self.where(self.dst == rank)
 
@@ -94,8 +88,8 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link values: cover every target interval exactly once, by its own rank if that already holds it.
 
-    Otherwise the nearest replica sends: one on the same node, if the source knows nodes, then the one with the smallest
-    difference of ranks, as a node's ranks are consecutive. Equally near replicas alternate over target ranks and cells.
+    Otherwise the nearest replica sends: one on the same node, if the source knows nodes, then the one with the closest
+    rank. Equally near replicas alternate over target ranks and cells.
 
     Args:
         source, target: layouts of one bucket, over any ranks.
@@ -111,16 +105,8 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link values like `copy`, but balance the load: holders on the same node, or else on any node, take turns.
 
-    `copy` serves many ranks that need everything all the time, so that the nearest is best for each; here a few
-    elements move once, and the time is dominated by the rank that sends most. Long intervals are sent in parts by
-    several holders.
-
-    Args:
-        source, target: layouts of one bucket, over any ranks; the source knows the nodes of both.
-        rank: return only the slices that this rank sends or receives, at a lower cost.
-
-    Raises:
-        ValueError: the sizes differ, or no rank of the source holds elements that the target needs.
+    The nearest is best if many ranks need everything; here a few elements move once, and the rank that sends most
+    dominates. Long intervals are sent in parts by several holders. The source knows the nodes of both.
     """
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
@@ -146,19 +132,17 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link gradients: select the contributions that the owners in the target must sum, element by element.
 
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
-    intervals one does: the owner itself if it is a holder, otherwise holders take turns. If the target has two copies,
-    only first owners sum; `hand_on` links their sums to the second owners.
+    intervals the owner itself if it is a holder, otherwise holders take turns. Only first owners sum; `hand_on` links
+    their sums to the second owners.
 
     Args:
         source: where gradients were computed (`layout.propagation`).
         target: the owners (`layout.home`).
-        rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
         ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
     """
-    # Each copy gets a separate line, so that cells, and therefore the choice of a holder, are per copy. Copy numbers
-    # may have gaps, line numbers do not.
+    # Each copy gets a separate line, so that the choice of a holder is per copy. Copy numbers may have gaps.
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
@@ -168,10 +152,6 @@ def hand_on(owners: Layout, rank: int | None = None) -> Slices:
     """Link the sums of first owners to second owners, which then have the same bits; empty if there are none.
 
     Offsets on both sides are in the local buffers of `owners`.
-
-    Args:
-        owners: a home layout.
-        rank: return only the slices that this rank sends or receives, at a lower cost.
     """
     return copy(owners.first, owners.second, rank)
 
@@ -210,7 +190,6 @@ def is_reduce_scatter(source: Layout, target: Layout) -> bool:
 
 
 def _equal_shards(layout: Layout) -> bool:
-    """Return whether the i-th of n ranks holds exactly the i-th n-th of the bucket."""
     n = len(layout.rank)
     if n == 0 or layout.size % n:
         return False
@@ -221,13 +200,11 @@ def _equal_shards(layout: Layout) -> bool:
 
 
 def _whole_everywhere(layout: Layout) -> bool:
-    """Return whether every rank holds the whole bucket as one interval."""
     one_each = bool((np.diff(layout.rank) > 0).all())
     return one_each and bool((layout.lo == 0).all() and (layout.hi == layout.size).all())
 
 
-@dataclass(frozen=True)
-class _Cells:
+class Cells(NamedTuple):
     """Elementary intervals of a source: rows[first[c] : first[c + 1]] hold cell c, which is [ends[c], ends[c + 1])."""
 
     ends: Ints
@@ -241,11 +218,9 @@ class _Pairs:
 
     Attributes:
         src, dst: ranks of the candidate and of the target.
-        partial: whether the candidate's interval is PARTIAL.
-        lo, hi, src_at, dst_at: as in Slices.
         slice: index of the slice that an entry belongs to.
         start: the first entry of each slice.
-        turn: a number per slice, independent of the other slices, to break ties.
+        turn: a number per slice, to break ties.
     """
 
     src: Ints
@@ -266,34 +241,31 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
-def _cells(lo: Ints, hi: Ints, end: int) -> _Cells:
+def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
     """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
-    # Every lo and hi is among the ends, so the search is exact: a source row consists of whole cells from begin on.
+    # Every lo and hi is among the ends: a source row consists of whole cells from begin on.
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
-    # The pairs (row, cell) are ordered by row; a stable sort by cell keeps that order within each cell, and the
-    # cumulative counts give the start of each cell's rows.
+    # A stable sort by cell keeps the order of rows within each cell.
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
-    return _Cells(ends, first, row[np.argsort(cell, kind="stable")])
+    return Cells(ends, first, row[np.argsort(cell, kind="stable")])
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
     """Intersect the target with the cells of the source, whose row i lies on line `line[i]` (0, 1, ...) of cells.
 
-    Every line must cover the target. With a `rank`, slices that it neither needs nor could send may be missing. If
-    several ranks could send, the choice depends on the cell and on `turns` of the target's row.
+    With a `rank`, slices that it neither needs nor sends may be missing. The cell and `turns` of the target's row break
+    ties.
     """
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:
         raise ValueError(f"link: the source has {size} elements, the target {target.size}: link one bucket at a time")
-    cells = _cells(source.lo + line * size, source.hi + line * size, lines * size)
+    cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
 
-    # Slices: the cells that each interval intersects, from the one that contains lo to the one that ends at or after
-    # hi, clipped at both ends.
     head = np.searchsorted(cells.ends, lo, "right") - 1
     item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
     row = row[item]
@@ -309,12 +281,11 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    # By the numbers of the cell and the target, rather than of the slice: every rank makes the same choice, even if it
-    # only computes the slices that concern it.
+    # By the cell and the target, not the slice: every rank makes the same choice, whichever slices it computes.
     turn = turns[row] + cell
 
-    # Pairs: each slice once for each of its holders. Convert the long line back to elements of the bucket, then to
-    # offsets in both local buffers: the interval's own offset plus the distance of the slice from its start.
+    # Each slice once for each of its holders, converted to elements of the bucket, then to offsets in both local
+    # buffers.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -330,7 +301,6 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
     """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
-    # Line by line, and within a line in the order of the target's rows.
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()
@@ -340,8 +310,8 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # Between this rank's first and last element: this includes gaps between its intervals, but takes two
-        # comparisons per target rather than one per interval. `_slices` drops what it does not send.
+        # Between this rank's first and last element, with the gaps, which takes two comparisons per target; `_slices`
+        # drops what it does not send.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -349,11 +319,9 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 
 
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
-    """Choose one candidate per slice: a cheapest one, alternating among equals."""
     if len(pairs.start) == len(cost):  # one candidate each, as from a home layout of one copy
         return np.ones(len(cost), bool)
-    # For a slice with m cheapest candidates, number turn % m is chosen. `before` counts the cheapest candidates ahead
-    # of each entry, over all slices, so a slice's own numbers start at before[start].
+    # Of m cheapest candidates, number turn % m is chosen; a slice's own numbers start at before[start].
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
@@ -377,12 +345,10 @@ def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     chosen = chosen[_order(pairs.dst[chosen], pairs.src[chosen], pairs.lo[chosen])]
     columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
     src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
-    # A slice continues the previous one if they have the same pair of ranks, are adjacent in the bucket, and are
-    # adjacent in both buffers: there the difference between offset and element stays the same.
+    # A slice continues the previous one if they are adjacent in the bucket and in both buffers of the same ranks.
     opens = np.ones(len(chosen), bool)
     opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
     opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)
     first = np.flatnonzero(opens)
-    # A merged slice ends where its last part does: the one before the next that opens.
     hi = hi[np.append(first[1:], len(opens)) - 1] if len(first) else hi
     return Slices(src[first], dst[first], lo[first], hi, src_at[first], dst_at[first])

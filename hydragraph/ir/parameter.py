@@ -1,9 +1,7 @@
 """Parameters, their sharding rules, and the flat order in which their shards are intervals.
 
-A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row; for a
-parameter that is never sharded, or is sharded along dimension 0, that is its natural order. A shard is then one
-interval per fused segment, for any degree, so the state of a whole block is a flat vector and every layout a set of
-intervals.
+A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row. A shard is
+then one interval per fused segment, for any degree, and the state of a whole block a flat vector.
 
 Symbols:
 
@@ -27,7 +25,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
@@ -43,11 +40,10 @@ class ShardRule:
     """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        dim: the sharded dimension.
         segments: number of units of each fused segment: `(8,)` for eight heads, `(8, 8, 8)` for a fused q, k and v.
         unit: elements along `dim` in one unit (the head size; 1 for MLP widths and vocabularies).
-        heads: the units are attention heads. If there are fewer heads than ranks, ranks share a head instead of holding
-            none, and its gradient is the sum of theirs.
+        heads: the units are attention heads: if there are fewer than ranks, ranks share a head, whose gradient is the
+            sum of theirs.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -67,8 +63,7 @@ class ShardRule:
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
         """Return the units [a, b) of one segment held by rank j = `index` of t = `tp`: from floor(j n / t)."""
         n = self.segments[segment]
-        # Fewer heads than ranks: t / n consecutive ranks hold the same head. Both divisions must be exact, or some
-        # rank's query heads would need a key/value head that it does not hold.
+        # Fewer heads than ranks: t / n consecutive ranks hold the same head. Both divisions must be exact.
         if self.heads and n < tp:
             if not shares_heads(n, tp):
                 raise Unsupported(
@@ -101,8 +96,6 @@ class Parameter:
 
     Attributes:
         name: its first name in `model.named_parameters()`.
-        shape: its full natural shape.
-        aliases: its other names (tied weights).
         rule: its sharding rule; None: every rank of a stage holds all of it.
         trainable: whether the optimizer updates it, from `requires_grad`; otherwise it is frozen.
 
@@ -182,7 +175,6 @@ class Parameter:
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
-        # Canonical order has the sharded dimension in front; moving it back only changes strides.
         dim = self.rule.dim
         return flat.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
@@ -191,12 +183,11 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector and that are exchanged together: one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter, used by several blocks, has a separate bucket. Parameters
-    without a gradient are in separate buckets: these are pulled, but have no gradients and are never pushed.
+    A block's own parameters form a bucket; a tied parameter has a separate bucket, as have parameters without a
+    gradient, which are pulled and never pushed.
 
     Attributes:
         name: the block's name, or the tied parameter's.
-        parameters: in order.
         blocks: names of the blocks that use it; empty for parameters that no block uses.
         learns: whether its parameters get a gradient: all of them are trainable and contribute to the loss.
 
@@ -233,8 +224,3 @@ class Bucket:
             starts[parameter.name] = at
             at += parameter.size
         return starts
-
-
-def full_vector(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
-    """Concatenate full natural tensors (by parameter name) into the bucket's flat vector, 1-D of `bucket.size`."""
-    return torch.cat([p.canonical(tensors[p.name]) for p in bucket.parameters])

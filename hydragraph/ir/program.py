@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.parameter import Bucket, Parameter
-from hydragraph.ir.placeholders import DROPOUT_KEYS, communicate, compute, pull, push
+from hydragraph.ir.placeholders import DROPOUT_KEYS
 from hydragraph.ir.program_outline import Outline
 from hydragraph.private.tracing import hint_of
 
@@ -22,15 +22,13 @@ from hydragraph.private.tracing import hint_of
 class Template:
     """Forward graph of one structurally unique part of the model, captured once.
 
-    The graph's placeholders are, in order, `parameters`, `buffers`, then `inputs`; it is functional and made of aten
-    and hydragraph operators, with a symbolic token count. Where tensor parallelism may shard it, it contains
-    `hydragraph.communicate` placeholders.
+    Its placeholders are, in order, `parameters`, `buffers`, then `inputs`; it is made of functional operators, with a
+    symbolic token count, and `communicate` placeholders where tensor parallelism may shard it.
 
     Attributes:
         name: the SHA-256 of its graph, in hex; printed in short form (`short`).
         graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
         parameters: local names of its parameters (as inside the block's module), in placeholder order.
-        buffers: local names of its buffers.
         inputs: names of its other inputs: "hidden", "aux.0", ..., or batch fields.
     """
 
@@ -77,9 +75,7 @@ class Block:
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
-        template: the template's name.
         parameters: names in the model (canonical ones, for tied weights), in the template's order.
-        buffers: names in the model, in the template's order.
         aux: for each of the template's inputs "aux.i", in order, the index of the aux output that feeds it.
     """
 
@@ -95,22 +91,17 @@ class Program:
     """Captured model, independent of devices and strategies.
 
     Attributes:
-        model: the class name of the model.
-        dtype: compute dtype.
         causal: labels are the next tokens, shifted here; otherwise sequences must provide their labels.
         blocks: in order; the first is "embed", the last "head".
         aux: the block of parameter-free values that every stage recomputes (positions, rotary tables).
-        templates: by name.
         parameters: by canonical name, in model order, with their shard rules.
         buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
         heads: query head counts; each must be divisible by the tensor-parallel degree.
-        unplaced: a token id that has no position and is skipped when positions are counted: RoBERTa's padding id. Its
-            position is -1.
+        unplaced: a token id that is skipped when positions are counted, and has position -1: RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, by the model's config, and the name of the setting.
         origin: a digest of the captured model: its modules and its config.
-        push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32; set by `compile`, like
-            window.
-        window: maximum number of elements of weights, and of gradients, in flight at once (`ir.program_outline`).
+        push_dtype: dtype in which gradients are sent to their owners; set by `compile`, like window.
+        window: maximum number of elements of weights, and of gradients, in flight at once.
     """
 
     model: str
@@ -178,36 +169,6 @@ class Program:
         """12 hex digits that identify templates, blocks and parameters: compared by ranks before they run."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
         return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
-
-    @cached_property
-    def graph(self) -> fx.Graph:
-        """The whole model as one FX graph of `pull`, `compute`, `communicate` and `push` placeholders."""
-        graph = fx.Graph()
-        tokens = graph.placeholder("batch")
-        aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
-        weights: dict[str, fx.Node] = {}
-        hidden = tokens
-        users = {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
-        for block in self.blocks:
-            used = [b.name for b in self.buckets if block.name in b.blocks]
-            for name in used:
-                if name not in weights:
-                    weights[name] = self._call(graph, pull, (name,), f"W_{name}")
-            operands = (*(weights[n] for n in used), hidden, aux)
-            hidden = self._call(graph, compute, (block.template, *operands), f"h_{block.name}")
-            for name in used:
-                users[name].append(hidden)
-            if block is not self.blocks[-1]:
-                hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
-        # Backward runs from the last block to the first, so the last block's gradients are complete first.
-        for bucket in (b for b in reversed(self.buckets) if b.learns):
-            self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
-        graph.output(hidden)
-        return graph
-
-    @staticmethod
-    def _call(graph: fx.Graph, target: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
-        return graph.create_node("call_function", target, arguments, {}, name=name.replace(".", "_"))
 
     def __str__(self) -> str:
         return program_text(self)

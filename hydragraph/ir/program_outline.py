@@ -13,8 +13,7 @@ from hydragraph.ir.value import bucket_of
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
-# What a caller asks for: a mode, or log-probabilities of sequences, with entropies or without, computed by an
-# evaluation with another head.
+# A mode, or log-probabilities of sequences, computed by an evaluation with another head.
 Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
@@ -34,14 +33,13 @@ class Outline:
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
-        frozen: the buckets that get no gradient.
         elements: number of elements of each bucket, in the order of `buckets`; empty: every bucket has one.
         window: maximum number of elements of weights, and of gradients, in flight at once; at least one bucket always
-            is. Default: two of the largest blocks.
+            is. None: two of the largest blocks.
 
     Raises:
         ValueError: there are fewer than two blocks, a name is repeated or cannot be printed, or a bucket has no block
-            or an unknown one; the message names the block or bucket.
+            or an unknown one.
     """
 
     blocks: tuple[str, ...]
@@ -110,8 +108,8 @@ class Outline:
         """Return the maximum number of elements in flight for the pulls, or the pushes, of an iteration.
 
         Args:
-            exchanges: their names (`ir.value`). If any is streamed, the default is one of the largest blocks: streaming
-                saves memory, and is one block ahead anyway.
+            exchanges: their names. If any is streamed, the default is one of the largest blocks: streaming saves
+                memory.
         """
         if self.window is None and any(bucket_of(name) != name for name in exchanges):
             return self._largest
@@ -120,7 +118,6 @@ class Outline:
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
         """The buckets by the first block that uses them, and within a block as listed; pushes run in reverse."""
-        # Order of first use in a forward: buckets needed first are pulled first. Sorting is stable.
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -142,8 +139,7 @@ class Outline:
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
-        # Layer i is the block at position i + 1. The stage with the first layer also has the first block, and the stage
-        # with the last layer also has the last block.
+        # Layer i is the block at position i + 1; the first and the last block belong to the outer stages.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1
         return first, last

@@ -6,11 +6,10 @@
     p2p      send h2.0 -> rank 3                                after h2.0
 
 The header gives the rank's place; each line below is an instruction (`ir.instruction_text`). For a stage shared by
-pipelines it names all of them and their micro-batches, which are numbered across the pipelines that share stages.
+pipelines, or interleaved stages, it names all of them, with their micro-batches or layers.
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
 
-For interleaved stages it names each of them, with its layers.
 
     ...  pipeline 0, stage 0 + pipeline 0, stage 2: layers 0-1 + 4-5, tp 1 (ranks 0), micro-batches 3 + 3
 """
@@ -43,8 +42,8 @@ class Role:
 
     Attributes:
         pipeline, stage: its place in the strategy.
-        micro_batches: the numbers of the pipeline's micro-batches. They count from 0 across the pipelines that share
-            stages, directly or indirectly: 0, 1, 2 for the first, then 3, 4 for the second.
+        micro_batches: their numbers, which count from 0 across the pipelines that share stages: 0, 1, 2 for the first,
+            then 3, 4 for the second.
     """
 
     pipeline: int
@@ -57,13 +56,10 @@ class RankProgram:
     """All instructions of one rank in one iteration.
 
     Attributes:
-        rank, ranks: the rank, and the number of ranks.
         strategy: the strategy's text with its fingerprint, for readers and for comparing ranks.
-        roles: roles of the rank's stage, one for each of its pipelines, or for each of its interleaved stages; empty if
-            the strategy leaves the rank idle or its pipelines have no work.
+        roles: of the rank's stage, one for each of its pipelines or interleaved stages; empty without work.
         tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
         layers: the half-open range of layers it computes, of each interleaved stage.
-        instructions: in issue order.
     """
 
     rank: int
@@ -102,7 +98,6 @@ def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> 
     Fields that an operation does not have (a peer on a forward) are not printed.
 
     Args:
-        program: the program to print.
         comments: instruction index -> text to print at the end of its line, after a "#".
 
     Raises:
@@ -144,11 +139,7 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Parse the text printed by `to_text`; comments and blank lines are ignored.
-
-    Raises:
-        ValueError: names the line, what was expected there, and what was found.
-    """
+    """Parse the text printed by `to_text`; comments and blank lines are ignored."""
     program: RankProgram | None = None
     instructions: list[Instruction] = []
     number = 0

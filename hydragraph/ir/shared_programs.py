@@ -5,8 +5,7 @@ In a body, peer n is the n-th peer of the rank that runs it. For two stages of t
     body     send h1.0 -> rank 0        ranks 0, 1 and, in another pipeline, 4 and 5 run it
     peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3); of rank 4: (6); of rank 5: (7)
 
-This is lossless: a rank's program is its header and the body with its peers filled in. As a rank's peers are distinct,
-a proof about the values of one rank of a kind holds for all (`ir.verify`): the others only rename messages.
+As a rank's peers are distinct, a proof about the values of one rank of a kind holds for all (`ir.verify`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class SharedPrograms(Sequence[RankProgram]):
     """Programs of all ranks; each is made on demand.
 
     Attributes:
-        headers: for each rank, its program without instructions.
         bodies: for each kind, its instructions; ranks of one kind agree in layers, degree, stages and micro-batches.
-        kinds: for each rank, the index of its body.
         peers: for each rank, the ranks that peers 0, 1, ... of its body refer to.
 
     Raises:
@@ -129,7 +126,6 @@ def _place(header: RankProgram) -> Hashable:
 
 
 def _naming(instructions: Sequence[Instruction]) -> list[int]:
-    """Return the indices of the instructions that name peers."""
     return [i for i, instruction in enumerate(instructions) if instruction.peer is not None or _messages(instruction)]
 
 
@@ -142,7 +138,6 @@ def _messages(instruction: Instruction) -> bool:
 
 
 def _peers(instruction: Instruction) -> Iterator[int]:
-    """Yield the peers that an instruction names, in the order of its fields."""
     if instruction.peer is not None:
         yield instruction.peer
     for values in (instruction.reads, instruction.writes, instruction.after):
@@ -150,7 +145,7 @@ def _peers(instruction: Instruction) -> Iterator[int]:
 
 
 def _with_peers(instructions: Sequence[Instruction], at: Sequence[int], name: Any) -> Body:
-    """Rename peers; `name[peer]` is the new number of each peer that is named at the indices `at`."""
+    """Rename peers at the indices `at`: `name[peer]` is the new number."""
 
     def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(

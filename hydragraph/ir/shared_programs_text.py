@@ -6,8 +6,7 @@
                     0     0     0  0-1  2
                     1     0     0  0-1  3
 
-A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row; this is lossless (`read_programs`
-returns equal programs, and so the same texts).
+A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from itertools import count
 
 from hydragraph.ir.rank_program import RankProgram, Role, parse, to_text
 from hydragraph.ir.shared_programs import Peers, SharedPrograms
+from hydragraph.spec.home_text import consecutive
 
 TABLE = "ranks.txt"
 _LEGEND = """\
@@ -69,11 +69,7 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
 
 
 def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
-    """Return one rank's program, reading only the text of its kind.
-
-    Raises:
-        ValueError: as for `read_programs`, or there is no such rank.
-    """
+    """Return one rank's program, reading only the text of its kind."""
     rows = list(_rows(_text(texts, TABLE)))
     if not 0 <= rank < len(rows):
         raise ValueError(f"there are ranks 0 to {len(rows) - 1}")
@@ -89,13 +85,8 @@ def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
 
 def runs_text(numbers: Sequence[int]) -> str:
     """Return numbers as text with ranges for consecutive ones: "0-7,12,14-15"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] + 1 == number:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in parts) or _NOBODY
+    runs = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(numbers))
+    return ",".join(runs) or _NOBODY
 
 
 def _table(programs: SharedPrograms) -> str:
@@ -159,7 +150,6 @@ _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], Peers]
 
 
 def _rows(text: str) -> Iterator[_Row]:
-    """Yield each row's line number, kind, pipelines, stage and peers; rows are in rank order."""
     expected = 0
     for line, raw in enumerate(text.splitlines(), start=1):
         cells = raw.partition("#")[0].split()
@@ -200,7 +190,6 @@ def _letters(number: int) -> str:
 
 
 def _number(letters: str) -> int:
-    """Return the inverse of `_letters`."""
     number = 0
     for letter in letters:
         number = 26 * number + ord(letter) - ord("A") + 1

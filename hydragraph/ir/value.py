@@ -14,8 +14,8 @@ A value is a string, with the information in its text as attributes:
     W.{bucket}@{n}, G.{bucket}@{n}     the same of the bucket's n-th streamed pull or push (`passes.stream`)
     {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
 
-So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` is `h2.0` with peer 3.
-Values are made only in this module, and no other code parses their text.
+So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` has peer 3. No other code
+makes or parses values.
 """
 
 from __future__ import annotations
@@ -45,18 +45,12 @@ class ValueKind(Enum):
 class Value(str):
     """Value: equal to its text, with the information in the text as attributes.
 
-    It is a string so that programs print, compare, sort and hash as fast as their texts: an iteration of a large
-    cluster names millions of values. The functions below make it.
+    It is a string so that programs print, compare, sort and hash as fast as their texts. Fields that a kind does not
+    have are -1 or "".
 
     Attributes:
-        kind: kind of the value.
-        position: k of an activation and its gradient; else -1.
-        block: block of a saved or postponed value; else "".
-        bucket: bucket of weights and gradients; else "".
         exchange: name of their pull or push: the bucket, or {bucket}@{n} if it is streamed; else "".
-        micro_batch: counted within the pipeline, or across all pipelines that share stages (`ir.rank_program.Role`); -1
-            for weights and gradients, which belong to all.
-        peer: the rank that a message goes to; else -1.
+        micro_batch: counted within the pipeline, or across all pipelines that share stages.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")

@@ -1,8 +1,7 @@
 """Static proof that the ranks' programs of one iteration are complete, agree, and cannot deadlock.
 
-The rules are checked in this order: the ranks' places are consistent; each rank computes exactly its part; values live
-from their creation to their last use; all ranks enter the exchanges of weights and gradients in the same order; sends
-match receives; and all programs, run together, end.
+In this order: the ranks' places are consistent; each rank computes exactly its part; values live from their creation to
+their last use; all ranks enter exchanges in the same order; sends match receives; and all programs, run together, end.
 """
 
 from __future__ import annotations
@@ -36,14 +35,7 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """Raised for a rank program that breaks a rule.
-
-    Args:
-        what: the rule and how it is broken.
-        rank: the rank whose program breaks it.
-        index: the instruction's index; None for the whole program.
-        instruction: its text, or "".
-    """
+    """Raised for a rank program that breaks a rule."""
 
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
@@ -56,12 +48,11 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Work of a rank, from its and its neighbours' headers; `blocks` is empty on a rank without work.
+    """Work of a rank, from its and its neighbours' headers.
 
     Attributes:
-        blocks: the positions of each of its interleaved stages.
-        neighbours: for each micro-batch and stage, the ranks of the previous and the next stage in the pipeline that
-            runs it.
+        blocks: the positions of each of its interleaved stages; empty without work.
+        neighbours: for each micro-batch and stage, the ranks of the previous and the next stage.
     """
 
     blocks: tuple[range, ...]
@@ -72,18 +63,13 @@ class _Site:
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
     """Check the programs of all ranks of one iteration.
 
-    Args:
-        programs: one per rank, in rank order.
-        outline: the model they must compute.
-        mode: mode of the iteration.
-
     Raises:
         VerificationError: names the rank, the instruction and the broken rule.
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # A rank's own work and the exchanges it enters are checked for one rank of each kind: the others differ only in
-    # their peers (`ir.shared_programs`), which `_check_messages` and later checks examine on every rank.
+    # Ranks of a kind differ only in their peers (`ir.shared_programs`), which `_check_messages` and later checks
+    # examine on every rank.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -96,7 +82,6 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
 
 
 def _alike(shared: SharedPrograms, rank: int) -> Hashable:
-    """Return everything that the checks of a single rank examine, except its peers."""
     return shared.kinds[rank], shared.headers[rank].layers, shared.headers[rank].micro_batches
 
 
@@ -104,13 +89,13 @@ def _fail(program: RankProgram, index: int, what: str) -> VerificationError:
     return VerificationError(what, program.rank, index, _line(program.instructions[index]))
 
 
+def _of(program: RankProgram, *ops: Op) -> list[tuple[int, Instruction]]:
+    """Return the instructions of some operations, with their indices."""
+    return [(i, instruction) for i, instruction in enumerate(program.instructions) if instruction.op in ops]
+
+
 def _line(instruction: Instruction) -> str:
     return " ".join(instruction_text(instruction).split())
-
-
-def _peer(instruction: Instruction) -> int:
-    assert instruction.peer is not None  # `_checked_value` has rejected a send or receive without one
-    return instruction.peer
 
 
 # --- the ranks' places fit together -----------------------------------------------------------------------------------
@@ -148,7 +133,6 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 def _check_pipeline(
     pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
 ) -> None:
-    """Check that the stages exist on all their ranks and cover the layers from 0 to the last."""
     layer = 0  # start of the next stage
     stage, program = next(iter(stages.items()))
     runs = _role(program, pipeline, stage).micro_batches
@@ -198,9 +182,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
     """Check that every block's forward and backward appears once per micro-batch, with the correct values."""
     halved = {
-        (each.target, each.micro_batch)
-        for each in program.instructions
-        if each.op is Op.BACKWARD and each.work is not Work.BACKWARD
+        (each.target, each.micro_batch) for _, each in _of(program, Op.BACKWARD) if each.work is not Work.BACKWARD
     }
     missing = {
         key: values
@@ -217,7 +199,6 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
             )
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
-        # Instructions found are removed, so a repeated one is also rejected, and the remaining ones are missing.
         values = missing.pop((instruction.work, instruction.target, instruction.micro_batch), None)
         if values is None:
             raise _fail(program, index, "this rank should not run it, or has already run it")
@@ -229,7 +210,6 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Return values with weights and gradients as if each bucket were pulled and pushed once."""
     return frozenset(_NAMED[value.kind](value.bucket) if value.kind in _NAMED else value for value in values)
 
 
@@ -250,7 +230,7 @@ def _work(
     """Yield a stage's computations on micro-batch m, each with the values that it reads and writes.
 
     Args:
-        halved: the (block, micro-batch) pairs whose backward runs in two halves.
+        halved: (block, micro-batch) pairs whose backward runs in two halves.
     """
     if blocks:
         yield (Work.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
@@ -265,8 +245,7 @@ def _work(
         output = {activation(k, m) if k < final else loss(m)}
         yield (Work.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
-            # The last block's backward starts from the loss itself; the lowest trainable block passes no gradient on,
-            # since no block below uses it.
+            # The last block's backward starts from the loss itself; the lowest trainable block passes no gradient on.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
             read = frozenset(kept | gradient | pulled)
@@ -297,7 +276,6 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
-        # Other waits of pulls and pushes are checked by `_check_window`.
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
@@ -334,22 +312,17 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
         _check_end(program, mode)
     # Exchanges of one kind share a communicator, which matches them only by order.
     for op in (Op.PULL, Op.PUSH):
-        expected = [instruction.target for instruction in ones[0][0].instructions if instruction.op is op]
+        expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
-            entered = (
-                (i, instruction.target) for i, instruction in enumerate(program.instructions) if instruction.op is op
-            )
-            for bucket, (index, target) in zip(expected, entered, strict=True):
-                if bucket != target:
+            for bucket, (index, entered) in zip(expected, _of(program, op), strict=True):
+                if bucket != entered.target:
                     raise _fail(program, index, f"rank 0 enters the {op.value} of {bucket} at this point in the order")
 
 
 def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
-    """Return the exchanges of the weights, or gradients, that a rank computes with: of each use if they stream."""
     return frozenset(
         value.exchange
-        for instruction in program.instructions
-        if instruction.op in (Op.FORWARD, Op.BACKWARD)
+        for _, instruction in _of(program, Op.FORWARD, Op.BACKWARD)
         for value in (instruction.reads if kind is ValueKind.WEIGHTS else instruction.writes)
         if value.kind is kind
     )
@@ -358,9 +331,7 @@ def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
 def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges: frozenset[str]) -> None:
     """Check that a rank enters every exchange once, and takes part with exactly what it computes with."""
     missing = set(exchanges)
-    for index, instruction in enumerate(program.instructions):
-        if instruction.op is not op:
-            continue
+    for index, instruction in _of(program, op):
         if instruction.target not in missing:
             raise _fail(program, index, f"the {op.value} of {instruction.target} is repeated, or no rank needs it")
         missing.remove(instruction.target)
@@ -377,10 +348,8 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
     """Check that every pull or push waits exactly for the oldest pending ones until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
-    room = outline.room(instruction.target for instruction in program.instructions if instruction.op is op)
-    for index, instruction in enumerate(program.instructions):
-        if instruction.op is not op:
-            continue
+    room = outline.room(instruction.target for _, instruction in _of(program, op))
+    for index, instruction in _of(program, op):
         left = room - outline.sizes[bucket_of(instruction.target)]
         over = []
         while under_way and sum(outline.sizes[value.bucket] for value in under_way) > left:
@@ -392,7 +361,6 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
 
 
 def _check_pushed_values(program: RankProgram) -> None:
-    """Check that no instruction adds to a gradient after its push was issued."""
     pushed: dict[Value, int] = {}
     for index, instruction in enumerate(program.instructions):
         if instruction.op is Op.PUSH:
@@ -403,10 +371,7 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit, which reads all losses and gradients, ends communication and precedes the update.
-
-    No message may be in flight when the commit runs.
-    """
+    """Check that one commit, which reads all losses and gradients, ends communication and precedes the update."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -442,15 +407,12 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
-        for index, instruction in enumerate(program.instructions):
-            if instruction.op not in (Op.SEND, Op.RECEIVE):
-                continue
+        for index, instruction in _of(program, Op.SEND, Op.RECEIVE):
             value = _checked_value(program, index, site)
             if instruction.op is Op.SEND:
-                sends[program.rank, _peer(instruction)].append((index, value))
+                sends[program.rank, instruction.partner].append((index, value))
             else:
-                receives[_peer(instruction), program.rank].append((index, value))
-    # Messages of a pair of ranks arrive in order: the n-th send matches the n-th receive.
+                receives[instruction.partner, program.rank].append((index, value))
     for source, target in sorted({*sends, *receives}):
         for sent, received in zip_longest(sends[source, target], receives[source, target]):
             if received is None:
@@ -469,8 +431,8 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} moves one value")
     (value,) = values
-    # Activations enter before a stage's first position and leave after its last one; their gradients flow in the
-    # opposite direction.
+    # Activations enter before a stage's first position and leave after its last one; gradients flow in the opposite
+    # direction.
     peers: tuple[int, ...] = ()
     for visit, blocks in enumerate(site.blocks):
         before, last = blocks.start - 1, blocks.stop - 1
@@ -496,7 +458,6 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
 
 
 def _check_end_of_all(programs: Sequence[RankProgram]) -> None:
-    """Check that the programs do not deadlock; otherwise report every stuck rank, and one cycle."""
     deadlock = find_deadlock(programs)
     if deadlock is None:
         return

@@ -387,7 +387,7 @@ def test_the_example_of_the_module() -> None:
         partial=np.ones(1, bool),
         size=8,
     )
-    cells = link._cells(source.lo, source.hi, 8)
+    cells = link.cells_of(source.lo, source.hi, 8)
     assert cells.ends.tolist() == [0, 4, 8]
     assert [cells.rows[a:b].tolist() for a, b in zip(cells.first[:2], cells.first[1:3], strict=True)] == [
         [0, 2],

@@ -4,8 +4,7 @@ An iteration takes one unit of time. A stage that runs n micro-batches in it tak
 forward and half for the backward. A micro-batch moves to the next stage half a period after it reached this one, using
 the period of the slower of both, turns around half a period after its forward on the last stage, and returns in the
 same way. The j-th of a pipeline's c micro-batches enters at j / c. Of P pipelines that share stages, the i-th starts
-later by i / P of that interval, so that a shared stage gets their micro-batches in turns, each as often as its pipeline
-has them.
+later by i / P of that interval, so that they take turns.
 
 One pipeline of 3 stages, in units of half a period, F and B with the micro-batch:
 
@@ -15,30 +14,28 @@ One pipeline of 3 stages, in units of half a period, F and B with the micro-batc
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
 Ranks that run their tasks in clock order cannot deadlock: the inputs of a task are earlier by the clock, and so are the
-tasks that its rank runs before it. (The last stage runs each backward directly after its forward, as if the clock
-placed it there: not later than it does, and before the stage's next task.) Between two stages the clock adds the same
-time to all micro-batches of all pipelines, so they leave one stage in the order in which they reach the other. And as
-no stage of a pipeline has fewer micro-batches than the pipeline, no step takes longer than half a period of the
-pipeline: at most S - s micro-batches of each pipeline are alive on stage s of S.
+tasks that its rank runs before it. (The last stage runs each backward directly after its forward, not later than the
+clock.) Between two stages the clock adds the same time to all micro-batches, so they leave one stage in the order in
+which they reach the other. No step takes longer than half a period of the pipeline: at most S - s micro-batches of each
+pipeline are alive on stage s of S.
 
 A pipeline that returns to the same devices (interleaved stages) passes through them in C rounds; in each, every one of
 its G groups of devices has at most one stage. Micro-batches enter in sets of G: devices run a whole set in one round
-before the next round. A micro-batch moves on after a whole period, not after half of it, because it passes C times as
-many stages: so messages travel during computation. Two rounds on two groups of devices, F0:1 in the second round:
+before the next round. A micro-batch moves on after a whole period, so messages travel during computation. Two rounds on
+two groups of devices, F0:1 in the second round:
 
     tick     0    1    2    3    4    5    6    7    8    9    10   11   12
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The inputs of a task are earlier by the clock here too. The first row holds the activations of (C - 1) G + 2 (G - 1) + 1
-micro-batches, each for one of its C stages; without interleaving, those of G micro-batches for all of them, as much
-as C G for one stage. (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section
-2.2.)
+The first row holds the activations of (C - 1) G + 2 (G - 1) + 1 micro-batches, each for one of its C stages; without
+interleaving, as much as C G for one stage. (Narayanan et al., Efficient Large-Scale Language Model Training on GPU
+Clusters, 2021, section 2.2.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -56,7 +53,6 @@ class Beat:
     """Schedule of one pipeline's micro-batches on one stage.
 
     Attributes:
-        first: number of the first micro-batch.
         arrives: when the previous stage runs its forward; on the first stage: when this stage does.
         forward, backward: when this stage runs its forward and its backward.
         every: time between consecutive micro-batches of a set.
@@ -93,73 +89,44 @@ class Beat:
         return self.backward_at(micro_batch) + self.forward - self.arrives
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Micro-batches of one pipeline.
-
-    Attributes:
-        micro_batches: their numbers.
-        stages: total number of micro-batches of each of its stages, including those of other pipelines.
-    """
-
-    micro_batches: range
-    stages: tuple[int, ...]
-
-
-def beats(pipelines: Sequence[Runs]) -> list[list[Beat]]:
-    """Return the beat of every stage of pipelines that share stages; a pipeline without these is passed alone."""
-    times: list[list[list[Fraction]]] = []
-    for i, runs in enumerate(pipelines):
-        count = len(runs.micro_batches)
-        entry = Fraction(i, len(pipelines) * count)
-        times.append([[*row, Fraction(1, count)] for row in _times(runs.stages, entry)])
-    # Integers are sorted much faster than fractions.
-    unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
-    return [
-        [Beat(runs.micro_batches.start, *(int(time * unit) for time in row)) for row in rows]
-        for runs, rows in zip(pipelines, times, strict=True)
-    ]
-
-
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
     """Return the beat of every stage of each pipeline of a shape."""
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
         return (_returning(shape.stages[0]),)
-    runs = [
-        Runs(numbers, tuple(shape.totals[stage] for stage in chain))
-        for numbers, chain in zip(shape.micro_batches, shape.stages, strict=True)
-    ]
-    return tuple(map(tuple, beats(runs)))
+    times: list[list[list[Fraction]]] = []
+    for i, (count, chain) in enumerate(zip(shape.counts, shape.stages, strict=True)):
+        entry = Fraction(i, len(shape.counts) * count)
+        totals = [shape.totals[stage] for stage in chain]
+        times.append([[*row, Fraction(1, count)] for row in _times(totals, entry)])
+    unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
+    return tuple(
+        tuple(Beat(numbers.start, *(int(time * unit) for time in row)) for row in rows)
+        for numbers, rows in zip(shape.micro_batches, times, strict=True)
+    )
 
 
 def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
     """Return a stage's forwards with their times, in clock order; equal times in the order of pipelines."""
-    return sorted(
-        (
-            (beat.forward_at(m), Action(Work.FORWARD, pipeline, m, visit))
-            for pipeline, visit, beat in _beats_at(shape, stage)
-            for m in shape.micro_batches[pipeline]
-        ),
-        key=itemgetter(0),
-    )
+    return _timed(shape, stage, Work.FORWARD, Beat.forward_at)
 
 
 def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
     """Return a stage's backwards, like `forwards_of`."""
-    return sorted(
-        (
-            (beat.backward_at(m), Action(Work.BACKWARD, pipeline, m, visit))
-            for pipeline, visit, beat in _beats_at(shape, stage)
-            for m in shape.micro_batches[pipeline]
-        ),
-        key=itemgetter(0),
+    return _timed(shape, stage, Work.BACKWARD, Beat.backward_at)
+
+
+def _timed(shape: Shape, stage: int, work: Work, at: Callable[[Beat, int], Ticks]) -> list[tuple[Ticks, Action]]:
+    actions = (
+        (at(beat, m), Action(work, pipeline, m, visit))
+        for pipeline, visit, beat in _beats_at(shape, stage)
+        for m in shape.micro_batches[pipeline]
     )
+    return sorted(actions, key=itemgetter(0))
 
 
 def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
-    """Yield the pipeline, the visit and the beat of each stage in a row."""
     for pipeline, beats_there in enumerate(beats_of(shape)):
         for (there, visit), beat in zip(shape.places[pipeline], beats_there, strict=True):
             if there == row:
@@ -167,7 +134,6 @@ def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
 
 
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
-    """Return the beat of every stage of a pipeline that returns to its devices, in half periods."""
     size = len(set(rows))
     forwards: list[int] = []
     begin = 0  # of the round
@@ -186,12 +152,7 @@ def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    """Yield the arrival, forward and backward of a micro-batch on each stage of a pipeline.
-
-    Args:
-        runs: total number of micro-batches of each stage.
-        entry: time when the micro-batch enters.
-    """
+    """Yield the arrival, forward and backward of a micro-batch on each stage of a pipeline."""
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
     for step in steps:

@@ -1,17 +1,16 @@
 """Schedule: the order in which every stage of some pipelines runs its work, as a value.
 
 A schedule prints as a grid and parses back: a row per stage, a cell per action, and a column per unit of time if every
-action takes one and messages take none. F is a forward, B a backward, I and W the halves of a backward that compute the
-gradient of the stage's input and those of its weights. `F1.4` is the forward of pipeline 1's micro-batch 4; the number
-of pipeline 0 is left out.
+action takes one and messages take none. F is a forward, B a backward, I and W the halves of a backward. `F1.4` is the
+forward of pipeline 1's micro-batch 4; the number of pipeline 0 is left out.
 
     schedule example
     stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage that several pipelines share is one row with the actions of all of them. Devices that run several stages of one
-pipeline (interleaved stages) are one row too; `F0:1` is the forward of micro-batch 0 through their second stage.
+A stage that several pipelines share is one row. Devices that run several stages of one pipeline (interleaved stages)
+are one row too; `F0:1` is the forward of micro-batch 0 through their second stage.
 
     schedule example
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
@@ -57,8 +56,6 @@ class Action(NamedTuple):
     """One micro-batch's work on a stage.
 
     Attributes:
-        work: kind of the work.
-        pipeline: index of the pipeline in the shape.
         micro_batch: its number, which is unique among all pipelines of the shape.
         visit: which of the pipeline's stages in this row: 0 for the first.
     """
@@ -85,8 +82,8 @@ class Shape:
 
     Attributes:
         counts: number of micro-batches of each pipeline, 1 or more.
-        stages: row of each stage of each pipeline. Shared stages have one row, as have a pipeline's stages on the same
-            devices. Rows ascend along a pipeline, except where it returns to an earlier one.
+        stages: row of each stage of each pipeline; shared stages have one row, as have a pipeline's stages on the same
+            devices. Rows ascend along a pipeline, except where it returns.
     """
 
     counts: tuple[int, ...]
@@ -148,16 +145,14 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays, for compiled code (`cost.compiled_replay`).
 
-    If a kind's order for fewer micro-batches is the one for more without the others, one table serves all numbers of
-    micro-batches up to its own: skip every action of a micro-batch that does not exist. `skip` makes that fast.
+    If a kind's order for fewer micro-batches is the one for more without the others, one table serves all numbers up to
+    its own: skip every action of a micro-batch that does not exist. `skip` makes that fast.
 
     Attributes:
         work: kind of each action, an index of `WORKS`; -1 after the last [stages, actions].
         micro_batch: number of its micro-batch [stages, actions].
-        skip: index of the next action of a smaller micro-batch: all actions before it can be skipped with this one
-            [stages, actions].
-        stage: the stage that it belongs to. Rows are as many as stages: with interleaved stages the last rows are empty
-            [stages, actions].
+        skip: index of the next action of a smaller micro-batch [stages, actions].
+        stage: the stage that it belongs to; with interleaved stages the last rows are empty [stages, actions].
     """
 
     work: NDArray[np.int32]
@@ -171,12 +166,7 @@ WORKS = tuple(Work)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the work of each stage.
-
-    Attributes:
-        kind: name of the kind of schedule.
-        actions: actions of each stage, in order.
-    """
+    """Order of the work of each stage."""
 
     kind: str
     actions: tuple[tuple[Action, ...], ...]
@@ -195,7 +185,6 @@ class Schedule:
         for row, at in zip(self.actions, begins, strict=True):
             cells: list[str] = []
             for i, action in enumerate(row):
-                # Cells of a deadlocked schedule that never run follow without a gap.
                 cells += [IDLE] * (at[i] - len(cells) if i < len(at) else 0)
                 cells.append(str(action))
             rows.append(cells)
@@ -230,7 +219,6 @@ class Schedule:
         """Check that the stages run every micro-batch of a shape, agree on their order, and do not deadlock.
 
         Args:
-            shape: the pipelines.
             mode: "evaluate" has forwards only.
 
         Raises:
@@ -248,10 +236,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: what it needs runs after it")
 
     def in_flight(self, stage: int) -> int:
-        """Return the maximum number of micro-batches that a row holds at once, from forward to last gradient.
-
-        A micro-batch counts once for each of the row's stages that holds it.
-        """
+        """Return the maximum number of micro-batches that a row holds at once, from forward to last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -262,11 +247,7 @@ class Schedule:
         return most
 
     def table(self, rows: Sequence[int]) -> ScheduleTable:
-        """Return the schedule of a pipeline as int32 arrays.
-
-        Args:
-            rows: the row of each of its stages.
-        """
+        """Return the schedule of a pipeline as int32 arrays."""
         longest = max(map(len, self.actions), default=0)
         index = {work: i for i, work in enumerate(WORKS)}
         stage = {place: s for s, place in enumerate(places_of(rows))}
@@ -280,7 +261,6 @@ class Schedule:
         return table
 
     def _check_cells(self, shape: Shape, mode: Mode, stage: int, row: Sequence[Action]) -> None:
-        """Check that a stage runs each micro-batch once, and the micro-batches of each pipeline in ascending order."""
         counts = Counter(row)
         position = {action: i for i, action in enumerate(row)}
         visits = [(p, v) for p, places in enumerate(shape.places) for row_of, v in places if row_of == stage]
@@ -326,7 +306,6 @@ class Schedule:
         return ValueError(f"schedule {self.kind}, stage {stage}{cell}: {action} {what}")
 
     def _places(self) -> tuple[tuple[Place, ...], ...]:
-        """Return the places of each pipeline's stages: the rows in order, once per visit."""
         chains: dict[int, set[tuple[int, int]]] = {}
         for row, actions in enumerate(self.actions):
             for action in actions:
@@ -360,7 +339,6 @@ _End = tuple[Place, bool, int]  # place, whether it returns, micro-batch
 
 
 def _needed(chain: Sequence[Place], place: Place, action: Action) -> list[_End]:
-    """Return what an action waits for."""
     at = chain.index(place)
     m = action.micro_batch
     needs: list[_End] = []

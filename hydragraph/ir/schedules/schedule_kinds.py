@@ -1,7 +1,7 @@
 """Kinds of schedules by name: the only place that maps a strategy's `schedule` to the order of its work.
 
-Every kind runs a pipeline's micro-batches in ascending order, so that gradients are summed in the same order under all
-kinds. In a pipeline that shares no stage, the order for fewer micro-batches is the order for more without the others.
+Every kind runs a pipeline's micro-batches in ascending order, so that gradients are summed in the same order. In a
+pipeline that shares no stage, the order for fewer micro-batches is the order for more without the others.
 """
 
 from __future__ import annotations

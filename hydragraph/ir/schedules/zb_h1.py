@@ -4,14 +4,13 @@
     stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
     stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
 
-A stage runs a micro-batch's weight gradients directly after its input gradient: where 1F1B would wait for the next
-gradient, and otherwise before the next forward, which needs the memory. The first stage of a pipeline sends no gradient
-and keeps whole backwards. So every stage holds as many micro-batches as under 1F1B. With S equal stages whose forwards
-and halves take f, i and w, a pipeline idles for (S - 1) (f + i), and for (S - 1) (f + i + w) under 1F1B.
+A stage runs weight gradients directly after input gradients: where 1F1B would wait for the next gradient, and otherwise
+before the next forward, which needs the memory. The first stage keeps whole backwards. So every stage holds as many
+micro-batches as under 1F1B. With S equal stages whose forwards and halves take f, i and w, a pipeline idles for (S - 1)
+(f + i), and for (S - 1) (f + i + w) under 1F1B.
 
-The schedule of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles for (S - 1) (f + i - w): its stage s postpones
-s more weight gradients, so every stage holds as much as the first one. Here no stage exceeds its own share, because
-uneven stages are chosen to fill their devices' memory.
+The schedule of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles for (S - 1) (f + i - w), but every stage holds
+as much as the first one. Here uneven stages are chosen to fill their devices' memory.
 """
 
 from __future__ import annotations

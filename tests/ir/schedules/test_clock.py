@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.schedules import clock
-from hydragraph.ir.schedules.clock import Beat, Runs, backwards_of, beats, beats_of, forwards_of
+from hydragraph.ir.schedules.clock import Beat, backwards_of, beats_of, forwards_of
 from hydragraph.ir.schedules.schedule import Shape
 from tests.ir.schedules.examples import returning_rows
 
 
 def test_one_pipeline_ticks_in_halves_of_a_period() -> None:
-    ((first, middle, last),) = beats([Runs(range(4), (4, 4, 4))])
+    ((first, middle, last),) = beats_of(Shape.alone(3, 4))
     # 8 ticks are one iteration of 4 micro-batches: the picture in the module.
     assert first == Beat(0, 0, 0, 5, 2)
     assert middle == Beat(0, 0, 1, 4, 2)
@@ -21,13 +21,13 @@ def test_one_pipeline_ticks_in_halves_of_a_period() -> None:
 
 
 def test_a_stage_of_two_pipelines_takes_them_in_turns_in_half_the_time() -> None:
-    (one, last), (other, same) = beats([Runs(range(3), (3, 6)), Runs(range(3, 6), (3, 6))])
+    (one, last), (other, same) = beats_of(Shape((3, 3), ((0, 2), (1, 2))))
     assert (one, last) == (Beat(0, 0, 0, 5, 4), Beat(0, 0, 2, 3, 4))
     assert (other, same) == (Beat(3, 2, 2, 7, 4), Beat(3, 2, 4, 5, 4))
 
 
 def test_a_pipeline_of_fewer_micro_batches_gets_fewer_turns() -> None:
-    (one, last), (other, same) = beats([Runs(range(4), (4, 6)), Runs(range(4, 6), (2, 6))])
+    (one, last), (other, same) = beats_of(Shape((4, 2), ((0, 2), (1, 2))))
     assert other.every == same.every == 2 * one.every == 2 * last.every
     forwards = sorted((last.forward_at(m), m) for m in range(4)) + sorted((same.forward_at(m), m) for m in (4, 5))
     assert [m for _, m in sorted(forwards)] == [0, 1, 4, 2, 3, 5]
@@ -56,18 +56,17 @@ def test_what_an_interleaved_task_needs_is_earlier(rows: tuple[int, ...], count:
 
 
 @st.composite
-def joined(draw: st.DrawFn) -> list[Runs]:
-    """Draw pipelines with any counts of micro-batches, whose stages may run more."""
+def joined(draw: st.DrawFn) -> Shape:
+    """Draw pipelines with any counts of micro-batches, some of whose stages are shared."""
     counts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    more = st.lists(st.integers(0, 9), min_size=1, max_size=5)
-    firsts = [sum(counts[:i]) for i in range(len(counts))]
-    return [Runs(range(a, a + n), tuple(n + k for k in draw(more))) for a, n in zip(firsts, counts, strict=True)]
+    chain = st.sets(st.integers(0, 5), min_size=1).map(lambda rows: tuple(sorted(rows)))
+    return Shape(tuple(counts), tuple(draw(chain) for _ in counts))
 
 
 @given(joined())
-def test_what_a_task_needs_is_earlier(pipelines: list[Runs]) -> None:
-    for runs, stages in zip(pipelines, beats(pipelines), strict=True):
-        for m in runs.micro_batches:
+def test_what_a_task_needs_is_earlier(shape: Shape) -> None:
+    for numbers, stages in zip(shape.micro_batches, beats_of(shape), strict=True):
+        for m in numbers:
             times = [beat.forward_at(m) for beat in stages] + [beat.backward_at(m) for beat in reversed(stages)]
             assert all(one < other for one, other in pairwise(times))
             assert [beat.arrives_at(m) for beat in stages[1:]] == [beat.forward_at(m) for beat in stages[:-1]]
@@ -75,9 +74,9 @@ def test_what_a_task_needs_is_earlier(pipelines: list[Runs]) -> None:
 
 
 @given(joined())
-def test_no_more_are_alive_than_stages_are_left(pipelines: list[Runs]) -> None:
-    for runs, stages in zip(pipelines, beats(pipelines), strict=True):
+def test_no_more_are_alive_than_stages_are_left(shape: Shape) -> None:
+    for numbers, stages in zip(shape.micro_batches, beats_of(shape), strict=True):
         for s, beat in enumerate(stages):
-            for m in runs.micro_batches:
-                ahead = [n for n in runs.micro_batches if n >= m and beat.forward_at(n) < beat.backward_at(m)]
+            for m in numbers:
+                ahead = [n for n in numbers if n >= m and beat.forward_at(n) < beat.backward_at(m)]
                 assert 1 <= len(ahead) <= len(stages) - s

@@ -24,9 +24,8 @@ _COMPUTED = (Op.FORWARD, Op.BACKWARD)
 
 
 class Transport(Enum):
-    """Transport of messages between ranks."""
+    """How NCCL carries messages between ranks."""
 
-    GLOO = "gloo"
     NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"
     NCCL_LAZY = "NCCL, a communicator per pair of ranks and direction, connected at its first use"
     NCCL_BOUND = "NCCL, a communicator per direction, as groups have that are bound to a device"
@@ -85,7 +84,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
     Args:
         programs: one per rank, in rank order.
-        transport: any except gloo.
+        transport: how messages travel.
     """
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
