@@ -23,7 +23,8 @@ from hydragraph.kernels.triton_jit import Kernel
 from hydragraph.passes import compile_with_inductor
 from hydragraph.passes.compile_with_inductor import GraphPiece
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names
-from hydragraph.passes.graph_passes import VariantSpec, shard_strides
+from hydragraph.passes.graph_passes import shard_strides
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.private.absent_gpu import guard
 from hydragraph.private.inductor import fake_like, mode_of
 from hydragraph.runtime.exchange import Exchange

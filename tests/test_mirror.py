@@ -107,6 +107,7 @@ ELSEWHERE = {
     "kernels/attention_tilings.py": ("kernels/test_compile_for_gpu.py", "every tiling compiles and fits"),
     "kernels/new_tensors.py": ("kernels/test_varlen_attention.py", "results of kernels"),
     "passes/collective_operators.py": ("passes/test_shard.py", "collectives and their backwards"),
+    "passes/variant_spec.py": ("passes/test_graph_passes.py", "which passes apply"),
     "planner/assignment/problem.py": ("planner/exact/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("planner/exact/test_dispatching.py", "the search against the bound"),
     "planner/exact/exact_assignment.py": ("planner/exact/test_dispatching.py", "it is the oracle there"),

@@ -9,10 +9,11 @@ from difflib import SequenceMatcher
 from torch import fx
 
 from hydragraph.ir.program import Block, Program
-from hydragraph.passes.graph_passes import GRAPH_PASSES, VariantSpec, modules_of, run_passes
+from hydragraph.passes.graph_passes import GRAPH_PASSES, modules_of, run_passes
 from hydragraph.passes.graph_text import changes, graph_text
 from hydragraph.passes.pipeline import PASSES, after_each_pass
 from hydragraph.passes.place import place
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy

@@ -1,14 +1,10 @@
 """Pass `accumulate`: let the product that computes a weight's gradient add it to those of earlier micro-batches.
 
-Otherwise the product writes its own matrix, and a sum reads two and writes one: for every micro-batch three times the
-weights in memory traffic, and the memory of a second gradient.
-
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-`total` is the buffer with the sum of the gradients of all micro-batches, and `beta` is 1, or 0 for the first
-micro-batch, so that the buffer's content is ignored. For a transposed gradient, dW = t(mm(a, b)), `total` is transposed
-instead.
+This saves two thirds of the memory traffic, and a second gradient. `total` is the sum over micro-batches, and `beta` is
+1, or 0 for the first one. For dW = t(mm(a, b)), `total` is transposed instead.
 """
 
 from __future__ import annotations
@@ -26,8 +22,6 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Product:
-    """Gradient that is a matrix product, possibly transposed."""
-
     node: fx.Node
     transposed: bool
 
@@ -35,8 +29,8 @@ class _Product:
 def accumulate(variant: Variant) -> Variant:
     """Return a variant whose backward adds the gradients of `added` to given buffers, and returns the others.
 
-    A gradient qualifies if it is a matrix product, possibly transposed, with no other reader: this is the case for
-    linear layers whose gradient is not followed by a collective or another sum.
+    A gradient qualifies if it is a matrix product, possibly transposed, with no other reader, such as that of a linear
+    layer without a following collective.
     """
     if not variant.gradients:
         return variant
@@ -61,8 +55,7 @@ def accumulate(variant: Variant) -> Variant:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """Return the matrix product that a gradient is, or None if it is something else or has other readers."""
-    # Back from the result through transposes; a second reader would need the product's own value.
+    """Return the matrix product that a gradient is; None if it is something else or has other readers."""
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:

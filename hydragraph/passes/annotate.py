@@ -7,15 +7,15 @@
     communicate(y, "exit")        so the forward sums the parts here
     hidden + y
 
-Experts work on rows, of which there are several for each token. What is sent is less than these: "enter" precedes the
-choice of rows, and "exit" follows the sum over a token's rows, since all that is between is linear in them.
+Experts work on several rows per token, where more is sent: "enter" precedes the choice of rows, and "exit" follows the
+sum over a token's rows.
 
     communicate(x, "enter") -> index, w1, w2 -> y            each rank has a part of every row
     y * communicate(weight, "enter")                         so the gradient of the router's weight is partial too
     index, view, sum over a token's rows -> z
     communicate(z, "exit")
 
-The placeholders do not depend on a degree: `shard` turns them into collectives, or removes them for degree 1.
+`shard` turns the placeholders into collectives, or removes them for degree 1.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
     """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around operators that may be cut.
 
     "enter" precedes every use, by an operator with a cut or a partial result, of a replicated value that has a
-    gradient: that gradient is then the sum over ranks. "exit" follows every product that sums parts, or, for experts,
-    what is linear in its result. A parameter used whole by cut operators needs no placeholder (its gradient is partial
-    and is summed at the push), unless operators on replicated values use it too.
+    gradient. "exit" follows every product that sums parts, or, for experts, what is linear in its result. A parameter
+    used whole needs none, unless operators on replicated values use it too.
     """
     # `entered`: one placeholder per value, even with several cut users, so that its gradient is summed once.
     result = fx.Graph()
@@ -69,14 +68,12 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # A value without a gradient needs no sum. A parameter's gradient is summed at the push, unless operators on
-        # whole values use it as well: theirs is whole on every rank, so the partial one must be summed before the two
-        # are added.
+        # A parameter's gradient is summed at the push; but operators on whole values add a whole one, so the partial
+        # one is summed before.
         whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
-        # A vocabulary-parallel loss sums its parts itself (`hydragraph.passes.vocabulary`).
         ends = node in cuts.rows and node.target is not aten.cross_entropy_loss.default
         if (ends or node in partial) and not any(user in partial for user in node.users):
             copied[node] = _insert(result, copied[node], "exit")
@@ -86,7 +83,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes between a row-parallel product of experts and its "exit": their values are parts of sums."""
+    """Return the nodes whose values are parts of sums: from a row-parallel product of experts to its "exit"."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
@@ -109,13 +106,11 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
 
 
 def _chooses_rows(node: fx.Node) -> bool:
-    """Return whether an operator takes rows of its first operand by indices."""
     return node.target in (aten.index.Tensor, aten.index_select.default)
 
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
     """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
-    # Forward through the graph, stopping at `detach` and at integer values.
     learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
         depends = any(n in learning for n in node.all_input_nodes)
@@ -131,14 +126,13 @@ def _is_float(node: fx.Node) -> bool:
 
 def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
     """Return the operands of a cut operator that every rank uses whole."""
-    # A column-parallel product is cut along with its weight and bias; only its operand x is whole.
+    # A column-parallel product is cut along with its weight and bias.
     operands = {n for n in node.all_input_nodes if n not in cuts.cut}
     parts = product(node) if node in cuts.columns else None
     return operands - {parts.given, parts.bias} if parts else operands
 
 
 def _mixed(parameter: fx.Node, cut_users: set[fx.Node], cuts: Cuts) -> bool:
-    # Products cut their weights or sum them; of the other users, some use a part of the parameter and some all of it.
     products = cuts.columns | set(cuts.rows)
     users = [u for u in parameter.users if u not in products]
     return any(u in cut_users for u in users) and any(u not in cut_users for u in users)

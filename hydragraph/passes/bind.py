@@ -1,13 +1,10 @@
 """Pass `bind`: move a graph's device constants to the device that it will run on.
 
-Graphs are traced on CPU fakes, so they name the CPU: in casts written by autograd, in the model's `arange` and
-`new_zeros`, and in tensors made from Python numbers.
-
     before     _to_copy(x, dtype=torch.float32, device=cpu)      _tensor_constant0 on the CPU
     after      _to_copy(x, dtype=torch.float32, device=cuda:0)   _tensor_constant0 on cuda:0
 
-Traced graphs stay on the CPU, where they are shared between processes and written to files; a process binds the graphs
-that it runs. Fake values in `node.meta` remain those of the trace.
+Traced graphs name the CPU, in files and between processes; a process binds the graphs that it runs. Fake values in
+`node.meta` remain those of the trace.
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+
+from hydragraph.passes.clean import copy_of, on_device
 
 if TYPE_CHECKING:
     from hydragraph.passes.differentiate import Variant
@@ -34,16 +33,10 @@ def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """Return a graph whose device constants and attached tensors are on `device`; for the CPU, the same graph."""
     if device.type == "cpu":
         return module
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copy_of(module)
     constants: dict[str, Any] = {}
     for node in graph.nodes:
-        node.args = tuple(map(moved, node.args))
-        node.kwargs = {name: moved(value) for name, value in node.kwargs.items()}
+        on_device(node, device)
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(module)
             constants[str(node.target)] = constant.to(device) if isinstance(constant, Tensor) else constant

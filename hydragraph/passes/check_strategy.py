@@ -1,7 +1,4 @@
-"""Validation of a strategy against a program and a world, before lowering.
-
-Tensor parallelism is rejected for layers that it cannot shard and would otherwise silently repeat on every rank.
-"""
+"""Validation of a strategy against a program and a world, before lowering."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.find_cuts import find_cuts, rules
@@ -42,13 +39,12 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
-    """Check the layers of a program for a strategy, identically on every rank.
+    """Check that tensor parallelism shards every layer of a program, identically on every rank.
 
     Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated intentionally.
 
     Raises:
-        Unsupported: a stage has several devices, and a layer has experts, or an operator without a rule on a value that
-            would be cut.
+        Unsupported: a layer has experts, or an operator without a rule on a value that would be cut.
     """
     if all(stage.tp == 1 for pipeline in strategy.pipelines for stage in pipeline.stages):
         return
@@ -69,9 +65,8 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
     """Return a parameter of a template that cannot be sharded, and the reason."""
-    # Matrices have two dimensions; a third is the number of experts, whose products are computed in groups of rows, or
-    # that of the taps of a convolution. Other dimensions of 1 only align a vector with what it scales.
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    # A third dimension is the number of experts, or of the taps of a convolution; 1 only aligns a vector.
+    nodes = placeholders_of(template.graph)
     parameters = dict(zip(nodes, template.parameters, strict=False))
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
     cut = rules(cuts)
@@ -83,7 +78,6 @@ def _problem(template: Template) -> tuple[str, str] | None:
             return name, f"{what}, which has no sharding rule"
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
-        # A product that ends at a placeholder is kept whole intentionally: the analysis put the placeholder there.
         if weight is not None and unknown.target is not communicate:
             return parameters[weight], f"its product reaches {unknown.target}, which has no sharding rule"
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.passes.graph_node import operands
 
 aten = torch.ops.aten
@@ -18,13 +18,8 @@ AUTOCAST = "wrap_with_autocast"
 # Operators that may be no-ops, for the dtype and device of this graph (`_is_no_op`).
 NO_OPS = frozenset(
     {
-        aten.alias.default,
-        aten.dropout.default,
-        aten.contiguous.default,
-        aten.to.dtype,
-        aten.to.device,
-        aten.to.dtype_layout,
-        aten._to_copy.default,
+        *(aten.alias.default, aten.dropout.default, aten.contiguous.default, aten._to_copy.default),
+        *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
 # Checks by the export for one example; `prove_sizes` proves the graph for all sizes.
@@ -32,7 +27,7 @@ ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
 IMPURE = frozenset({"output", "placeholder"})
-# Aliases of operators with the same arguments: passes only know the primary name.
+# Aliases of operators: passes only know the primary name.
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -57,14 +52,9 @@ SYNONYMS = {
 }
 
 
-def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
-    """Return a cleaned copy of a functional graph.
-
-    Args:
-        graph: result of `torch.export`; its device constants (from the trace) become `device`.
-    """
-    # Regions first: their content must be cleaned as well.
-    result = fx.GraphModule(graph, _copy(graph))
+def clean(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a cleaned copy of a functional graph of `torch.export`, whose device constants become the CPU."""
+    result = fx.GraphModule(graph, copy_of(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
         node.target = _first_name(node.target)
@@ -78,7 +68,7 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
             node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
-            _move(node, torch.device(device))
+            on_device(node, torch.device("cpu"))
             if node.target is aten.histc.default:
                 _count_floats(result.graph, node)
     remove_dead_code(result.graph)
@@ -87,22 +77,20 @@ def clean(graph: fx.GraphModule, device: str = "cpu") -> fx.GraphModule:
 
 
 def _first_name(target: Any) -> Any:
-    """Return the primary operator of an alias, or the operator itself."""
     library, _, name = str(target).partition(".")
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, SYNONYMS[packet]), overload) if library == "aten" and packet in SYNONYMS else target
 
 
-def _copy(graph: fx.GraphModule) -> fx.Graph:
-    copied = fx.Graph()
-    output = copied.graph_copy(graph.graph, {})
-    copied.output(output)
-    return copied
+def copy_of(module: fx.GraphModule) -> fx.Graph:
+    """Return a copy of a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return graph
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
     """Remove every node that no output needs (graphs here are functional); placeholders stay."""
-    # Backwards, so that a node's users are removed before the node is visited.
     for node in reversed(list(graph.nodes)):
         if node.op not in IMPURE and not node.users:
             graph.erase_node(node)
@@ -116,20 +104,19 @@ def _is_no_op(node: fx.Node) -> bool:
     after = value_of(node)
     if before is None or after is None:
         return False
-    # A cast to the same dtype, or a copy to the same device; the trace's meta device was not requested by the model.
+    # The trace's meta device was not requested by the model.
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 
 def _fills(node: fx.Node) -> bool:
-    """Return whether a copy returns its source unchanged: same sizes, same dtype."""
     into, source = (value_of(n) for n in operands(node)[:2])
     return bool(into.dtype == source.dtype and list(map(str, into.shape)) == list(map(str, source.shape)))
 
 
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
-    """Make a histogram of integers count floats: the CPU supports nothing else, and models only handle the CPU case."""
+    """Make a histogram of integers count floats, which is all that the CPU supports."""
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
@@ -146,16 +133,14 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
-def _move(node: fx.Node, device: torch.device) -> None:
-    """Replace the device constants of one node with `device`."""
-    moved = {k: device if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
-    node.kwargs = moved
-    node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
+def on_device(node: fx.Node, device: torch.device) -> None:
+    """Replace the device constants among a node's arguments."""
+    node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+    node.kwargs = {k: device if isinstance(value, torch.device) else value for k, value in node.kwargs.items()}
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return the body of a region and its arguments."""
-    # The body of autocast comes after device, dtype, and the flags for autocast and its cache.
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments
@@ -170,7 +155,7 @@ def inline_regions(module: fx.GraphModule) -> None:
         inline_regions(body)
         # The first operand of such a region is the mode that it sets: False for no_grad, whose results are constants.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
-        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        inputs = placeholders_of(body)
         with module.graph.inserting_before(node):
             results: Any = module.graph.graph_copy(body.graph, dict(zip(inputs, arguments, strict=True)))
             if detaches:

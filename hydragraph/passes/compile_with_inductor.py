@@ -1,11 +1,10 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that it must not touch.
 
 Collectives remain calls on the runtime's object, in order. Operators that sum rows in the order in which threads arrive
-remain PyTorch's, because Inductor's are not deterministic. Everything between them is compiled for any number of tokens
-and sequences.
+remain PyTorch's, because Inductor's are not deterministic.
 
     run      consecutive nodes without any that must stay unchanged
-    piece    a run that is worth compiling (`GraphPiece`): its code is selected by the sizes of each call
+    piece    a run that is worth compiling (`GraphPiece`), for any number of tokens and sequences
     outer    the remaining graph: pieces, collectives, operators that stay (`_Outer`)
 
     pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
@@ -13,8 +12,7 @@ and sequences.
     view, t, mm                 run of 3     -> unchanged: views and a matrix product have nothing to fuse
     embedding_dense_backward    stays        -> the same operator
 
-Fake values (`values`) are computed alongside the nodes. They have the device and the strides of a real run, which the
-trace on the CPU did not know and Inductor's code depends on.
+Fake values (`values`) have the device and the strides of a real run, which Inductor's code depends on.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
@@ -51,22 +49,17 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# The number of tokens or sequences that Inductor tunes its kernels for: that of a typical micro-batch.
+# Number of tokens or sequences that Inductor tunes its kernels for.
 TUNED = 2048
 # Maximum number of codes per piece: Inductor may distinguish small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
-# Minimum number of fusible operators that make a run worth compiling.
 WORTH = 2
 
 # Operators that sum rows in thread-arrival order: Inductor's kernels for these are not deterministic.
 UNORDERED = frozenset(
     {
-        aten.embedding_dense_backward.default,
-        aten.index_add.default,
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.scatter_add.default,
-        aten.scatter_reduce.two,
+        *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
+        *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
 # Products run on cuBLAS or oneDNN anyway, and NO_WORK changes no element: neither makes a run worth compiling.
@@ -91,11 +84,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Check that a strategy's schedule runs whole backwards, which are compiled as one graph.
-
-    Raises:
-        Unsupported: it splits them.
-    """
+    """Check that a strategy's schedule runs whole backwards, which are compiled as one graph."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
             f"schedule {strategy.schedule} with Inductor, which compiles whole backwards",
@@ -111,16 +100,13 @@ def compile_variant(
 
     Args:
         variant: traced on CPU with contiguous weights.
-        strides: parameter name -> strides of its shard, which is a view of a flat buffer. Other inputs are made
-            contiguous if necessary.
+        strides: parameter name -> strides of its shard, a view of a flat buffer. Other inputs are made contiguous.
         device: device of the inputs; 0-d integers are on the CPU.
-        where: name of the template, for errors.
 
     Raises:
         Unsupported: Inductor fails.
     """
     variant = bind(variant, device)
-    # The backward takes the forward's inputs and saved values, so the forward is compiled first, for its fake results.
     fakes = {
         name: _place(value_of(node), device, strides.get(name))
         for node, name in zip(_placeholders(variant.forward), variant.inputs, strict=True)
@@ -140,11 +126,10 @@ def compile_variant(
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
+    return placeholders_of(module)
 
 
 def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
-    """Return an input as in a real run."""
     if not isinstance(value, Tensor):
         return value
     # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
@@ -153,9 +138,7 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 
 
 class GraphPiece(nn.Module):
-    """Part of a graph: compiled code for each range of sizes that Inductor distinguishes, and the graph itself.
-
-    Takes the values of `symbols`, then the inputs; returns a tuple.
+    """Part of a graph: takes the values of `symbols`, then the inputs; returns a tuple.
 
     Attributes:
         graph: used for sizes of 0 and 1, and if Inductor distinguishes more than `CODES` ranges.
@@ -169,12 +152,12 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # Different sizes: if tokens and sequences were equally many, Inductor would merge the two symbols.
+        # Different sizes, or Inductor would merge the symbols of tokens and sequences.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
         """Compute the piece."""
-        # Sizes without suitable code trigger a compilation, up to a limit: varying lengths must not compile forever.
+        # Sizes without suitable code trigger a compilation, up to a limit.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -182,7 +165,6 @@ class GraphPiece(nn.Module):
         return code(list(arguments)) if code is not None else self.graph(*arguments[len(sizes) :])
 
     def _compiled(self, sizes: Sequence[int]) -> Code | None:
-        """Add code for these sizes, if it can be compiled."""
         compiled = compile_graph(self.graph, self._inputs, self._outputs, dict(zip(self.symbols, sizes, strict=True)))
         self.codes += [compiled] if compiled is not None else []
         return compiled[0] if compiled is not None else None
@@ -207,19 +189,17 @@ class _Outer:
 def _compile(
     module: fx.GraphModule, inputs: Sequence[Any], strides: Mapping[str, object], names: Sequence[str]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """Compile one graph, given its fake inputs; return it and its fake outputs."""
     outer = _Outer(module)
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
-    # Code is compiled for contiguous inputs. Shards are views of a flat buffer with known strides; saved values have
-    # the strides of their fakes.
+    # Code is compiled for contiguous inputs, the strides of shards, and those of saved values' fakes.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # In the graph's own order, so that collectives keep theirs: all ranks must call them in the same order.
+    # In the graph's own order: all ranks must call collectives in the same order.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -227,14 +207,13 @@ def _compile(
         else:
             for node in run:
                 outer.copy(node, values[node])
-    results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
+    results = results_of(module)
     outer.graph.output(tuple(outer.new[n] for n in results))
     remove_dead_code(outer.graph)
     return fx.GraphModule(outer.parts, outer.graph), [outer.values[n] for n in results]
 
 
 def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
-    """Add nodes that read the sizes passed to pieces."""
     call = outer.graph.call_function
     for symbol, (index, dim, factor) in sources([outer.values[n] for n in placeholders]).items():
         node = outer.new[placeholders[index]]
@@ -244,7 +223,6 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
     """Split a graph's nodes, in order, around those that stay unchanged; getitem nodes stay with their operator."""
-    # `place` is the run of each node, so that getitem of a result joins its operator's run wherever it appears.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -267,7 +245,6 @@ def _kept(node: fx.Node) -> bool:
 
 
 def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]:
-    """Return the fake values of a run's nodes; results of collectives are contiguous."""
     values = dict(outer.values)
     for node in run:
         if node.op == "call_function":
@@ -282,7 +259,6 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
 
 
 def _received(value: Any, device: torch.device) -> Any:
-    """Return the fake result of a collective: a tensor, or several."""
     return fake_like(value, device) if isinstance(value, Tensor) else tuple(fake_like(v, device) for v in value)
 
 
@@ -295,7 +271,6 @@ def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
 
 
 def _works(node: fx.Node) -> bool:
-    """Return whether a node computes elements with a PyTorch operator."""
     return node.target not in NO_WORK and makes_tensors(node.target)
 
 
@@ -312,7 +287,6 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
     inputs = _entering(run)
     outputs = _leaving(run)
-    # The run as a separate graph, then one node here that calls it, and one for each of its results.
     graph = fx.Graph()
     inner = dict[fx.Node, fx.Node]()
     for node in inputs:

@@ -10,29 +10,26 @@ For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint 
     forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-Saved views share memory with their base. A parameter that the backward needs unchanged (the weight of a norm) is not
-saved: it is in `needs` under its own name, so that no micro-batch in flight holds it.
+A parameter that the backward needs unchanged is not saved but in `needs`, so that no micro-batch in flight holds it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from hydragraph.ir.graph_data import decode, encode
+from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.layout import GradientKind
-from hydragraph.ir.parameter import Parameter
-from hydragraph.ir.program import Template
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.collective_operators import IDENTITY, METHODS
 from hydragraph.passes.joint import joint_of
 from hydragraph.passes.memory_budget import within_budget
 from hydragraph.passes.shard import ShardedTemplate
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.private.operator_schemas import arguments_of, is_operator
 from hydragraph.private.tracing import (
     code_when_called,
@@ -40,7 +37,6 @@ from hydragraph.private.tracing import (
     partition,
     recompute,
 )
-from hydragraph.spec.stage_kind import StagePart
 
 COLLECTIVES = "collectives"
 _GRAPHS = ("forward", "backward")
@@ -55,14 +51,11 @@ class Variant:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
         backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and a
             number beta: 0 to ignore the buffer's content, else 1. Returns one gradient per name of `gradients`.
-        inputs: parameter names, buffer names, template inputs, one start per name of `vocabulary`, and optionally
+        inputs: parameter names, buffer names, template inputs, one start per name of `vocabulary`, and maybe
             "collectives".
-        outputs: number of outputs before the saved values.
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
         gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
-        kinds: parameter name -> kind of its gradient.
         vocabulary: parameters sharded along the vocabulary; see `start_of`.
-        added: names of parameters whose gradients the backward accumulates; see `hydragraph.passes.accumulate`.
     """
 
     forward: fx.GraphModule
@@ -104,61 +97,41 @@ def saved_names(count: int) -> tuple[str, ...]:
 
 @one_pass()
 @code_when_called()
-def differentiate(
-    template: Template,
-    sharded: ShardedTemplate,
-    parameters: Mapping[str, Parameter],
-    part: StagePart,
-    dtype: torch.dtype,
-    partitioner: str = "min_cut",
-    where: str = "template",
-    learning: Collection[str] | None = None,
-    fused_head: bool = False,
-) -> Variant:
-    """Trace forward and backward together over fake tensors and split them.
+def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
+    """Trace forward and backward of a sharded template together over fake tensors, and split them.
 
-    Args:
-        partitioner: "min_cut" (functorch's: saves little, recomputes what is cheap) or "default" (saves everything),
-            for a stage without recomputation. A stage that recomputes saves only the inputs, or what functorch
-            chooses for its memory budget.
-        where: name of the block, for errors.
-        learning: what to compute gradients of: parameter names, and "hidden"; None: everything. If none of these has a
-            gradient, the forward saves nothing, and the backward is empty.
-        fused_head: as passed to `shard`.
+    Without any gradient, the forward saves no values, and the backward is empty.
 
     Raises:
         Unsupported: its graphs would hold only for some numbers of tokens.
     """
-    # One trace of both directions: the partitioner sees what the backward needs, and chooses what to save.
+    template = spec.template
+    budget = spec.part.recompute
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
-    learns = {*template.parameters, "hidden"} if learning is None else learning
-    joint, values, outputs = joint_of(template, sharded, parameters, part, dtype, learns, fused_head, where)
-    # Without trainable parameters there is no backward to save for, and the partitioner cannot find a cut.
-    if part.recompute is True or not any(_outputs(joint)[outputs:]):
+    joint, values, outputs = joint_of(spec, sharded)
+    # Without trainable parameters the partitioner cannot find a cut.
+    if budget is True or not any(results_of(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
-    elif part.recompute:
+    elif budget:
         forward, _ = partition(joint, values, outputs)
-        most = {node.name for node in _outputs(forward)[outputs:]}
-        forward, backward = recompute(joint, outputs, within_budget(joint, outputs, most, part.recompute))
+        most = {node.name for node in results_of(forward)[outputs:]}
+        forward, backward = recompute(joint, outputs, within_budget(joint, outputs, most, budget))
     else:
-        forward, backward = partition(joint, values, outputs, partitioner)
-    # Parameters that the backward needs are passed again instead of being saved.
+        forward, backward = partition(joint, values, outputs, spec.partitioner)
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
-    saved = [n.name for n in _outputs(forward)[outputs:]]
+    saved = [n.name for n in results_of(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
-    _output(forward, _outputs(forward)[:outputs] + [n for n in _outputs(forward)[outputs:] if n.name in kept])
-    # Inputs without a gradient (buffers, ids, frozen parameters) have None in place of one.
-    computed = _outputs(backward)
+    _output(forward, results_of(forward)[:outputs] + [n for n in results_of(forward)[outputs:] if n.name in kept])
+    computed = results_of(backward)
     learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
     _output(backward, [node for _, node in learnt])
     needs = []
-    for node in (n for n in backward.graph.nodes if n.op == "placeholder"):
+    for node in placeholders_of(backward):
         if node.name in kept:
             needs.append(f"saved.{kept.index(node.name)}")
         else:
             needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
-    # The runtime's collectives object comes last, and only if a graph communicates.
     inputs = list(names)
     if _bind(forward):
         inputs.append(COLLECTIVES)
@@ -175,12 +148,8 @@ def start_of(table: str) -> str:
     return f"vocabulary_start.{table}"
 
 
-def _outputs(graph: fx.GraphModule) -> list[fx.Node]:
-    return list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-
-
 def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
-    next(n for n in graph.graph.nodes if n.op == "output").args = (tuple(values),)
+    graph.graph.output_node().args = (tuple(values),)
     remove_dead_code(graph.graph)
 
 
@@ -193,14 +162,13 @@ def _given(collective: fx.Node) -> list[Any]:
 def _bind(module: fx.GraphModule) -> bool:
     """Turn collectives into method calls on an added last placeholder; return whether there are any."""
     graph = module.graph
-    # "enter" is no longer needed: it became a sum in the backward, and is a no-op in the forward.
+    # "enter" became a sum in the backward, and is a no-op in the forward.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     collectives = [n for n in graph.nodes if n.target in METHODS]
     if collectives:
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(last):
+        with graph.inserting_after(placeholders_of(module)[-1]):
             group = graph.placeholder(COLLECTIVES)
         for node in collectives:
             with graph.inserting_before(node):

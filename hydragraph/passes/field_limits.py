@@ -1,8 +1,7 @@
 """Search for the valid values of a batch's fields: follow each to the tables that it indexes, and to the loss.
 
 A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47; indexing
-(`table[ids]`) also counts from the end, and so admits values from -52. Other computations on a field set no limit: a
-value that is out of range there fails as it would on one device.
+(`table[ids]`) also admits values from -52. Other computations on a field set no limit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.ir.graph_data import form_of
+from hydragraph.ir.graph_data import form_of, placeholders_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.graph_node import operands
@@ -42,18 +41,17 @@ Shifted = tuple[str, int]  # a field of the batch, and what was added to it
 
 
 def limits_of(program: Program) -> tuple[Limit, ...]:
-    """Return the limits that a program sets on the fields of its batches; lookups by other values set none.
+    """Return the limits that a program sets on the fields of its batches.
 
-    If positions do not index a table but are used in computations (rotary embeddings), the config gives their number.
+    If positions do not index a table (rotary embeddings), the config gives their number.
     """
     limits: set[Limit] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # Values passed from aux to blocks may still be a field: positions that each layer looks up in its own table.
+    # Values passed from aux to blocks may still be a field: positions of each layer's own table.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
-    # Blocks of one template with the same inputs set the same limits.
     seen = set()
     for block in program.blocks:
         key = (block.template, block.aux)
@@ -82,14 +80,9 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[Limit]:
-    """Yield the limits of one block's lookups; record in `fields` which values are a field plus a number.
-
-    Args:
-        known_inputs: template input -> the field it is.
-    """
-    # Placeholders are first parameters and buffers, which name a limit's table, then the template's inputs.
+    """Yield the limits of one block; add to `fields` the values that are a known input plus a number."""
     template = program.templates[block.template]
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
     for node, name in zip(placeholders[len(tensor_names) :], template.inputs, strict=True):
         if name in known_inputs and (form := form_of(node)) is not None and form.integral:
@@ -118,8 +111,6 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
 
 
 def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
-    """Yield the limits that one operator sets on the fields that index its table."""
-    # (table, dimension, index) of each operator that reads rows by number; then the loss, whose table is the classes.
     arguments = operands(node)
     if node.target is aten.embedding.default:
         yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)
@@ -145,7 +136,6 @@ def _rows(
     tensor_names: Mapping[fx.Node, str],
     backwards: bool = False,
 ) -> Iterator[Limit]:
-    """Yield the limit of a lookup by a field in a table of constant size."""
     if not isinstance(index, fx.Node) or index not in fields:
         return
     sizes = _sizes(table)

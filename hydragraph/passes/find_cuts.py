@@ -1,13 +1,11 @@
 """Search for the dimensions that tensor parallelism may shard, following cut values through a template's forward graph.
 
 A product with a weight may give each rank some columns of its result (*column-parallel*); everything computed from it
-stays cut along the same units until a second product sums the parts (*row-parallel*). This analysis starts with every
-product on a replicated input as a candidate, follows the cut dimension operator by operator, and drops a candidate as
-soon as an operator needs its whole dimension. The remaining candidates are the model's tensor-parallel plan: it needs
-no list of module names, works for any model, and does not depend on the degree.
+stays cut along the same units until a second product sums the parts (*row-parallel*). The walk starts with every
+product on a replicated input as a candidate, follows the cut dimension, and drops a candidate as soon as an operator
+needs its whole dimension. The remaining candidates are the model's tensor-parallel plan, for any degree.
 
-A parameter is cut only if all its readers use the same cut: an operator that reads it in another way (its norm, one of
-its rows, its transpose) would take this rank's shard for the whole.
+A parameter is cut only if all its readers use the same cut.
 
 In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
 
@@ -18,11 +16,10 @@ In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, wi
     reshape                     [1, T, 64]      (2, 1)
     linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are summed here
 
-So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1. If some operator needed all of q (its norm
-over the 64), the query's product would be dropped, and the walk would restart without it.
+So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1.
 
-The walk is repeated until it changes nothing. It changes something if a candidate is dropped (`banned`), if a parameter
-must stay whole (`excluded`), or if a unit is found late and earlier operators must know it (`origins` outlive a walk).
+The walk is repeated until it changes nothing: no candidate is dropped (`banned`), no parameter must stay whole
+(`excluded`), and no unit is found late (`origins` outlive a walk).
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Raised for candidates whose whole dimension is needed by an operator, possibly one without a rule."""
+    """Raised for candidates that an operator needs whole."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -70,11 +67,9 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     """Analyse a forward graph.
 
     Args:
-        parameters: placeholders that are trainable tensors.
         tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
-    # Parameters that are read other than as a weight, a bias or a table must stay whole from the start.
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -92,12 +87,11 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             origins.clear()
             continue
         stray = _unfinished(cuts)
-        # Each iteration bans a product, excludes a parameter or refines a unit, and there are finitely many of these.
+        # Each iteration bans a product, excludes a parameter or refines a unit.
         if stray:
             banned |= stray
             origins.clear()
         elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
-            # If the readers of a parameter need different cuts, or one needs it whole, it stays whole for all of them.
             disputed = {p.name for p, choices in _wanted(cuts).items() if len(choices) > 1}
             if not disputed:
                 cuts.unknown = unknown
@@ -119,7 +113,6 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
         return all(reader.target is causal_convolution for reader in user.users)
     if user.target is causal_convolution or is_pointwise(user):
         return True
-    # The weight of experts is transposed before the product.
     readers = [user] if product(user) is not None else list(user.users)
     every = [product(reader) for reader in readers]
     return bool(every) and all(
@@ -143,8 +136,6 @@ def _unfinished(cuts: Cuts) -> set[fx.Node]:
 
 
 class _Walk:
-    """One pass over the graph with a fixed set of candidates."""
-
     def __init__(
         self,
         parameters: set[fx.Node],
@@ -187,7 +178,6 @@ class _Walk:
             return None
         sinks = sink(node)
         if sinks is not None and not self._may_cut(sinks, node):
-            # Sinks that stay whole, or are computed, belong to all heads.
             self._need_whole(node)
             return None
         rule = RULES.get(node.target)
@@ -198,7 +188,6 @@ class _Walk:
             return None
         if rule is pointwise or node.target is causal_convolution:
             self._cut_partners(node)
-        # A rule that cannot propagate the cut needs whole operands: all products that these come from are dropped.
         cut = rule(self.cuts, node)
         if cut is None:
             self._prefer_wider(node)
@@ -215,7 +204,6 @@ class _Walk:
         for operand in node.all_input_nodes:
             if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
                 continue
-            # A convolution's taps are [channels, taps], and its values [tokens, channels].
             taps = node.target is causal_convolution
             dim = 0 if taps else known.dim - (len(shape(node)) - len(shape(operand)))
             if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[known.dim]:
@@ -224,7 +212,7 @@ class _Walk:
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """Return a value, what it is made from, and so on to a parameter, each with the place of a dimension in it.
 
-        Empty if the value is not made from one parameter alone, dimension by dimension, or if others read any of them.
+        Empty if it is not made from one parameter, dimension by dimension, or if others read any of them.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -246,12 +234,11 @@ class _Walk:
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""
-        # LoRA: a layer's result [T, 4096] is cut, and its adapter's is whole, from a row product over 8 columns. The
-        # wider cut is worth more: once the adapter's first product is not a candidate, its second is.
+        # LoRA: a layer's result [T, 4096] is cut, and its adapter's, from a row product over 8 columns, is whole. The
+        # wider cut is worth more.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
-                # Skip scales, casts and views to reach the product itself.
                 operand = operand.all_input_nodes[0]
             row = self.cuts.rows.get(operand)
             if row is not None and sum(map(width, row.origins)) < sum(map(width, cut.origins)):
@@ -262,8 +249,8 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, _, outer, _ = known_product(node)
-        # A product can be one of three things, tried in this order: the end of a region (row-parallel), inside one (the
-        # same weight for every unit), or the start of one (column-parallel).
+        # A product is the end of a region (row-parallel), inside one (the same weight for every unit), or the start of
+        # one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -278,7 +265,6 @@ class _Walk:
             self.cuts.rows[node] = cut
             return None
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
-            # The same product for every unit, as in projections within each head: the cut propagates.
             return cut
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
@@ -317,10 +303,8 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return the cuts needed by the readers of each parameter that at least one reader cuts; None: whole."""
+    """Return the rules that the readers of each cut parameter need; None: whole."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
-    # A column product cuts its weight's output dimension and its bias in the same way; a fused one has several
-    # segments.
     for node in cuts.columns:
         if node.target is aten.embedding.default:
             rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, _segments(cuts, node))
@@ -330,7 +314,6 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
         rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
         if parts.bias is not None:
             rule_of_reader.setdefault(parts.bias, {})[node] = replace(rule, dim=0)
-    # A row product cuts its weight's input dimension like its operand; its bias stays whole.
     for node, cut in cuts.rows.items():
         if product(node) is not None:
             parts = known_product(node)
@@ -338,7 +321,6 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
             heads = any(cuts.origins[o].heads for o in cut.origins)
             rule = ShardRule(parts.inner, (cut.length // unit,), unit // cut.scale, heads)
             rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
-    # Sinks are cut like the heads that they belong to, and other parameters like what they meet.
     for node, cut in cuts.cut.items():
         sinks = sink(node)
         if sinks is not None:
@@ -349,14 +331,12 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
 
 
 def _segments(cuts: Cuts, column: fx.Node) -> tuple[int, ...]:
-    """Return the number of units in each segment of a column-parallel product or embedding."""
     origin = cuts.origins[column]
     bounds = [0, *sorted(origin.bounds), width(column)]
     return tuple((b - a) // origin.unit for a, b in pairwise(bounds))
 
 
 def _column_rule(cuts: Cuts, column: fx.Node, dim: int) -> ShardRule:
-    """Return the rule of a parameter whose dimension is that of a column-parallel product's result."""
     origin = cuts.origins[column]
     return ShardRule(dim, _segments(cuts, column), origin.unit, origin.heads)
 

@@ -6,11 +6,7 @@
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
 A loss that weighs tokens has cross_entropy(labels, "none") --> [T], which becomes head_token_losses(weight, labels).
-
-For 32K tokens and a vocabulary of 128K, logits in fp32 alone would take 16 GiB. The operator computes them in chunks.
-
-It applies if a rank has the whole vocabulary. If the vocabulary is sharded, `shard` writes the operator itself, because
-the loss of parts is not a single node that could be found afterwards.
+For 32K tokens and a vocabulary of 128K, logits in fp32 alone would take 16 GiB.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from torch import fx
 import hydragraph.kernels.linear_cross_entropy
 import hydragraph.kernels.linear_token_losses  # noqa: F401  registers operators
 from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.clean import copy_of
 from hydragraph.passes.vocabulary import MEAN, NONE, SUM
 
 aten = torch.ops.aten
@@ -36,10 +33,7 @@ _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.d
 
 @dataclass(frozen=True)
 class Head:
-    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss.
-
-    Its reduction is a sum, perhaps with label smoothing, or none.
-    """
+    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
 
     hidden: fx.Node
     weight: fx.Node
@@ -51,13 +45,12 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph with the fused operator in place of head and loss, or the same graph if it does not find these.
+    """Return a graph with the fused operator, or the same graph if it finds no head and loss.
 
     Args:
         module: a forward graph over whole weights, as returned by `shard` for tensor-parallel degree 1.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
         return module
@@ -84,7 +77,6 @@ def find_head(loss: fx.Node) -> Head | None:
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
     if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM):
         return None
-    # Back from the loss to the product; an intermediate value with another reader must be computed anyway.
     product = _node(logits)
     while product.target in _BETWEEN and len(product.users) == 1:
         product = _node(product.args[0])
@@ -105,6 +97,6 @@ def _node(value: object) -> fx.Node:
 
 
 def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
-    """Return whether the loss is computed in at least fp32, like the operator; some models keep it in 16 bits."""
+    """Return whether the loss is in at least fp32, like the operator."""
     dtype = value_of(loss).dtype
     return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))

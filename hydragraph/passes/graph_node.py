@@ -45,7 +45,6 @@ class Product(NamedTuple):
     Attributes:
         x: the rows.
         weight: two-dimensional, or of experts [experts, in, out] or [experts, out, in].
-        bias: None if there is none.
         inner, outer: the weight's input and output dimension.
         given: the product's operand: the weight, or its transpose.
     """
@@ -65,8 +64,7 @@ def product(node: fx.Node) -> Product | None:
         if given.target is aten.transpose.int and {d % 3 for d in operands(given)[1:]} == {1, 2}:
             return Product(x, operands(given)[0], None, 2, 1, given)
         return Product(x, given, None, 1, 2, given)
-    # The weight of `linear` is [out, in]; a Conv1D of transformers calls `addmm`, whose weight is [in, out], and traces
-    # by `differentiate` have `mm` with a transposed view.
+    # The weight of `linear` is [out, in], that of `addmm` (Conv1D of transformers) and of `mm` [in, out].
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
         return Product(x, weight, bias[0] if bias else None, 1, 0, weight)

@@ -1,21 +1,16 @@
 """Graph passes: the steps from a block's template to the graphs that one rank of a stage runs, in order.
 
-    Template   a captured block, with the places where tensor parallelism communicates
-      shard, fuse_head
-    Sharded    a rank's own forward graph
-      differentiate, accumulate, compile
-    Variant    its forward and its backward
-
-At capture, `clean` and `annotate` have made the templates. Each pass is a pure function: it does not modify its input
-graphs. `hydragraph show CONFIG --passes` prints the result of each pass for a model's blocks. The passes that make rank
-programs, in which blocks are single instructions, are listed in `hydragraph.passes.pipeline`.
+Template   a captured block, cleaned and annotated
+  shard, fuse_head
+Sharded    a rank's own forward graph
+  differentiate, accumulate, compile
+Variant    its forward and its backward
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,51 +23,10 @@ from hydragraph.passes.compile_with_inductor import compile_variant
 from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.shard import ShardedTemplate, shard
+from hydragraph.passes.variant_spec import COMPILE, VariantSpec
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # name of the last pass, whose graphs are specific to a device
-
 Graphs = Template | ShardedTemplate | Variant
-
-
-@dataclass(frozen=True)
-class VariantSpec:
-    """Everything that determines the graphs of one block on one rank.
-
-    Attributes:
-        template: template of the block.
-        parameters: the template's local parameter names -> the parameters of one block.
-        part: rank and kind of the stage.
-        dtype: compute dtype of the model.
-        learning: what to compute gradients of: local parameter names, and "hidden".
-        partitioner: selects the saved values, unless the stage recomputes everything: "min_cut" or "default"
-            (functorch's). A stage with a memory budget uses "min_cut".
-        fused_head: fuse a head and its loss into one operator.
-        added: let products accumulate gradients where possible.
-        backend: "eager", or "inductor", which compiles the graphs for `device`.
-        device: device that the graphs run on.
-        where: name of the block, for errors.
-    """
-
-    template: Template
-    parameters: Mapping[str, Parameter]
-    part: StagePart
-    dtype: torch.dtype
-    learning: frozenset[str]
-    partitioner: str = "min_cut"
-    fused_head: bool = False
-    added: bool = False
-    backend: str = "eager"
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-    where: str = "template"
-
-    @property
-    def key(self) -> str:
-        """64 hex digits that identify the graphs before a backend compiles them, equal in every process."""
-        shards = [(p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values()]
-        made = [name for name in passes_for(self) if name != COMPILE]
-        how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, made)
-        return hashlib.sha256(repr((self.template.content, shards, how)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,15 +34,11 @@ class GraphPass:
     """One step from a template to the graphs that a rank runs.
 
     Attributes:
-        name: name in lists and dumps.
-        when: condition for the pass, as text.
-        applies: condition for the pass, as a function of the spec.
-        run: computes the next graphs from those of the previous pass.
+        when: condition for the pass, as text; `VariantSpec.passes` checks it.
     """
 
     name: str
     when: str
-    applies: Callable[[VariantSpec], bool]
     run: Callable[[VariantSpec, Graphs], Graphs]
 
     @property
@@ -121,8 +71,7 @@ def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
 def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Trace forward and backward together, decide what is saved between them, and cut them apart."""
     assert isinstance(graphs, ShardedTemplate)
-    arguments = (spec.template, graphs, spec.parameters, spec.part, spec.dtype, spec.partitioner, spec.where)
-    return differentiate(*arguments, spec.learning, spec.fused_head)
+    return differentiate(spec, graphs)
 
 
 def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
@@ -138,40 +87,27 @@ def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
     return compile_variant(graphs, strides, spec.device, where=spec.where)
 
 
-def _is_added(spec: VariantSpec) -> bool:
-    # Gradient sums are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
-    return spec.added and spec.backend == "eager" and spec.dtype is torch.float32
-
-
 GRAPH_PASSES: tuple[GraphPass, ...] = (
-    GraphPass("shard", "always", lambda spec: True, _shard),
-    # If the vocabulary is sharded, `shard` has already written the fused operator.
-    GraphPass(
-        "fuse_head", "fused head, uncut vocabulary", lambda spec: spec.fused_head and spec.part.tp == 1, _fuse_head
-    ),
-    GraphPass("differentiate", "always", lambda spec: True, _differentiate),
-    GraphPass("accumulate", "eager graphs in fp32", _is_added, _accumulate),
-    GraphPass(COMPILE, "backend inductor", lambda spec: spec.backend == "inductor", _compile),
+    GraphPass("shard", "always", _shard),
+    GraphPass("fuse_head", "fused head, uncut vocabulary", _fuse_head),
+    GraphPass("differentiate", "always", _differentiate),
+    GraphPass("accumulate", "eager graphs in fp32", _accumulate),
+    GraphPass(COMPILE, "backend inductor", _compile),
 )
-
-
-def passes_for(spec: VariantSpec) -> tuple[str, ...]:
-    """Return the names of the passes that apply."""
-    return tuple(graph_pass.name for graph_pass in GRAPH_PASSES if graph_pass.applies(spec))
 
 
 def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[PassResult]:
     """Run the passes that apply, in order, and yield the result of each.
 
     Args:
-        traced: variant that an earlier process made from an equal spec (`VariantSpec.key`); then only `compile` runs.
+        traced: variant that an earlier process made from an equal spec; then only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block, which the message names.
     """
     graphs: Graphs = traced or spec.template
     for graph_pass in GRAPH_PASSES:
-        if graph_pass.applies(spec) and (traced is None or graph_pass.name == COMPILE):
+        if graph_pass.name in spec.passes and (traced is None or graph_pass.name == COMPILE):
             began = time.perf_counter()
             graphs = graph_pass.run(spec, graphs)
             yield PassResult(graph_pass.name, graphs, time.perf_counter() - began)
@@ -183,13 +119,12 @@ def make_variant(
     """Run all passes that apply; return the graphs that a rank runs, and pass -> seconds.
 
     Args:
-        traced: as for `run_passes`.
-        keep: called with the spec and its variant before a backend compiles it, unless `traced` is that variant.
+        keep: called with the spec and its traced variant, unless that was given.
     """
     # Only the latest graphs are kept: those of a large block have thousands of nodes.
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
-    last = [name for name in passes_for(spec) if name != COMPILE][-1]
+    last = [name for name in spec.passes if name != COMPILE][-1]
     for result in run_passes(spec, traced):
         graphs = result.graphs
         seconds[result.name] = result.seconds

@@ -11,10 +11,8 @@ from torch import fx
 def graph_text(module: fx.GraphModule) -> str:
     """Return a graph's operators; only placeholders keep their names, since all others depend on earlier traces.
 
-    Placeholders of a block's other tensor inputs are numbered: releases of transformers differ in how many a block
-    leaves unused.
+    Placeholders of a block's other tensor inputs are numbered, as releases of transformers differ in their number.
     """
-    # Numbered by position: the names given by FX depend on what else was traced in the process.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []
@@ -36,12 +34,9 @@ def graph_text(module: fx.GraphModule) -> str:
 
 
 def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
-    """Summarise in one line a graph's number of operators, and the operators added to or removed from another graph.
+    """Summarise in one line a graph's number of operators, and those added to or removed from another graph.
 
     For example "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
-
-    Args:
-        before: None if there was no such graph.
     """
     old, new = (_operators(module) for module in (before, after))
     count = f"{new.total()} operator{'s' * (new.total() != 1)}"

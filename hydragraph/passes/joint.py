@@ -1,8 +1,8 @@
 """Joint graph of a sharded template, forward and backward in one: traced once for all degrees if that is proven valid.
 
-Tracing dominates the cost of compiling a block, and a trace at tensor-parallel degree 4 differs from one at degree 2
-only in sizes. So a template is traced once with shares that are multiples of one large prime P, and each degree's graph
-is that trace with P replaced by 1 / degree:
+Tracing dominates the cost of compiling a block, and traces of two degrees differ only in sizes. So a template is traced
+once with shares that are multiples of one large prime P, and each degree's graph is that trace with P replaced by
+1 / degree:
 
     of a Llama with 32 heads of 128        whole      in the trace     tp 2        tp 4
     weight of the queries, rows            4096       4096 P           2048        1024
@@ -10,11 +10,10 @@ is that trace with P replaced by 1 / degree:
     elements of a token's queries          4096       4096 P           2048        1024
 
 A number of the model itself is less than P, and a share is a multiple of P: the number alone tells which it is
-(Kronecker's substitution), through all sums and products in the trace. This is exact, not a heuristic. The degree gets
-its own trace if a number is not provably one or the other, if the degree does not divide a share, or if a share becomes
-1, which PyTorch specialises on. So does sequence parallelism, whose graphs contain the degree. At each degree the
-trace's forward must equal that degree's own forward, and the derived graph is proven for other numbers of tokens
-(`hydragraph.passes.prove_sizes`), like every trace.
+(Kronecker's substitution), through all sums and products. The degree gets its own trace if a number is not provably one
+or the other, if it does not divide a share, if a share becomes 1, which PyTorch specialises on, or under sequence
+parallelism. The trace's forward must equal that degree's own forward, and the derived graph is proven for other numbers
+of tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,12 +30,12 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import decode, encode, value_of
+from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of, value_of
 from hydragraph.ir.parameter import Parameter, ShardRule
 from hydragraph.ir.program import Template
-from hydragraph.passes.graph_node import operands
 from hydragraph.passes.prove_sizes import prove_sizes
 from hydragraph.passes.shard import ShardedTemplate, shard
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.private.tracing import TensorSpec, assumptions, hint_of, symbol_name, trace_joint
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
@@ -49,7 +48,7 @@ _WIDE = StagePart(StageKind(2))  # any rank of a stage with more than one
 
 
 class _NotProvenError(Exception):
-    """Raised if it is not provable whether a number is a share."""
+    """Raised if a number may be a share or not."""
 
 
 @dataclass(frozen=True)
@@ -57,43 +56,29 @@ class _WideRule(ShardRule):
     """Rule whose parts are P times the whole."""
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return P times the units of a segment, for any rank."""
         return 0, self.segments[segment] * SHARE
 
 
-def joint_of(
-    template: Template,
-    sharded: ShardedTemplate,
-    parameters: Mapping[str, Parameter],
-    part: StagePart,
-    dtype: torch.dtype,
-    learning: Collection[str],
-    fused_head: bool = False,
-    where: str = "template",
-) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
+def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
     """Return a rank's joint graph with proven sizes, the values of its placeholders, and its number of outputs.
-
-    Args:
-        sharded: result of `shard` for the template and this part, with the same `fused_head`.
-        learning: what to compute gradients of: local parameter names, and "hidden".
-        where: name of the block, for errors.
 
     Raises:
         Unsupported: the graph would hold only for some numbers of tokens.
     """
-    proven = f"{where}, with its gradient"
-    outputs = len(_outputs(sharded.graph))
-    if part.tp > 1 and not part.sequence_parallel:
-        local = tuple((name, replace(parameter, name=name)) for name, parameter in parameters.items())
-        wide = _wide_trace(template, template.content, local, dtype, frozenset(learning), fused_head)
+    proven = f"{spec.where}, with its gradient"
+    outputs = len(results_of(sharded.graph))
+    if spec.part.tp > 1 and not spec.part.sequence_parallel:
+        local = tuple((name, replace(parameter, name=name)) for name, parameter in spec.parameters.items())
+        template = spec.template
+        wide = _wide_trace(template, template.content, local, spec.dtype, spec.learning, spec.fused_head)
         if wide is not None:
             try:
-                joint = _at(wide, sharded, part.tp)
+                joint = _at(wide, sharded, spec.part.tp)
                 prove_sizes(joint, proven)
-                return joint, _given(joint), outputs
+                return joint, [value_of(node) for node in placeholders_of(joint)], outputs
             except (_NotProvenError, Unsupported) as error:
-                _LOG.debug("%s is traced for tp %d by itself: %s", where, part.tp, error)
-    joint, values = _traced(template, sharded, parameters, part, dtype, learning)
+                _LOG.debug("%s is traced for tp %d by itself: %s", spec.where, spec.part.tp, error)
+    joint, values = _traced(spec, sharded)
     prove_sizes(joint, proven)
     return joint, values, outputs
 
@@ -115,20 +100,17 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> _WideTrace | None:
-    """Trace a template with shares of P; return None if PyTorch cannot.
-
-    Args:
-        content: the template's content; templates with equal text may have been traced with other sizes.
-    """
+    """Trace a template with shares of P; return None if PyTorch cannot."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
+    spec = VariantSpec(template, wide, _WIDE, dtype, learning, fused_head=fused_head)
     try:
         sharded = shard(template, wide, _WIDE, fused_head)
-        joint, values = _traced(template, sharded, wide, _WIDE, dtype, learning)
+        joint, values = _traced(spec, sharded)
         if assumptions(values):  # a degree's own graph, as data, does not show these
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # These sizes exceed any machine, so any error may occur: the trace with real sizes reports errors of the model.
+        # These sizes exceed any machine, so any error may occur; the trace with real sizes reports errors of the model.
         _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
         return None
 
@@ -141,12 +123,8 @@ def _widened(parameter: Parameter) -> Parameter:
 
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
-    """Return the joint graph of a degree.
-
-    Raises:
-        _NotProvenError: the degree needs its own trace.
-    """
-    # Inputs are compared as well as calls: uneven shards differ from the parameter divided by the degree.
+    """Return the joint graph of a degree; raise _NotProvenError if it needs its own trace."""
+    # Uneven shards differ from the parameter divided by the degree, so inputs are compared as well.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -159,7 +137,6 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
-    """Yield the nodes of a graph's data with each share divided by the degree."""
     known: dict[str, str] = {}  # size expressions that were already converted
     for name, op, target, args, kwargs, value in nodes:
         arguments, named = (_narrow(given, tp) if op != "output" else given for given in (args, kwargs))
@@ -167,7 +144,6 @@ def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
 
 
 def _narrow(argument: Any, tp: int) -> Any:
-    """Divide the shares in a node's arguments by the degree."""
     if isinstance(argument, bool) or argument is None or isinstance(argument, str):
         return argument
     if isinstance(argument, int):
@@ -180,7 +156,6 @@ def _narrow(argument: Any, tp: int) -> Any:
 
 
 def _narrow_value(value: Any, tp: int, known: dict[str, str]) -> Any:
-    """Divide the shares in the description of a node's value."""
     if isinstance(value, list) and value[0] == "list":
         return ["list", *(_narrow_value(part, tp, known) for part in value[1:])]
     if isinstance(value, list):
@@ -194,7 +169,6 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
     if isinstance(size, int):
         return _share(size, tp)
     if size not in known:
-        # The numbers in an expression, except those in the names of its symbols.
         known[size] = re.sub(r"(?<![\w.])\d+", lambda number: str(_share(int(number[0]), tp)), size)
     return known[size]
 
@@ -212,7 +186,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    """Return a number that is not a multiple of P, nor the inverse or root of one, and so not computed from a share."""
+    """Return a number that was not computed from a share: no multiple of P, nor the inverse or root of one."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate in candidates:
@@ -222,46 +196,29 @@ def _no_share(number: float) -> float:
     return number
 
 
-def _traced(
-    template: Template,
-    sharded: ShardedTemplate,
-    parameters: Mapping[str, Parameter],
-    part: StagePart,
-    dtype: torch.dtype,
-    learning: Collection[str],
-) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    return trace_joint(sharded.graph, *_specs(template, sharded, parameters, part, dtype, learning))
-
-
-def _specs(
-    template: Template,
-    sharded: ShardedTemplate,
-    parameters: Mapping[str, Parameter],
-    part: StagePart,
-    dtype: torch.dtype,
-    learning: Collection[str],
-) -> tuple[list[TensorSpec], list[TensorSpec], dict[str, int]]:
-    """Return the specs of the graph's inputs (local shards, then all others with symbolic sizes) and its outputs."""
-    # A template's own trace had all tokens. Under sequence parallelism, hidden states have T / tp tokens here and
-    # everything else has T, so these become two symbols, one `tp` times the other.
+def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Trace the graph on its inputs: local shards, then all others with symbolic sizes."""
+    # Under sequence parallelism hidden states have T / tp tokens here and everything else has T: two symbols.
+    template, part = spec.template, spec.part
     hints: dict[str, int] = {}
-    shapes = {n: parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
-    specs = [TensorSpec(shape, dtype, name in learning) for name, shape in shapes.items()]
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"][len(specs) :]
+    shapes = {n: spec.parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
+    inputs = [TensorSpec(shape, spec.dtype, name in spec.learning) for name, shape in shapes.items()]
+    nodes = placeholders_of(template.graph)[len(inputs) :]
     ranks = part.tp if part.sequence_parallel else 1
     for node, name in zip(nodes, [*template.buffers, *template.inputs], strict=True):
         hidden = name == "hidden"
-        specs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in learning))
-    specs += [TensorSpec((), torch.int64)] * len(sharded.vocabulary)
-    return specs, [_spec(node, hints, ranks, in_part=True) for node in _outputs(template.graph)], hints
+        inputs.append(_spec(node, hints, ranks, in_part=hidden, differentiable=hidden and name in spec.learning))
+    inputs += [TensorSpec((), torch.int64)] * len(sharded.vocabulary)
+    outputs = [_spec(node, hints, ranks, in_part=True) for node in results_of(template.graph)]
+    return trace_joint(sharded.graph, inputs, outputs, hints)
 
 
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return the spec of one value; under sequence parallelism each of `ranks` has a part of some values' tokens.
+    """Return the spec of one value; under sequence parallelism a rank has a part of some values' tokens.
 
-    A size's hint is then `ranks` times the traced one, so that it is divisible.
+    Hints are then `ranks` times the traced ones, so that they are divisible.
     """
     # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
     value = value_of(node)
@@ -274,12 +231,3 @@ def _spec(
             hints[symbol] = hint
         sizes.append(int(size) if symbol is None else symbol)
     return TensorSpec(tuple(sizes), value.dtype, differentiable)
-
-
-def _given(graph: fx.GraphModule) -> list[Any]:
-    return [value_of(n) for n in graph.graph.nodes if n.op == "placeholder"]
-
-
-def _outputs(graph: fx.GraphModule) -> list[fx.Node]:
-    nodes: list[fx.Node] = list(operands(next(n for n in graph.graph.nodes if n.op == "output"))[0])
-    return nodes

@@ -4,12 +4,9 @@
     budget     b, 0 < b < 1: at most b of the bytes of S stay saved
     cost       operations of the forward that the backward runs again, each counted once
 
-Values are dropped from S one by one; the next is always the one that adds the least cost per byte. Attention,
-collectives and random numbers never run again: a value that would need them stays saved, even above the budget. All
-ranks of a stage therefore run the same collectives, whatever their shards are.
-
-functorch's `activation_memory_budget` follows the same idea. It is not used because it counts weights as activations,
-so that it has no effect on a traced example of few tokens, and because it would run attention and collectives again.
+Values are dropped from S one by one, always the one that adds the least cost per byte. Attention, collectives and
+random numbers never run again: a value that would need them stays saved, even above the budget, so all ranks of a stage
+run the same collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.ir.graph_data import storages_of, value_of
+from hydragraph.ir.graph_data import results_of, storages_of, value_of
 from hydragraph.private.tracing import ancestors_of, draws, hint_of
 
 _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
@@ -33,8 +30,7 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
 _LOCAL = frozenset(  # operators of ours that are cheap, local and deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Operations of a product in the time in which one element is read and written: a GPU of 3e14 operations/s and
-# 2e12 bytes/s moves 5e11 elements of 2 bytes in and out per second.
+# Operations of a product in the time in which one element is moved, on a GPU of 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 
@@ -43,10 +39,9 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
 
     Args:
         joint: forward and backward as one graph; its first `outputs` results are those of the forward.
-        saved: names of the nodes that the partitioner saves.
         budget: the fraction of their bytes that may stay saved.
     """
-    results = list(next(n for n in joint.graph.nodes if n.op == "output").args[0])
+    results = results_of(joint)
     forward = ancestors_of(results[:outputs])
     gradients = [node for node in results[outputs:] if isinstance(node, fx.Node)]
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
@@ -63,7 +58,6 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
             break
         cost = costs[cheapest]
         dropped.append(cheapest)
-    # The last one may have freed more than was needed: others that cost much fit again.
     for key in reversed(dropped):
         saved_bytes = sum(sizes.values()) - sum(sizes[other] for other in dropped)
         if saved_bytes + sizes[key] <= room:
@@ -76,7 +70,6 @@ def _without(kept: dict[fx.Node, set[int]], dropped: Collection[int]) -> list[fx
 
 
 def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Collection[fx.Node]) -> float:
-    """Return the cost of the forward's operators that gradients need if some values are saved."""
     cost = 0.0
     pending = list(gradients)
     seen = set(pending)

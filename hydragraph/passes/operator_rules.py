@@ -1,17 +1,14 @@
 """Propagation rules of operators, from the cuts of operands to that of the result; None: whole operands are needed.
 
-A rule takes the running analysis (to read operands' cuts, and to record units and segments) and a node. For example, if
-x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
-transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the latter needs it whole: each rank would
-normalise over its own heads.
-
-To support an operator, add a rule to `RULES`; operators that PyTorch tags as pointwise need none.
+A rule takes the running analysis and a node. If x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4,
+16]) is `Cut(dim=2, scale=16)`, and its transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the
+latter needs it whole. Operators that PyTorch tags as pointwise need no rule.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -36,12 +33,12 @@ from hydragraph.private.tracing import hint_of
 
 aten = torch.ops.aten
 
-# Views that list their sizes: `shard` writes this rank's sizes into the list.
 SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
 MOVES = frozenset(  # move dimensions, or add or remove one of size 1
     {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
 )
+NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
 
 Rule = Callable[[Cuts, fx.Node], Cut | None]
@@ -96,84 +93,68 @@ def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:
     return cut if keep else replace(cut, dim=cut.dim - sum(d < cut.dim for d in reduced))
 
 
-def _softmax(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, dim = operands(node)[:2]
-    cut = cuts.of(x)
-    return None if cut is None or dim % len(shape(x)) == cut.dim else cut
+def _needing(dims: Callable[[fx.Node, int], Collection[int]]) -> Rule:
+    """Return the rule of operators that need some dimensions of their first operand, of so many, whole."""
+
+    def rule(cuts: Cuts, node: fx.Node) -> Cut | None:
+        x = operands(node)[0]
+        cut = cuts.of(x)
+        return None if cut is None or cut.dim in dims(node, len(shape(x))) else cut
+
+    return rule
 
 
-def _norm(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, normalized = operands(node)[:2]
+def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
+    """Follow a dimension that is moved, or drop the cut if it is removed."""
+    x, *rest = operands(node)
     cut = cuts.of(x)
-    if cut is None or cut.dim >= len(shape(x)) - len(normalized):
+    ndim = len(shape(x))
+    dims: list[int | None] = list(range(ndim))  # of the operand, for each of the result; None: a new one
+    match node.target:
+        case aten.transpose.int:
+            dims[rest[0]], dims[rest[1]] = dims[rest[1]], dims[rest[0]]
+        case aten.permute.default:
+            dims = [d % ndim for d in rest[0]]
+        case aten.unsqueeze.default:
+            dims.insert(rest[0] % (ndim + 1), None)
+        case aten.squeeze.dim | aten.select.int:
+            del dims[rest[0]]
+        case aten.expand.default:
+            dims = [*([None] * (len(shape(node)) - ndim)), *dims]
+    return None if cut is None or cut.dim not in dims else replace(cut, dim=dims.index(cut.dim))
+
+
+def join_dim(node: fx.Node) -> int:
+    """Return the dimension along which an operator joins, stacks or slices, as a non-negative index of its result."""
+    return int(operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
+
+
+def _origins(cuts: Iterable[Cut | None]) -> frozenset[fx.Node]:
+    return frozenset().union(*(cut.origins for cut in cuts if cut is not None))
+
+
+def _common(cuts: Sequence[Cut | None], key: Callable[[Cut], object]) -> Cut | None:
+    first = cuts[0]
+    if first is None or any(cut is None or key(cut) != key(first) for cut in cuts):
         return None
-    return cut
-
-
-def _transpose(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, a, b = operands(node)
-    cut = cuts.of(x)
-    ndim = len(shape(x))
-    swapped = {a % ndim: b % ndim, b % ndim: a % ndim}
-    return cut and replace(cut, dim=swapped.get(cut.dim, cut.dim))
-
-
-def _permute(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, dims = operands(node)
-    cut = cuts.of(x)
-    ndim = len(shape(x))
-    return cut and replace(cut, dim=[d % ndim for d in dims].index(cut.dim))
-
-
-def _unsqueeze(cuts: Cuts, node: fx.Node) -> Cut | None:
-    cut = cuts.of(operands(node)[0])
-    return cut and replace(cut, dim=cut.dim + (operands(node)[1] % len(shape(node)) <= cut.dim))
-
-
-def _squeeze(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, dim = operands(node)
-    cut = cuts.of(x)
-    dim %= len(shape(x))
-    return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
-
-
-def _expand(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x = operands(node)[0]
-    cut = cuts.of(x)
-    added = len(shape(node)) - len(shape(x))
-    return cut and replace(cut, dim=cut.dim + added)
+    return replace(first, origins=_origins(cuts))
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # All parts must be cut alike and joined along another dimension, like the halves of rotary embeddings. A part that
-    # is expanded to all heads is expanded to this rank's: the key of latent attention whose positions heads share.
+    # Parts must be cut alike and joined along another dimension, like halves of rotary embeddings. A part that is
+    # expanded to all heads is expanded to this rank's.
     parts = operands(node)[0]
-    dim = operands(node)[1] if len(operands(node)) > 1 else 0
     known = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
         if known is not None and cuts.of(part) is None and _is_expanded(part, known.dim):
             cuts.cut[part] = known
     part_cuts = [cuts.of(p) for p in parts]
-    joined = _joined(node, part_cuts)
-    if joined is not None:
-        return joined
-    first = part_cuts[0]
-    if first is None or any(
-        c is None or c.pieces or (c.dim, c.scale, c.length) != (first.dim, first.scale, first.length) for c in part_cuts
-    ):
-        return None
-    if dim % len(shape(node)) == first.dim:
-        return None
-    return replace(first, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
-
-
-def _joined(node: fx.Node, cuts: Sequence[Cut | None]) -> Cut | None:
-    """Return the cut of values that are joined along their cut dimension, each of them cut by itself; or None."""
-    dim = (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
-    pieces = [cut for cut in cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]
-    if len(pieces) < len(cuts):
-        return None
-    return replace(pieces[0], origins=frozenset().union(*(c.origins for c in pieces)), pieces=tuple(pieces))
+    dim = join_dim(node)
+    pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]
+    if len(pieces) == len(parts):
+        return replace(pieces[0], origins=_origins(pieces), pieces=tuple(pieces))
+    common = _common(part_cuts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
+    return None if common is None or common.pieces or common.dim == dim else common
 
 
 def _is_expanded(node: fx.Node, dim: int) -> bool:
@@ -219,13 +200,12 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1; dimension 3 is the
-    inner one, so that each rank's part would be scattered over the 64: None.
+    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1; of dimension 3 each
+    rank's part would be scattered: None.
     """
     for source, target in _groups(before, after):
         if dim in source:
             outer_is_one = all(hint_of(s) == 1 and not isinstance(s, torch.SymInt) for s in before[source.start : dim])
-            # In [T, H] as [T, 1, H], the 1 is not the cut dimension.
             return target.start if outer_is_one else None
     return None
 
@@ -233,7 +213,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
 def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
     """Return the cut of a view that merges the cut dimension with those before it.
 
-    [T, 4, 16] as [T * 4, 16], or [T, 64] as [T * 4, 16], which is [T, 4, 16] first.
+    [T, 64] as [T * 4, 16] is [T, 4, 16] first.
     """
     for source, target in _groups(before, after):
         if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
@@ -248,10 +228,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield the dimensions of a view and of the viewed value in groups of equal product, from the left.
-
-    (1, T) | (4, 16) and (T) | (64) for [1, T, 4, 16] as [T, 64].
-    """
+    """Yield groups of dimensions of equal product: (1, T) | (4, 16) and (T) | (64) for [1, T, 4, 16] as [T, 64]."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -260,7 +237,7 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         b = after[j]
         i += 1
         j += 1
-        # Symbolic sizes are compared by name, and by the trace's example when one must grow; both are valid there.
+        # Symbolic sizes are compared by name, and by the trace's example when one must grow.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -330,7 +307,6 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Defaults replace omitted arguments.
     x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
     cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
@@ -352,12 +328,11 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, heads, D] each: query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
-    # A sink that is a parameter is cut like the query's heads (`find_cuts.rules`).
+    # Query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
     head_cuts = _by_heads(cuts, operands(node)[:3])
     if head_cuts is None or any(cuts.of(n) for n in operands(node)[3:]):
         return None
-    return replace(head_cuts[0], origins=frozenset().union(*(c.origins for c in head_cuts)))
+    return replace(head_cuts[0], origins=_origins(head_cuts))
 
 
 def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
@@ -365,7 +340,7 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
-    # If there are fewer key heads than ranks they are shared, not split, so rules must know that these units are heads.
+    # Fewer key heads than ranks are shared, not split, so rules must know that these units are heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
@@ -382,7 +357,7 @@ def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
     # Products that give values count their heads by these: a key head of theirs has a whole number of them.
     if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
         return None
-    return replace(head_cuts[2], origins=frozenset().union(*(c.origins for c in head_cuts)))
+    return replace(head_cuts[2], origins=_origins(head_cuts))
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
@@ -406,55 +381,26 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
-    """Return whether a cut value is one segment, as long as its lead's first: a rank knows its part of that."""
+    """Return whether a cut value is one segment, as long as its lead's first."""
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length
 
 
 def _stack(cuts: Cuts, node: fx.Node) -> Cut | None:
-    parts = operands(node)[0]
-    dim = operands(node)[1] if len(operands(node)) > 1 else 0
-    part_cuts = [cuts.of(p) for p in parts]
-    first = part_cuts[0]
-    if first is None or any(
-        c is None or (c.dim, c.scale, c.start, c.length) != (first.dim, first.scale, first.start, first.length)
-        for c in part_cuts
-    ):
-        return None
-    moved = first.dim + (dim % len(shape(node)) <= first.dim)
-    return replace(first, dim=moved, origins=frozenset().union(*(c.origins for c in part_cuts if c)))
+    part_cuts = [cuts.of(p) for p in operands(node)[0]]
+    common = _common(part_cuts, lambda cut: (cut.dim, cut.scale, cut.start, cut.length))
+    return common and replace(common, dim=common.dim + (join_dim(node) <= common.dim))
 
 
-def _select(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, dim = operands(node)[:2]
-    cut = cuts.of(x)
-    dim %= len(shape(x))
-    return None if cut is None or dim == cut.dim else replace(cut, dim=cut.dim - (dim < cut.dim))
-
-
-def _complex(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Keep a cut whose dimension is not the last: pairs of numbers become one complex number there, or the reverse."""
-    x = operands(node)[0]
-    cut = cuts.of(x)
-    return None if cut is None or cut.dim == len(shape(x)) - 1 else cut
-
-
-def _pad(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, padding = operands(node)[:2]
-    cut = cuts.of(x)
-    padded = {len(shape(x)) - 1 - i // 2 for i, p in enumerate(padding) if p}
-    return None if cut is None or cut.dim in padded else cut
+def _padded(node: fx.Node, ndim: int) -> set[int]:
+    return {ndim - 1 - i // 2 for i, amount in enumerate(operands(node)[1]) if amount}
 
 
 def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Refuse a cut: the largest or the sorted entries are those of all ranks, as where a router chooses experts."""
+    """Refuse a cut: the largest entries are those of all ranks, as where a router chooses experts."""
     del cuts, node
     return None
-
-
-def _type_as(cuts: Cuts, node: fx.Node) -> Cut | None:
-    return cuts.of(operands(node)[0])
 
 
 # Elementwise operators that PyTorch does not tag as such. prelu has one weight, or one per feature.
@@ -475,23 +421,15 @@ RULES: dict[Any, Rule] = {
     aten.mean.dim: _reduction,
     aten.sum.dim_IntList: _reduction,
     aten.amax.default: _reduction,
-    aten.softmax.int: _softmax,
-    aten._softmax.default: _softmax,
-    aten.layer_norm.default: _norm,
-    aten.rms_norm.default: _norm,
-    aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.dim: _squeeze,
-    aten.expand.default: _expand,
+    **dict.fromkeys((aten.softmax.int, aten._softmax.default), _needing(lambda n, ndim: {operands(n)[1] % ndim})),
+    **dict.fromkeys(NORMS, _needing(lambda n, ndim: range(ndim - len(operands(n)[1]), ndim))),
+    # The last dimension: pairs of numbers become one complex number there, or the reverse.
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), _needing(lambda _, ndim: {ndim - 1})),
+    **dict.fromkeys((aten.constant_pad_nd.default, aten.pad.default), _needing(_padded)),
+    aten.type_as.default: _needing(lambda *_: ()),
+    **dict.fromkeys((*MOVES, aten.select.int), _move),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    aten.select.int: _select,
-    aten.view_as_complex.default: _complex,
-    aten.view_as_real.default: _complex,
-    aten.constant_pad_nd.default: _pad,
-    aten.pad.default: _pad,
-    aten.type_as.default: _type_as,
     **dict.fromkeys((aten.topk.default, aten.sort.default, aten.argmax.default, aten.max.dim), _choice),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SPLITS, _split),

@@ -1,8 +1,4 @@
-"""Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule.
-
-Each action of the schedule (`ir.schedules`) becomes the forward, the backward or a half of the backward of one
-micro-batch through the stage's blocks, with the messages that it needs and makes.
-"""
+"""Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -32,8 +28,8 @@ from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
 def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Fill a rank's empty program with forwards, backwards (to train), sends and receives.
 
-    A stage of u ranks receives values from one of t ranks as follows: receiver j receives from sender j mod t, so every
-    sender serves its receivers in order, and if there are fewer receivers some senders have none.
+    Receiver j of a stage receives from sender j mod t of the t ranks before it, so a sender serves its receivers in
+    order.
     """
     stage = placement.stage_of.get(program.rank)
     if stage is None:
@@ -58,16 +54,14 @@ def _of_action(
 def _in_order_of_sends(
     placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
 ) -> list[Instruction]:
-    """Move receives forward so that they follow the order in which each peer sends.
+    """Move receives forward to the order in which each peer sends.
 
-    Between two ranks, messages arrive in order. With interleaved stages a peer that is both before and after this rank
-    sends hidden states and gradients, and one that is sent first may be needed last. Its receive moves to the first use
-    of a later message: when that one is used, both have been sent.
+    Messages between two ranks arrive in order. With interleaved stages a peer may be both before and after this rank,
+    and send first what is needed last: its receive moves to the first use of a later message.
     """
     receives = [i for i, each in enumerate(instructions) if each.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there
-    for peer in dict.fromkeys(instructions[i].peer for i in receives):
-        assert peer is not None, "a receive has a peer"
+    for peer in dict.fromkeys(instructions[i].partner for i in receives):
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
         first = len(instructions)
         places = []
@@ -82,7 +76,6 @@ def _in_order_of_sends(
 
 
 def _sent(placement: Placement, mode: Mode, sender: int, receiver: int) -> Iterator[Value]:
-    """Yield the values that one rank sends to another, in order."""
     stage = placement.stage_of[sender]
     for action in placement.actions(stage, mode):
         role = stage.role_of(action.micro_batch, action.visit)
@@ -94,7 +87,6 @@ def _sent(placement: Placement, mode: Mode, sender: int, receiver: int) -> Itera
 def _forward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, mode: Mode
 ) -> Iterator[Instruction]:
-    """Run the stage's blocks in order on micro-batch m, after posting the receive of its input."""
     first, last = stage.blocks[role.visit]
     yield from _receive(activation(first - 1, m), role.previous, stage, rank)
     if role.visit == 0:
@@ -114,11 +106,9 @@ def _backward(
 ) -> Iterator[Instruction]:
     """Run the stage's blocks in reverse, down to the lowest with trainable parameters: their backwards or a half.
 
-    A block without one of the halves runs its whole backward in the other: without trainable parameters with the input
-    gradients, and the lowest block, which passes no gradient on, with the weight gradients.
+    A block without one of the halves runs its whole backward in the other.
     """
     first, last = stage.blocks[role.visit]
-    # Below the lowest trainable block no gradient is needed: stages there neither send nor receive any.
     if last <= outline.lowest:
         return
     if work is not Work.WEIGHT_GRADIENT:
@@ -152,7 +142,6 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # Every rank of a stage has the whole value; sender i of t serves receivers i, i + t, ..., so that the ranks share
-    # the sending.
+    # Sender i of t serves receivers i, i + t, ..., so that the ranks share the sending.
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

@@ -1,9 +1,8 @@
 """Overlap: placement of pulls, pushes, receives and the ends of sends so that they overlap with computation.
 
-Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, even for
-buckets it does not use, because its home shard takes part. Entering one does not block. If a home has second owners, a
-push continues on its own once its sums are complete: they are replicated in the order of the pushes, concurrently with
-computation, and the commit waits for that as well.
+Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, because its
+home shard takes part. Entering one does not block. If a home has second owners, sums are replicated in the order of the
+pushes, concurrently with computation, and the commit waits for that.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Both wait for earlier ones if the
-    window (`passes.window`) is full. The commit reads what it completes: the losses, which it sums, and the gradients,
-    whose pushes it waits for. Messages still on their way to other stages are freed before it.
+    window is full. The commit reads the losses, and the gradients, whose pushes it waits for. Messages still on their
+    way are freed before it.
     """
     if placement.streams:  # `stream` has placed the exchanges, between which a rank must not wait for a message early
         placed = _with_ends(placement, program.rank, program.instructions)
@@ -39,7 +38,6 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
 
 
 def _with_exchanges(placement: Placement, mode: Mode, program: RankProgram) -> list[Instruction]:
-    """Add one pull and, except for an evaluation, one push of each bucket, and the ends of messages."""
     mine = placement.held(program.rank)
     buckets = tuple(bucket for bucket, _ in placement.holders)
     work = _post_early(placement, program)
@@ -61,11 +59,8 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
 
-    This is safe even if a receive blocked its rank, provided that by the clock (`ir.schedules.clock`) the previous
-    stage runs that forward before the stage that waits for this backward runs its own: the backward may then be that
-    late. With w = S - 1 - s, stage s of a pipeline that shares no stage runs F(m), B(m - w), F(m + 1), and stage
-    s - 1 runs F(m + 1) while stage s runs B(m - w). Only forward receives move: if both kinds did, the two stages
-    would each wait for the other to send first.
+    This is safe even if a receive blocks: by the clock the previous stage runs that forward before the stage that waits
+    for this backward runs its own. Only forward receives move: if both kinds did, two stages could wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -74,10 +69,8 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
 
 
 def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
-    """Return an instruction's index: a forward's receive goes before the backward just before it, others last."""
     if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
         return len(before)
-    # Move before the sends that end the backward, then before its blocks.
     at = len(before)
     while at > 0 and before[at - 1].op is Op.SEND:
         at -= 1
@@ -98,11 +91,10 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert the pushes in the given order, each once its gradient is complete and earlier pushes are issued.
+    """Insert pushes in order, each once its gradient is complete, but before the next computation.
 
-    They go before the next computation rather than directly after the last one, because a send that another stage waits
-    for should leave first. Pushes of buckets that other ranks use wait for the rank's last forward: no gradient is
-    complete earlier. Pushes that wait for earlier ones come at index `free` of the work at the earliest.
+    A send that another stage waits for leaves first. Pushes that wait for earlier ones come at index `free` at the
+    earliest.
     """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
@@ -125,20 +117,12 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message once it is known to have left, so that waiting for it delays no rank.
+    """Free every message once it is known to have left, so that waiting for it delays no rank; the others at the end.
 
-    gloo reports that a message has left only to a rank that waits for it, so the program schedules the wait:
-    - h{k}.{m}, before the backward that waits for d{k}.{m}: the next stage has computed this gradient from it.
-    - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: the previous stage, which runs one forward further
-      ahead, has run the backward of m before the forward that the last computation here received. With interleaved
-      stages, before d{k}.{m + n}, where n is the size of a set (`ir.schedules.clock`): a round ends before then.
-
-        p2p      send h1.0 -> rank 2           makes h1.0>2
-        ...
-        compute  free h1.0>2                   d1.0 is waited for next, and rank 2 made it from h1.0
-        compute  ... += backward layer.0 [0] (s.layer.0.0, d1.0, W.layer.0)
-
-    The remaining messages are freed at the end.
+    gloo reports this only to a rank that waits, so the program schedules the wait:
+    - h{k}.{m}, before the backward that waits for d{k}.{m}, which the next stage has computed from it.
+    - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: by then the previous stage has run the backward of m.
+      With interleaved stages, before d{k}.{m + n}, where n is the size of a set (`ir.schedules.clock`).
     """
     ended: list[Instruction] = []
     sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages, one per receiver
@@ -165,7 +149,6 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
 
 
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Set each instruction's `after`, before the entries set by the window."""
     stream_of: dict[Value, Stream] = {}
     waiting: list[Instruction] = []
     for each in instructions:

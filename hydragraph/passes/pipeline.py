@@ -17,7 +17,6 @@ from hydragraph.spec.strategy import Strategy
 
 Pass = Callable[[Placement, Mode, RankProgram], RankProgram]
 
-# The passes that run on every rank's program, in order, after `place` has placed the blocks.
 PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("stream", stream), ("overlap", overlap), ("retain", retain))
 
 
@@ -27,11 +26,8 @@ def rank_programs(
     """Build the programs of all ranks for one iteration, idle ranks included.
 
     Args:
-        outline: outline of the model.
-        strategy: assigns computation to ranks.
         micro_batches: number of micro-batches of each pipeline, 0 or more.
         mode: "train", "gradients" for everything except the update, or "evaluate" for forwards only.
-        ranks: the world size.
 
     Raises:
         ValueError: the arguments are inconsistent.
@@ -42,18 +38,13 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build the programs of all ranks like `rank_programs`, but only one for ranks that differ only in their peers.
-
-    Raises:
-        ValueError: the arguments are inconsistent.
-    """
+    """Build the programs of all ranks like `rank_programs`, but only one for ranks that differ only in their peers."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
 
 
 def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
-    # Key of a rank's instructions -> its body, and the indices of the body's peers among the rank's neighbours.
     known: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
         decides, neighbours = _decides(placement, mode, rank)
@@ -66,11 +57,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return what determines a rank's instructions, except the identity of its neighbours; and these neighbours.
-
-    Neighbours are numbered in the order of the rank's roles: a rank that sends twice to one peer runs a different body
-    from one that sends once to each of two.
-    """
+    """Return what determines a rank's instructions, except the identity of its neighbours; and these neighbours."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()
@@ -96,11 +83,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
 def rank_program(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> RankProgram:
-    """Build one rank's program, equal to that element of `rank_programs`, at a fraction of the cost.
-
-    Raises:
-        ValueError: the arguments are inconsistent.
-    """
+    """Build one rank's program, equal to that element of `rank_programs`, at a fraction of the cost."""
     *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
     return program
 
@@ -108,11 +91,7 @@ def rank_program(
 def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    """Yield the name of every pass with one rank's program after it; the last is the result of `rank_program`.
-
-    Raises:
-        ValueError: the arguments are inconsistent.
-    """
+    """Yield the name of every pass with one rank's program after it; the last is the result of `rank_program`."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)

@@ -22,7 +22,6 @@ class PlacedRole(Role):
     """Role of a stage in one of its pipelines, and its neighbours there.
 
     Attributes:
-        depth: number of stages of the pipeline.
         previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
         visit: index among the stages that its ranks run in the pipeline.
     """
@@ -38,12 +37,9 @@ class PlacedStage:
     """Stage with work in this iteration, or all interleaved stages of the same ranks.
 
     Attributes:
-        roles: one for each of its pipelines that runs at least one micro-batch, in the strategy's order; one for each
-            interleaved stage.
-        ranks: in tensor-parallel order.
+        roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
         layers: the half-open range of layers it computes, of each interleaved stage.
         blocks: the half-open range of positions of the blocks it computes, of each interleaved stage.
-        kind: kind of the stage, shared by its ranks.
         stream: what it streams (`spec.strategy.Stage`).
     """
 
@@ -89,13 +85,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pipelines with work that are scheduled together.
-
-    Attributes:
-        pipelines: in the strategy's order.
-        shape: their shape.
-        numbers: number of each stage in the shape, by its ranks.
-    """
+    """Pipelines with work that are scheduled together; `numbers` are the rows of their shape, by ranks."""
 
     pipelines: tuple[int, ...]
     shape: Shape
@@ -103,7 +93,6 @@ class _Group:
 
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
-    """Return the group of pipelines that share stages, given the stages of each pipeline."""
     # Layers ascend along every pipeline, and so do the numbers, except where it returns to the same ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
@@ -121,12 +110,9 @@ class Placement:
     """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        outline: outline of the model.
-        schedule: the strategy's schedule.
-        stages: the stages of pipelines with micro-batches, by pipeline and stage; a shared stage once, at its first
-            place, as are interleaved stages of the same ranks.
-        holders: for each held bucket, in pull order, the ranks of each stage that uses it. A tied bucket may be held by
-            the first and the last stage of one pipeline; a stage that uses it twice holds it once.
+        stages: those of pipelines with micro-batches, by pipeline and stage; a shared stage once, as are interleaved
+            stages.
+        holders: for each held bucket, in pull order, the ranks of each stage that uses it.
         joined: the pipelines, grouped by shared stages (`Strategy.joined`).
     """
 
@@ -154,7 +140,6 @@ class Placement:
 
     @cached_property
     def _groups(self) -> Mapping[int, _Group]:
-        """The group of each pipeline with work."""
         stages: dict[int, list[PlacedStage]] = {}
         for stage in self.stages:
             for pipeline in dict.fromkeys(role.pipeline for role in stage.roles):
@@ -186,12 +171,9 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
     """Assign blocks to stages and buckets to the stages that use them; the last few results are kept.
 
-    The first block is placed with layer 0, the last block with the last layer. Pipelines without micro-batches get no
-    blocks.
+    The first block is placed with layer 0, the last block with the last layer.
 
     Args:
-        outline: outline of the model.
-        strategy: its pipelines have as many layers as the outline.
         micro_batches: number of micro-batches of each pipeline; 0 for an idle pipeline.
 
     Raises:
@@ -202,11 +184,7 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 
 
 def refuse_streams(strategy: Strategy) -> None:
-    """Check that no stage streams if the schedule splits backwards: each half would pull the weights.
-
-    Raises:
-        Unsupported: one does.
-    """
+    """Check that no stage streams if the schedule splits backwards: each half would pull the weights."""
     if strategy.schedule not in WHOLE_BACKWARD and any(s.stream for p in strategy.pipelines for s in p.stages):
         raise Unsupported(
             f"streaming stages under schedule {strategy.schedule}, which splits backwards",
@@ -227,14 +205,13 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
             f"{len(strategy.pipelines)} pipelines"
         )
     refuse_streams(strategy)
-    # A pipeline without micro-batches takes no part: its ranks hold no weights and push no gradients.
     stages: dict[tuple[int, ...], PlacedStage] = {}
     for pipeline, numbers in _numbered(strategy, micro_batches).items():
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
             other = stages.get(stage.ranks)
             stages[stage.ranks] = _joined(other, stage) if other else stage
-    # One entry per stage that uses a bucket, not per block: a stage pulls a tied weight once, even if several blocks
-    # use it. A shared stage also has one entry: its gradient is the sum over all its pipelines.
+    # One entry per stage, not per block: a stage pulls a tied weight once, and a shared stage sums the gradients of its
+    # pipelines.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages.values():
         for bucket in stage_buckets(outline, stage):
@@ -244,7 +221,6 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
 
 
 def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
-    """Add to a stage the role of an equal stage in another pipeline, or a further stage of its pipeline."""
     # `Strategy` has checked that stages with the same ranks are one or the other.
     (role,) = other.roles
     if role.pipeline != one.roles[-1].pipeline:
@@ -254,7 +230,7 @@ def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
-    """Number the micro-batches across pipelines that share stages; return the numbers of each pipeline that has any."""
+    """Number the micro-batches of pipelines with any, across those that share stages."""
     numbers = {}
     for group in strategy.joined:
         first = 0

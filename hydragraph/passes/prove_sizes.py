@@ -1,7 +1,6 @@
 """Pass `prove_sizes`: prove that no constant of a traced graph is a number of tokens or of sequences.
 
-A trace sees one example, and its graph must hold for any. There are three proofs, and each covers cases that the others
-miss:
+A trace sees one example, and its graph must hold for any. Each of three proofs covers cases that the others miss:
 
 1. The trace recorded each size that was turned into a number, and each decision based on one.
 2. The graph is run again, on shapes alone, at other sizes: each value must have the sizes of its expressions.
@@ -29,13 +28,12 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Example numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too, so that p - 1 (N sequences have N +
-# 1 bounds) has no small divisor but 2. They are small, because a model that loops over tokens, and is rejected for it,
-# is traced for all.
+# Example numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too. They are small, because a model
+# that loops over tokens is traced for all.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
 # The sizes of the second proof: this multiple of the example's plus one, so that no factor is shared.
@@ -56,7 +54,6 @@ def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
     Raises:
         Recalled: some number matches every example.
     """
-    # Each example has different sizes; the result of the last one is final.
     for sizes in EXAMPLES[:-1]:
         with contextlib.suppress(Recalled):
             return capture(sizes)
@@ -67,17 +64,15 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a graph, with the values of its trace, holds only for some sizes.
 
     Args:
-        where: description of what was traced, for the error.
         exported: `torch.export` made the graph and has covered the first proof: the sizes were declared as free.
     """
-    # Proof 1: assumptions recorded by the trace itself.
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
         raise Unsupported(f"it was traced assuming {what} of the numbers of tokens", where=where, remedy=_REMEDY)
     # Proof 3: no number of the graph matches the example's sizes, unless a dimension of the model explains it.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
-    # Under sequence parallelism an example's length is multiplied, so numbers read from it are multiples of the prime.
+    # Under sequence parallelism an example's length is multiplied.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
@@ -85,13 +80,11 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
             if any(_recalls(number, size) for size in unlike):
                 what = f"{node.target} takes {number}, which recalls the number of tokens or sequences of an example"
                 raise Recalled(what, where=where, remedy=_REMEDY)
-    # Proof 2: the same graph at sizes other than those of its trace.
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()
 
 
 def _symbols(value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the symbols that are sizes on their own, with the example's sizes."""
     for size in value.shape if isinstance(value, Tensor) else [value]:
         name = symbol_name(size) if isinstance(size, torch.SymInt) else None
         if name is not None and name.isidentifier():
@@ -120,7 +113,6 @@ def _multiple(number: float, of: int) -> bool:
 
 
 def _needs_values(n: fx.Node) -> bool:
-    """Return whether an operator's result or its size depends on values, so that shapes do not determine it."""
     return has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -129,25 +121,21 @@ def _on_meta(argument: Any) -> Any:
 
 
 class _Elsewhere(fx.Interpreter):
-    """Interpreter that runs a graph on shapes, at sizes other than those of its trace."""
-
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
         super().__init__(graph)
         self._sizes = sizes
         self._where = where
         self._unknown: set[fx.Node] = set()
-        # Keyed by text, because a graph has few distinct sizes and many values.
         self._known: dict[str, int] = {}
 
     def check(self) -> None:
         """Raise Unsupported at the first value whose sizes differ from its expressions."""
-        # The meta device computes no values; each operator's own shape function determines the sizes.
+        # The meta device computes no values, only sizes.
         inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
             self.run(*inputs, enable_io_processing=False)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator for its shapes, on the meta device."""
         return super().call_function(target, tuple(map(_on_meta, args)), {k: _on_meta(v) for k, v in kwargs.items()})
 
     def run_node(self, n: fx.Node) -> Any:
@@ -170,8 +158,7 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # If even the number of dimensions differs, PyTorch recorded the value incorrectly (a loss without
-            # reduction).
+            # If the number of dimensions differs, PyTorch recorded the value incorrectly (a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):

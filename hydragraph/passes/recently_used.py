@@ -14,11 +14,7 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Cache that makes values by key and evicts the least recently used one.
-
-    Args:
-        capacity: maximum number of values, at least 1.
-    """
+    """Cache that makes values by key and evicts the least recently used one."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity

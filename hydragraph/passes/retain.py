@@ -17,12 +17,7 @@ from hydragraph.passes.place import Placement
 
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add one `free` behind every instruction that is the last to use some values.
-
-    Such a free does not wait (its `after` is empty): it tells the runtime that no later instruction names the
-    values. `overlap` has freed the messages. Gradients live until the commit, which waits for their pushes. At the end
-    only the home state is alive.
-    """
+    """Add a `free` after every instruction that is the last to use some values; gradients live until the commit."""
     del placement, mode  # every pass has the same signature; this one needs only the program
     last_use: dict[Value, int] = {}
     for i, instruction in enumerate(program.instructions):

@@ -5,8 +5,7 @@
     hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T, 1]
 
 With entropies, the result is [1, T, 2]. Positions without a target have 0. The rest of the model is unchanged, so
-strategies, weights and compiled blocks are those of training. `hydragraph.runtime.sequence_sums` adds up the values of
-each sequence.
+strategies, weights and compiled blocks are those of training. `runtime.sequence_sums` adds up each sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.program import Block, Program, Template, graph_digest
 from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
 from hydragraph.passes.clean import remove_dead_code
@@ -32,15 +31,11 @@ aten = torch.ops.aten
 
 V = TypeVar("V")
 
-# Operators between the batch's labels and those of the loss: they keep every label, in order.
 _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default}
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
     """Return a program whose last block returns the log-probability of each target, [1, T, 1].
-
-    Args:
-        entropy: also return the entropy of each target's distribution, [1, T, 2].
 
     Raises:
         Unsupported: the loss has no cross-entropy of the batch's labels, or several of different logits.
@@ -52,7 +47,6 @@ def scoring_program(program: Program, entropy: bool = False) -> Program:
 
 
 def _with_scores(block: Block, template: Template, model: str, entropy: bool) -> tuple[Block, Template]:
-    """Return the last block and its template with log-probabilities as the output."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(template.graph.graph, copied)
@@ -73,8 +67,8 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
-    # What only the loss has read, such as fields of the batch, is no input of the new template.
-    placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    # Fields of the batch that only the loss has read are not inputs of the new template.
+    placeholders = placeholders_of(template.graph)
     names = (*template.parameters, *template.buffers, *template.inputs)
     unread = {name for name, node in zip(names, placeholders, strict=True) if not copied[node].users}
     for node in placeholders:
@@ -98,12 +92,10 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
 
 
 def _read(values: tuple[V, ...], names: Sequence[str], unread: Container[str]) -> tuple[V, ...]:
-    """Return the values of the names that are read."""
     return tuple(value for value, name in zip(values, names, strict=True) if name not in unread)
 
 
 def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
-    """Return the node of a loss that compares logits [T, V] with the labels of the batch."""
     by_logits: dict[fx.Node, fx.Node] = {
         operands(node)[0]: node
         for node in graph.nodes

@@ -1,9 +1,8 @@
 """Search for the values that sequence parallelism keeps split by tokens: those that operators compute tokenwise.
 
 Between the tensor-parallel regions of a stage every rank then has only its own tokens: norms, residuals and dropout
-cost and save a fraction, and the all-reduce at a region's end becomes a reduce-scatter there and an all-gather at the
-start of the next region (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section
-4.2).
+cost a fraction, and a region ends with a reduce-scatter and starts with an all-gather (Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", section 4.2).
 
 In a Llama layer with hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
 
@@ -25,13 +24,12 @@ from torch import fx
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import dropout, operands, product, shape
-from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, carried, is_pointwise, split_dim
+from hydragraph.passes.operator_rules import MOVES, NORMS, SPLITS, VIEWS, carried, is_pointwise, join_dim, split_dim
 from hydragraph.passes.tensor_cut import Cuts
 from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 _REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
@@ -56,12 +54,7 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
 
 
 def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
-    """Return the values of an annotated template that are split by tokens, with their token dimension.
-
-    Args:
-        graph: with "enter" and "exit" placeholders.
-        cuts: the cuts of tensor parallelism; those values have all tokens.
-    """
+    """Return the values of an annotated template that are split by tokens, with their token dimension."""
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -72,27 +65,24 @@ def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
 
 
 def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
-    # Sources of split values: inputs from the previous stage, and results of tensor-parallel regions.
     if node.op == "placeholder":
         return node.name == "hidden"
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
-    # Inside a region values are cut by units, and have all tokens.
     if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
         return False
     return any(n in parts for n in node.all_input_nodes) and _tokenwise(node, dim, parts)
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    """Return whether an operator on values split by tokens yields its result for those tokens."""
-    # A list of tokenwise operators. Any other operator gets all tokens by an all-gather: slower, but correct.
+    # Any other operator gets all tokens by an all-gather: slower, but correct.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
         ndim = len(shape(node))
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
-        return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node)) != dim
+        return join_dim(node) != dim
     # For the others, only the first operand may be split: weights, indices and bounds are whole.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
@@ -100,7 +90,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return bool(parts[first] == operands(node)[6])
     if product(node) is not None:
         return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
-    if target in _NORMS:
+    if target in NORMS:
         return parts[first] < len(shape(first)) - len(operands(node)[1])
     if target in _SOFTMAX:
         return int(operands(node)[1]) % len(shape(first)) != parts[first]
@@ -109,8 +99,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
     if target in SPLITS:
         return split_dim(node) != parts[first]
     if target is aten.slice.Tensor:
-        return (operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(first)) != parts[first]
-    # An operator that reduces or moves dimensions and still has a token dimension did not reduce over tokens.
+        return join_dim(node) != parts[first]
     return target in MOVES or target in _REDUCTIONS or getattr(target, "__name__", "") == "getitem"
 
 

@@ -1,8 +1,7 @@
 """Pass `shard`: fill in a template's Communicate-Activation placeholders for one tensor-parallel rank.
 
-Parameters become this rank's shards, sizes along sharded dimensions become local, "enter" and "exit" become
-collectives, and the embedding and the loss become vocabulary-parallel. The result is still a forward graph; its
-collectives have their own backward, so `differentiate` needs no rules.
+Parameters become shards, sizes local, "enter" and "exit" collectives, and the embedding and the loss
+vocabulary-parallel. Collectives have their own backward, so `differentiate` needs no rules.
 
 Each value is in one of four states, as in `hydragraph.passes.collective_operators`:
 
@@ -32,7 +31,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.placeholders import communicate
@@ -72,10 +71,8 @@ class ShardedTemplate:
 
     Attributes:
         graph: the forward graph over local shards; placeholders as in the template, then one per name of `vocabulary`.
-        kinds: local parameter name -> kind of its gradient.
         vocabulary: local names of the parameters sharded along the vocabulary, and of those that cut a value with
-            dropout; for each, the graph takes the index of this rank's first row or column (0-d int64), because tables
-            of other sizes are split at other rows.
+            dropout; for each, the graph takes the index of this rank's first row or column (0-d int64).
     """
 
     graph: fx.GraphModule
@@ -90,9 +87,7 @@ def shard(
 
     Args:
         parameters: the template's local parameter names -> parameters of any block (blocks of a template are alike).
-        part: rank and kind of the stage.
-        fused_head: fuse a head with a sharded vocabulary and its loss into one operator, so that a rank's logits are
-            never materialised.
+        fused_head: fuse a head with a sharded vocabulary and its loss into one operator.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator, which the message names.
@@ -127,8 +122,8 @@ def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Pa
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
-    # The analysis also ran at capture; its result is not stored, because it is cheap compared with tracing.
-    nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+    # The analysis also ran at capture; it is cheap compared with tracing.
+    nodes = placeholders_of(template.graph)
     described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
     whole = {node.name for node, parameter in described.items() if parameter.rule is None}
     tokens = next((n for n in nodes if n.name == "input_ids"), None)
@@ -149,7 +144,6 @@ def _without_placeholders(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _weight(column: fx.Node) -> fx.Node:
-    """Return the weight of a column-parallel product or embedding."""
     weight = operands(column)[0] if column.target is aten.embedding.default else known_product(column).weight
     assert isinstance(weight, fx.Node)
     return weight
@@ -160,10 +154,7 @@ class _Rewrite:
 
     Attributes:
         copied: node of the template -> local node with its value, in the state given by `cuts` and `parts`.
-        converted: (collective, node of the template) -> local node with its value in another state. Each is written
-            once: two readers of a gathered value share the message.
-        starts: see `ShardedTemplate.vocabulary`.
-        symbol: name of the token count's symbol; None without sequence parallelism.
+        converted: (collective, node of the template) -> local node with its value in another state, written once.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
@@ -182,10 +173,9 @@ class _Rewrite:
         if self.part.sequence_parallel:
             self.parts = find_parts(source.graph, self.cuts)
             self.symbol = token_symbol(source.graph)
-        placeholders = [n for n in source.graph.nodes if n.op == "placeholder"]
+        placeholders = placeholders_of(source)
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
-        # One additional placeholder for each table that is sharded along the vocabulary, and where dropout is cut.
         for table in dict.fromkeys(map(self._counted, source.graph.nodes)):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
@@ -198,7 +188,6 @@ class _Rewrite:
             elif node.op != "placeholder":
                 self.copied[node] = self._write(node)
         if self.fused_head:
-            # Removes the product that the fused operator computes itself.
             remove_dead_code(self.graph)
         self.graph.lint()
         return fx.GraphModule(source, self.graph)
@@ -210,7 +199,6 @@ class _Rewrite:
         return self._table(node) if node in self.cuts.rows else None
 
     def _table(self, row: fx.Node) -> fx.Node | None:
-        """Return the weight that a vocabulary-parallel embedding or loss uses."""
         if row.target not in VOCABULARY:
             return None
         return _weight(self.cuts.rows[row].lead)
@@ -221,35 +209,30 @@ class _Rewrite:
         return self.copied[node] if dim is None or node in self.parts else self._convert(tp_ops.tp_split, node, dim)
 
     def _convert(self, op: Any, node: fx.Node, *where: int) -> fx.Node:
-        """Write a collective on a value, at most once."""
         if (op, node) not in self.converted:
             ranks = (self.part.tp,) if where else ()
             self.converted[op, node] = self.call(op.default, self.copied[node], *where, *ranks)
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs.
+        """Return an operand with the tokens that its user needs; collectives convert its gradient in the backward.
 
-        The conversion determines gradients: each collective sums, gathers or splits the gradient in the backward.
-
-            operand             user      written     because the gradient of the operand
-            S                   S         unchanged   belongs to this rank's tokens on both sides
-            S                   R, U      tp_join     is whole on every rank, and each rank keeps its tokens' part
-            R                   R, U      unchanged   is already whole, or passes an "enter"
-            R parameter         S and R   tp_enter    is partial from one user, whole from another: sum the parts first
-            R, has tokens       S         tp_split    is needed whole at its source: gather it from the ranks
-            R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight: sum it at once
-            R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
+        operand             user      written     because the gradient of the operand
+        S                   S         unchanged   belongs to this rank's tokens on both sides
+        S                   R, U      tp_join     is whole, and each rank keeps its tokens' part
+        R                   R, U      unchanged   is already whole, or passes an "enter"
+        R parameter         S and R   tp_enter    is partial from one user, whole from another: sum the parts first
+        R, has tokens       S         tp_split    is needed whole at its source
+        R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight
+        R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
         """
-        # Without sequence parallelism every rank has all tokens. A size is read from the local value, and `_write`
-        # multiplies the token count by the number of ranks.
+        # Without sequence parallelism every rank has all tokens; `_write` multiplies local token counts.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
             return self.copied[node] if user in self.parts else self._convert(tp_ops.tp_join, node, self.parts[node])
         if user not in self.parts:
             return self.copied[node]
-        # From here on every rank has the whole operand, and its user works on this rank's tokens.
         if node in self.parameters and all(learns_in_part(node, self.cuts, self.parts)):
             return self._convert(tp_ops.tp_enter, node)
         dim = aligned_dim(user, node, self.parts, self.symbol)
@@ -263,11 +246,9 @@ class _Rewrite:
         return fx.node.map_arg(value, lambda n: self._operand(n, user))
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """Write one operator call."""
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # Sharding changes collectives, products and losses, and the sizes in views, expansions, splits and slices.
         # Every other operator treats a part like the whole, as its rule guarantees.
         if node.target is communicate:
             return self._communicate(node)
@@ -322,7 +303,7 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
-            # Sharded operators need all tokens and yield partial gradients of the operand: both collectives sum these.
+            # Both collectives sum the partial gradients of the operand.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -355,7 +336,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # Approximate rows per rank, but equal on all ranks: the chunks depend on it and must agree.
+        # Approximate, but equal on all ranks: their chunks must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
@@ -368,7 +349,6 @@ class _Rewrite:
         return self.call(operator.getitem, fused, 0)
 
     def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
-        """Write dropout that draws this rank's part of the mask."""
         arguments = self._local(operands(node), node)
         start = self.starts[_weight(cut.lead)]
         if node.target is dropout:
@@ -400,7 +380,6 @@ class _Rewrite:
             )
 
     def _part(self, node: fx.Node) -> fx.Node:
-        """Write a split or slice along a sharded dimension with local bounds."""
         source = operands(node)[0]
         cut = self.cuts.cut.get(source)
         is_slice = node.target is aten.slice.Tensor
@@ -410,7 +389,6 @@ class _Rewrite:
         if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
             return self._copy(node)  # a rank's part begins at a multiple of the step
         if is_slice:
-            # This rank's units before and in the slice: their share may differ between ranks.
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
@@ -419,7 +397,7 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
-        # A split of 3 * 64 fused columns into q, k and v: each third has its own units, and so its own local size.
+        # Each part of a split has its own units, and so its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):
@@ -430,8 +408,8 @@ class _Rewrite:
     def local_size(self, cut: Cut) -> int:
         """Return the number of this rank's elements along the dimension of a cut value.
 
-        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. For the middle third, `start` 64 and `length`
-        64 of the origin, rank 0 of 2 has 2 units: 32 elements; viewed as heads (`scale` 16), 2.
+        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Of the middle third, rank 0 of 2 has 2 units:
+        32 elements, or 2 heads (`scale` 16).
         """
         if cut.pieces:
             return sum(map(self.local_size, cut.pieces))
@@ -440,7 +418,7 @@ class _Rewrite:
         at = 0
         elements = 0
         assert rule is not None
-        # `at` walks through the origin's dimension; segments start where the analysis recorded the ends of cut values.
+        # Segments start where the analysis recorded the ends of cut values.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:

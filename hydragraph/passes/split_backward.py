@@ -9,8 +9,8 @@ For y = linear(x, W) with the backward of `differentiate`:
     input half     (W, dy, T, x)                   returns dx, then x and dy
     weight half    (x, dy, total, beta)            total += dy^t x; `needs` saved.0, saved.1
 
-The values passed on are named `saved.i` in the weight half, as a forward's are in a whole backward. No operator runs
-twice, so both halves together make the same gradients, bit for bit.
+Values passed on are named `saved.i` in the weight half. No operator runs twice, so both halves make the same gradients,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> Collection[fx.Node]:
-    """Return nodes and everything that they need."""
     found: set[fx.Node] = set()
     left = list(nodes)
     while left:
@@ -87,7 +86,6 @@ def _ancestors(nodes: Sequence[fx.Node]) -> Collection[fx.Node]:
 def _graph(
     variant: Variant, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Return a graph that copies nodes, in order, behind placeholders for the inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,8 +1,7 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has made them.
 
-A stage that streams pulls a bucket again for every block that uses it: one block ahead, so that the pull overlaps with
-the block before. Two blocks in a row that use a bucket share one pull. Each of its backwards makes gradients of its
-own, which are pushed at once and added at home.
+A stage that streams pulls a bucket again for every block that uses it, one block ahead. Two blocks in a row that use a
+bucket share one pull. Each of its backwards makes gradients of its own, which are pushed at once and added at home.
 
     pull     W.layer.0@4 = link home -> here
     pull     W.layer.1@4 = link home -> here
@@ -12,11 +11,10 @@ own, which are pushed at once and added at home.
 
 Every rank enters every exchange, so all ranks need one order of them that none has to wait for. A model of the
 iteration gives it: stages run their tasks in order, each as soon as its input exists, and all pipelines take equally
-long. Every computation then has a time, later than those of all computations that it depends on. A pull has the time of
-the computation before the one that needs it, and a push that of the computation that made its gradients. Each rank
-enters a pull before its own computations of that time, and a push after them. So whatever a rank waits for is earlier
-in this order, and the earliest rank never waits: there is no deadlock, for any stages and any schedule. Stages that
-need a bucket at the same time, as the pipelines of plain data parallelism do, share one exchange.
+long. Then every computation has a time, later than those that it depends on. A pull has the time of the computation
+before the one that needs it, and a push that of the computation that made its gradients. Each rank enters a pull before
+its own computations of that time, and a push after them. So whatever a rank waits for is earlier, and there is no
+deadlock, for any stages and any schedule. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations
@@ -52,11 +50,8 @@ class Turn:
     """One pull or push of a bucket, which all ranks enter.
 
     Attributes:
-        op: `Op.PULL` or `Op.PUSH`.
-        bucket: the bucket.
         name: its name, unique for the operation: the bucket, or `ir.value.streamed`.
         stages: the ranks of every stage that pulls the weights, or contributes gradients.
-        time: in the model of the iteration.
     """
 
     op: Op
@@ -132,12 +127,10 @@ def _computation(instruction: Instruction) -> Computation:
 
 
 def _precedes(turn: Turn, time: Fraction) -> bool:
-    """Return whether an exchange is entered before the computation of a time."""
     return turn.time <= time if turn.op is Op.PULL else turn.time < time
 
 
 def _exchanges(outline: Outline, found: tuple[Turn, ...], ranks: Ranks) -> Iterator[Instruction]:
-    """Yield the instructions of a stage's ranks for exchanges, in order, with the waits of the window."""
     ways: dict[Op, Iterator[Instruction]] = {}
     for op in (Op.PULL, Op.PUSH):
         mine = [_exchange(turn, ranks in turn.stages) for turn in found if turn.op is op]
@@ -154,7 +147,6 @@ def _exchange(turn: Turn, mine: bool) -> Instruction:
 
 
 def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Computation) -> Instruction:
-    """Let a computation read the weights of its own pulls, and make the gradients of its own pushes."""
     pulls = found.names[ranks, key, Op.PULL]
     pushes = found.names.get((ranks, key, Op.PUSH), {})
 
@@ -225,7 +217,6 @@ def _streaming(placement: Placement, mode: Mode) -> Streaming:
 def _pulls(
     outline: Outline, stage: PlacedStage, times: Mapping[Computation, Fraction]
 ) -> Iterator[tuple[Fraction, str, tuple[Computation, ...]]]:
-    """Yield the time of each pull of a stage, its bucket, and the computations that use it."""
     if not stage.streams_weights:
         for bucket in stage_buckets(outline, stage):
             yield _START, bucket, tuple(c for c in times if bucket in outline.weights[c.block])
@@ -271,8 +262,7 @@ def _pushes(
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
     """Return when each stage would run each of its computations if all pipelines took one unit of time.
 
-    A backward takes twice as long as a forward, and the blocks of a stage take equally long. A task begins when its
-    stage has ended the task before, and the neighbouring stage the same micro-batch's.
+    A backward takes twice as long as a forward, and the blocks of a stage equally long.
     """
     by_ranks = {stage.ranks: stage for stage in placement.stages}
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
@@ -304,13 +294,11 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 
 
 def _tasks(placement: Placement, stage: PlacedStage, mode: Mode) -> list[Task]:
-    """Return the tasks of a stage in the order of the schedule."""
     ops = {Work.FORWARD: Op.FORWARD, Work.BACKWARD: Op.BACKWARD}
     return [(ops[action.work], action.micro_batch, action.visit) for action in placement.actions(stage, mode)]
 
 
 def _blocks(outline: Outline, stage: PlacedStage, task: Task) -> list[str]:
-    """Return the blocks that a task computes, in order: backwards end at the lowest that is trained."""
     first, last = stage.blocks[task[2]]
     order = range(first, last) if task[0] is Op.FORWARD else reversed(range(max(first, outline.lowest), last))
     return [outline.blocks[k] for k in order]

@@ -5,9 +5,9 @@
     unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
     segment  a range of elements that is cut separately, such as q in a fused product of q, k and v
 
-For a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
-result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; of that, k [1, T, 64] is `Cut(2, 1, 64, 64)`, and k's
-heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`: one entry of dimension 2 stands for 16 elements.
+Of a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
+result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; k [1, T, 64] is `Cut(2, 1, 64, 64)`, and its heads [1,
+T, 4, 16] are `Cut(2, 16, 64, 64)`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class Cut:
     """Cut of a value: each rank holds some units along one dimension.
 
     Attributes:
-        dim: the dimension.
         scale: elements of the origin's dimension per element of this one (1 for columns, D for heads); a fraction after
-            attention whose results have other sizes than its queries (3/2 where a query of 96 gives a result of 64).
+            attention whose results have other sizes than its queries.
         start, length: the range of the origin's dimension that this value covers.
         lead: the product whose dimension `scale`, `start` and `length` refer to.
-        origins: all products it comes from; the others are cut in the same way, or (keys and values) head by head.
-        outer: sizes that a view merged into the dimension before the cut one: [T, 4, 16] as [T * 4, 16] has (T,).
-        pieces: the cuts of values that were joined along the dimension, each of them cut by itself; empty for others.
+        origins: all products it comes from; the others are cut in the same way.
+        outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
+        pieces: the cuts of values that were joined along the dimension; empty for others.
     """
 
     dim: int
@@ -59,9 +58,7 @@ class Origin:
     """Facts about one column-parallel product: its units, its fused segments, and whether units are heads.
 
     Attributes:
-        unit: elements of a unit.
         bounds: elements at which one segment ends and the next begins.
-        heads: whether units are heads of attention.
         head: elements of a head; 0 if units are not heads.
     """
 
@@ -78,8 +75,6 @@ class Cuts:
     Attributes:
         cut: node -> Cut; all other nodes are replicated.
         columns: column-parallel products and vocabulary-parallel embeddings.
-        rows: row-parallel products, with the cut of their input.
-        origins: facts about each column-parallel node.
         unknown: product that would be column-parallel -> the operator without a rule that keeps it whole.
     """
 
@@ -103,7 +98,6 @@ class Cuts:
 
     def bound(self, cut: Cut, at: int) -> None:
         """Record a boundary between fused segments of a cut value's origins at an element."""
-        # The ends of the whole dimension are not boundaries between segments.
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)

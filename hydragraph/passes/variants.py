@@ -1,6 +1,6 @@
 """Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and cached.
 
-The programs of one process share variants: a second executable of the same model reuses them all.
+A second executable of the same model reuses them all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.log import doing
 from hydragraph.passes.bind import bind
 from hydragraph.passes.differentiate import Variant, start_of
-from hydragraph.passes.graph_passes import VariantSpec, make_variant, passes_for
+from hydragraph.passes.graph_passes import make_variant
 from hydragraph.passes.place import place
 from hydragraph.passes.recently_used import LRU
 from hydragraph.passes.scoring_head import scoring_program
 from hydragraph.passes.shard import gradient_kinds
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
@@ -65,15 +66,11 @@ class Variants:
     """Cache of the variants of one program that this process has compiled.
 
     Args:
-        program: the captured model.
-        partitioner: "min_cut" or "default" (functorch's).
         backend: "eager", or "inductor", which compiles the graphs for `device`.
-        device: device that they run on. Eager graphs are cached as traced, on the CPU, and bound to it by `get`.
+        device: Eager graphs are cached as traced, on the CPU, and bound to it by `get`.
         capacity: number of variants cached, least recently used first out; a reference keeps other variants alive.
-        fused_head: fuse the head and the loss into one operator.
-        added: let products accumulate gradients where possible; not under Inductor, and only in fp32, like the sums.
-        library: searched for variants before they are traced.
-        cache: searched after the library; what is traced is added to it. None: trace whatever the library lacks.
+        added: let products accumulate gradients; not under Inductor, and only in fp32.
+        cache: searched after the library; what is traced is added to it.
 
     Attributes:
         strategies: those whose variants `compile` has made, in this process or for it.
@@ -95,11 +92,9 @@ class Variants:
         self._library = library
         self._cache = cache
         self._lacking = set[StageKind]()  # kinds of stages found missing in the library
-        self._partitioner = partitioner
         self._backend = backend
         self._device = device
-        self._fused_head = fused_head
-        self._added = added
+        self._options: dict[str, Any] = {"partitioner": partitioner, "fused_head": fused_head, "added": added}
         # Eager graphs are the same for every device, so they can be made in one process and run in another.
         made_for = None if backend == "eager" else device
         self._how = (partitioner, backend, made_for, fused_head, program.dtype)
@@ -132,13 +127,10 @@ class Variants:
         return variant if self._backend != "eager" else _on(variant, self._device)
 
     def _key(self, spec: VariantSpec) -> Hashable:
-        """Return the cache key of a spec's variant."""
-        part = spec.part
-        shards = tuple((p.rule, p.local_shape(part.tp, part.index)) for p in spec.parameters.values())
-        how = (spec.learning, self._how, passes_for(spec))
+        how = (spec.learning, self._how, spec.passes)
         # Graphs from a file are distinct from traced ones: a check may compare the two.
         source = "" if self._library is None else self._library.source(spec)
-        return (spec.template.content, shards, part.kind, *how, source)
+        return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
     @property
     def portable(self) -> bool:
@@ -162,14 +154,7 @@ class Variants:
         return other
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return the variants of the program that returns log-probabilities; all but the last block's are shared.
-
-        Args:
-            entropy: it also returns entropies.
-
-        Raises:
-            Unsupported: the loss has none.
-        """
+        """Return the variants of the program that returns log-probabilities; all but the last block's are shared."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
@@ -215,19 +200,10 @@ class Variants:
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
         """Return the spec of the variant of a block for one rank of a stage; arguments as for `get`."""
         template = self.program.templates[block.template]
-        return VariantSpec(
-            template,
-            local_parameters(self.program, block, template),
-            part,
-            self.program.dtype,
-            self._learning(block),
-            self._partitioner,
-            self._fused_head,
-            self._added,
-            self._backend,
-            self._device,
-            block.name,
-        )
+        parameters = local_parameters(self.program, block, template)
+        target = {"backend": self._backend, "device": self._device, "where": block.name}
+        options = self._options | target
+        return VariantSpec(template, parameters, part, self.program.dtype, self._learning(block), **options)
 
     def _made(self, spec: VariantSpec) -> Variant:
         began = time.perf_counter()
@@ -261,7 +237,6 @@ class Variants:
         return variant
 
     def _learning(self, block: Block) -> frozenset[str]:
-        """Return what a block computes gradients of: its trainable parameters, and "hidden" for earlier blocks."""
         local = self.program.templates[block.template].parameters
         names = {n for n, name in zip(local, block.parameters, strict=True) if name in self.program.learning}
         outline = self.program.outline
@@ -278,7 +253,6 @@ class Variants:
 
 
 def _on(variant: Variant, device: torch.device) -> Variant:
-    """Return an eager variant bound to a device, made once per device while the variant is cached."""
     if device.type == "cpu":
         return variant
     bound = _bound.setdefault(variant, {})
@@ -288,7 +262,6 @@ def _on(variant: Variant, device: torch.device) -> Variant:
 
 
 def _form(part: StagePart) -> str:
-    """Describe a part of a stage for log messages."""
     return ", ".join([f"rank {part.index} of tp{part.tp}", *part.kind.marks])
 
 

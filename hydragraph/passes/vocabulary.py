@@ -25,7 +25,6 @@ from torch import fx
 aten = torch.ops.aten
 tp_ops = torch.ops.hydragraph
 
-# PyTorch's codes for the reduction of a loss.
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -56,7 +55,6 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
     Args:
         args: local logits [T, columns], labels [T], weight (None), reduction, ignored label, label smoothing.
-        start: 0-d int64, the first column held.
         classes: number of columns of all ranks.
     """
     logits, labels = args[:2]
@@ -76,7 +74,6 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     if smoothing:
         every = call(aten.mul.Tensor, (call(aten.sum.dim_IntList, (shifted, [-1])), smoothing / classes))
         target = call(aten.add.Tensor, (call(aten.mul.Tensor, (target, 1.0 - smoothing)), every))
-    # One message for both sums.
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
@@ -96,7 +93,7 @@ def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, col
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.
-        start, columns: as for `loss_of_parts`; an entropy needs neither.
+        start, columns: as for `loss_of_parts`; not needed.
     """
     logits, labels, ignored = args
     call = graph.call_function

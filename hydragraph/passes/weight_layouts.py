@@ -1,8 +1,7 @@
 """Location of the elements of each bucket: at home, and where a strategy computes with them.
 
-A bucket's *home* layout gives the owner of each element; its *used* layout gives the ranks that compute with it and the
-kind of their gradients: parts of a sum, or replicas. The link between the two is a pull in one direction and a push in
-the other.
+A bucket's *home* layout gives the owner of each element; its *used* layout the ranks that compute with it and the kind
+of their gradients. The link between the two is a pull in one direction and a push in the other.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work; equal layouts are one object.
-
-    Args:
-        homes: bucket name -> home layout (`ir.home_layout.HomeLayouts`).
-
-    Raises:
-        Unsupported: as for `bucket_kinds`.
-    """
+    """Return the layouts of every bucket when all pipelines of a strategy have work; equal layouts are one object."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
@@ -58,10 +50,6 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
     """Return the gradient kind of each of a bucket's parameters in a stage; for a frozen bucket it has no meaning.
-
-    Args:
-        part: any rank's part of the stage.
-        kinds_of: returns the kinds for a block's parameters, by the names in its template.
 
     Raises:
         Unsupported: a shared parameter gets a whole gradient from one block and a partial one from another.

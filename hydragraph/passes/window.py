@@ -1,14 +1,12 @@
 """Window: limit on the bytes in flight, by making each exchange wait for the completion of earlier ones.
 
-Every rank enters the exchanges of weights in one order and those of gradients in one order, and waits at the same
-places. With blocks of equal size and a window of two of them:
+Every rank enters the exchanges in one order, and waits at the same places. With blocks of equal size and a window of
+two of them:
 
     pull     W.layer.0 = link home -> here
     pull     W.layer.1 = link home -> here
     pull     W.layer.2 = link home -> here                      after W.layer.0
     pull     W.layer.3 = link home -> here                      after W.layer.1
-
-`ir.deadlock` specifies where a rank may wait like this without a deadlock, and `passes.overlap` complies.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
     """Put pulls before a rank's work, with the first micro-batch's forwards between them if these wait for no rank.
 
-    A pull that waits for the weights of a block is followed by the block's forward, which overlaps with it. Only a
-    first stage computes between pulls: a later one would wait for a hidden state, and others would wait for it.
+    A pull that waits for the weights of a block is followed by the block's forward. Only a first stage computes between
+    pulls: a later one would wait for a hidden state, and others for it.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -65,7 +63,7 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
-    """Return the number of leading instructions that are the first micro-batch's forwards, and the sends after them."""
+    """Return how many instructions at the beginning are the first micro-batch's forwards and sends."""
     for i, instruction in enumerate(work):
         if instruction.op is not Op.SEND and (instruction.op, instruction.micro_batch) != (
             Op.FORWARD,
@@ -82,8 +80,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
     """Return the first index in a rank's work where it may wait for others' pushes, as no rank waits for it any more.
 
-    This is the index after its last message. A stage's work ends with its sends, though not all of its ranks send, so
-    except on a first stage all ranks use the end of the computation.
+    This is the index after its last message; except on a first stage, the end of the computation, since not all of its
+    ranks send.
     """
     last = -1
     for i, instruction in enumerate(work):

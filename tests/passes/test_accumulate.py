@@ -15,6 +15,7 @@ from hydragraph.ir.program import Block, Program
 from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.shard import shard
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants, local_parameters
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
@@ -26,7 +27,9 @@ TOKENS = 5
 
 def layer(part: StagePart, partitioner: str = "min_cut") -> Variant:
     template, parameters = llama_layer()
-    return differentiate(template, shard(template, parameters, part), parameters, part, torch.float32, partitioner)
+    learning = frozenset((*template.parameters, "hidden"))
+    spec = VariantSpec(template, parameters, part, torch.float32, learning, partitioner)
+    return differentiate(spec, shard(template, parameters, part))
 
 
 def test_golden_text() -> None:

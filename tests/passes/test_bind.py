@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from hydragraph.ir.program import Program
 from hydragraph.passes.bind import bind
-from hydragraph.passes.graph_passes import VariantSpec
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.fake_gpu import GPU, compile_for_gpu, interpret, misplaced

@@ -15,14 +15,13 @@ from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.graph_passes import (
     GRAPH_PASSES,
     PassResult,
-    VariantSpec,
     make_variant,
     modules_of,
-    passes_for,
     run_passes,
     shard_strides,
 )
 from hydragraph.passes.graph_text import changes, graph_text
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants, pass_seconds
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
@@ -48,7 +47,7 @@ def spec(part: StagePart = StagePart(), **settings: object) -> VariantSpec:  # n
     ],
 )
 def test_a_spec_says_which_passes_apply(changed: dict[str, Any], names: list[str]) -> None:
-    assert list(passes_for(spec(**changed))) == names
+    assert list(spec(**changed).passes) == names
 
 
 def test_passes_have_names_of_their_own_and_say_what_they_do() -> None:

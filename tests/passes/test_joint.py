@@ -28,8 +28,9 @@ from hydragraph.frontend.capture import capture
 from hydragraph.ir.graph_data import encode, value_of
 from hydragraph.ir.program import Program
 from hydragraph.passes import joint
-from hydragraph.passes.graph_passes import VariantSpec, make_variant
+from hydragraph.passes.graph_passes import make_variant
 from hydragraph.passes.joint import SHARE
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import gpt2, llama, tiny
@@ -58,9 +59,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     traced = joint._traced
 
-    def counted(template: Any, sharded: Any, parameters: Any, part: StagePart, *rest: Any) -> Any:
-        found.append(0 if part is joint._WIDE else part.tp)
-        return traced(template, sharded, parameters, part, *rest)
+    def counted(spec: VariantSpec, sharded: Any) -> Any:
+        found.append(0 if spec.part is joint._WIDE else spec.part.tp)
+        return traced(spec, sharded)
 
     monkeypatch.setattr(joint, "_traced", counted)
     joint._wide_trace.cache_clear()

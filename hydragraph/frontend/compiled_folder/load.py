@@ -30,7 +30,7 @@ from hydragraph.frontend.compiled_folder.record_schema import Malformed
 from hydragraph.frontend.compiled_folder.save import PROGRAM
 from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.graph_passes import VariantSpec
+from hydragraph.passes.variant_spec import VariantSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from hydragraph.ir.graph_data import decode, encode
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names, start_of
-from hydragraph.passes.graph_passes import VariantSpec
+from hydragraph.passes.variant_spec import VariantSpec
 
 Data = dict[str, Any]
 

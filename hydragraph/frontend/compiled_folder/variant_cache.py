@@ -13,7 +13,7 @@ from hydragraph.frontend import user_cache
 from hydragraph.frontend.compiled_folder.manifest import own_code, read_json, versions
 from hydragraph.frontend.compiled_folder.program_records import variant_data, variant_of
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.graph_passes import VariantSpec
+from hydragraph.passes.variant_spec import VariantSpec
 
 GRAPHS = "graphs"  # name of the folder
 MOST = 4096  # files; those used longest ago are deleted

@@ -14,6 +14,7 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.user_cache import folder
 from hydragraph.passes import graph_passes
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from tests.models import captured
@@ -31,7 +32,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("hydragraph.passes.variants._shared", {})  # what this process has compiled does not help
     blocks = list[str]()
 
-    def differentiate(spec: graph_passes.VariantSpec, graphs: graph_passes.Graphs) -> graph_passes.Graphs:
+    def differentiate(spec: VariantSpec, graphs: graph_passes.Graphs) -> graph_passes.Graphs:
         blocks.append(spec.where)
         return original(spec, graphs)
 

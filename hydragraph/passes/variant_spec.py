@@ -1,0 +1,68 @@
+"""Spec of a variant: everything that determines the graphs of one block on one rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hydragraph.ir.parameter import Parameter
+from hydragraph.ir.program import Template
+from hydragraph.spec.stage_kind import StagePart
+
+COMPILE = "compile"  # name of the last pass, whose graphs are specific to a device
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """Everything that determines the graphs of one block on one rank.
+
+    Attributes:
+        learning: what to compute gradients of: local parameter names, and "hidden".
+        partitioner: selects the saved values, unless the stage recomputes: "min_cut" (functorch's) or "default" (saves
+            everything).
+        fused_head: fuse a head and its loss into one operator.
+        added: let products accumulate gradients where possible.
+        backend: "eager", or "inductor", which compiles the graphs for `device`.
+    """
+
+    template: Template
+    parameters: Mapping[str, Parameter]
+    part: StagePart
+    dtype: torch.dtype
+    learning: frozenset[str]
+    partitioner: str = "min_cut"
+    fused_head: bool = False
+    added: bool = False
+    backend: str = "eager"
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    where: str = "template"
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The names of the graph passes that apply, in order."""
+        eager = self.backend == "eager"
+        applies = {
+            "shard": True,
+            # If the vocabulary is sharded, `shard` writes the fused operator itself.
+            "fuse_head": self.fused_head and self.part.tp == 1,
+            "differentiate": True,
+            # Gradient sums are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
+            "accumulate": self.added and eager and self.dtype is torch.float32,
+            COMPILE: self.backend == "inductor",
+        }
+        return tuple(name for name, applied in applies.items() if applied)
+
+    @property
+    def shards(self) -> tuple[object, ...]:
+        """The rule of each parameter, and the shape of the rank's shard."""
+        return tuple((p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values())
+
+    @property
+    def key(self) -> str:
+        """64 hex digits that identify the graphs before a backend compiles them, equal in every process."""
+        made = [name for name in self.passes if name != COMPILE]
+        how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, made)
+        return hashlib.sha256(repr((self.template.content, list(self.shards), how)).encode()).hexdigest()
