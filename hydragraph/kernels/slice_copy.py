@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
+from hydragraph.kernels.triton_jit import Inlined, KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -63,6 +63,24 @@ class Batch:
         return slice(first, end) if end - first == self.elements else None
 
 
+@Inlined
+def _write(  # type: ignore[no-untyped-def]
+    source, target, origins, to, first, count, within, inside,
+    UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Write a tile at the pointers `to`: its only origin, or the sum of all its origins."""
+    element = target.dtype.element_ty
+    if SUMS:
+        value = tl.load(to, mask=inside)
+        for i in range(first, first + count):
+            value += tl.load(source + tl.load(origins + i) * UNIT + within, mask=inside).to(element)
+    else:
+        value = tl.load(source + tl.load(origins + first) * UNIT + within, mask=inside).to(element)
+        if ACCUMULATE:
+            value = tl.load(to, mask=inside) + value
+    tl.store(to, value, mask=inside)
+
+
 @kernel("aligned")
 def _slice_copy(  # type: ignore[no-untyped-def]
     source, target, tiles, origins, aligned,
@@ -76,35 +94,14 @@ def _slice_copy(  # type: ignore[no-untyped-def]
     length = tl.load(tiles + 4 * tile + 1)
     first = tl.load(tiles + 4 * tile + 2)
     count = tl.load(tiles + 4 * tile + 3)
-    element = target.dtype.element_ty
     if tile < aligned:
         wide = tl.arange(0, WIDE)
-        inside = wide < length * UNIT
         to = target + at * UNIT + wide
-        if SUMS:
-            total = tl.load(to, mask=inside)
-            for i in range(first, first + count):
-                total += tl.load(source + tl.load(origins + i) * UNIT + wide, mask=inside).to(element)
-            tl.store(to, total, mask=inside)
-        else:
-            value = tl.load(source + tl.load(origins + first) * UNIT + wide, mask=inside).to(element)
-            if ACCUMULATE:
-                value = tl.load(to, mask=inside) + value
-            tl.store(to, value, mask=inside)
+        _write(source, target, origins, to, first, count, wide, wide < length * UNIT, UNIT, ACCUMULATE, SUMS)
     else:
         narrow = tl.arange(0, NARROW)
-        within = narrow < length
         to_any = target + at + narrow
-        if SUMS:
-            part = tl.load(to_any, mask=within)
-            for j in range(first, first + count):
-                part += tl.load(source + tl.load(origins + j) + narrow, mask=within).to(element)
-            tl.store(to_any, part, mask=within)
-        else:
-            one = tl.load(source + tl.load(origins + first) + narrow, mask=within).to(element)
-            if ACCUMULATE:
-                one = tl.load(to_any, mask=within) + one
-            tl.store(to_any, one, mask=within)
+        _write(source, target, origins, to_any, first, count, narrow, narrow < length, 1, ACCUMULATE, SUMS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ The walk is repeated until it changes nothing: no candidate is dropped (`banned`
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -75,7 +76,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     origins: dict[fx.Node, Origin] = {}
     unknown: dict[fx.Node, fx.Node] = {}
     while True:
-        before = {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}
+        before = _known(origins)
         try:
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
@@ -91,7 +92,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         if stray:
             banned |= stray
             origins.clear()
-        elif before == {n: (o.unit, len(o.bounds), o.heads) for n, o in origins.items()}:
+        elif before == _known(origins):
             disputed = {p.name for p, choices in _wanted(cuts).items() if len(choices) > 1}
             if not disputed:
                 cuts.unknown = unknown
@@ -99,6 +100,10 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             excluded = excluded | disputed
             banned.clear()
             origins.clear()
+
+
+def _known(origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, tuple[int, int, bool]]:
+    return {node: (origin.unit, len(origin.bounds), origin.heads) for node, origin in origins.items()}
 
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
