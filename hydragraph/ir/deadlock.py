@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.queues import Transport, run_queues
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
 
@@ -32,21 +33,29 @@ class Deadlock:
         return tuple(path if path[-1] not in self.waits else path[path.index(path[-1]) :])
 
 
-def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
-    """Simulate all programs, one per rank in rank order, over gloo; return None if all of them end.
+def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
+    """Simulate all programs together; return None if all of them end.
 
-    Sends are buffered, and everything else that could wait does: a receive for its message; the instruction that frees
-    a message for its receiver; a computation for its tensor-parallel peers and for every rank to have entered the pulls
-    of its weights; a pull or push for every rank to have entered the earlier ones that must be complete; and the commit
-    for all ranks. Programs that end here end however far ranks run ahead. So they also end over NCCL with a
-    communicator per pair of ranks and direction, which `tests/ir/queues.py` simulates.
+    Over gloo, sends are buffered, and everything else that could wait does: a receive for its message; the instruction
+    that frees a message for its receiver; a computation for its tensor-parallel peers and for every rank to have
+    entered the pulls of its weights; a pull or push for every rank to have entered the earlier ones that must be
+    complete; and the commit for all ranks. Programs that end here end however far ranks run ahead, so they also end
+    over `Transport.NCCL`, but not always over the other two, where messages wait for more (`ir.queues`).
+
+    Args:
+        programs: one per rank, in rank order.
+        transport: transport of the messages.
     """
+    if transport is not Transport.GLOO:
+        queued = run_queues(programs, transport)
+        stuck_at = {rank: stuck.at for rank, stuck in queued.items()}
+        return Deadlock(stuck_at, {rank: stuck.waits for rank, stuck in queued.items()}) if queued else None
     thin = _thinned(programs)
     if thin is not None and not _Simulation(thin).run().waits():
         return None
-    stuck = _Simulation(programs).run()  # the full programs, to report where they are stuck
-    waits = stuck.waits()
-    return Deadlock({rank: stuck.at[rank] for rank in waits}, waits) if waits else None
+    simulation = _Simulation(programs).run()  # the full programs, to report where they are stuck
+    waits = simulation.waits()
+    return Deadlock({rank: simulation.at[rank] for rank in waits}, waits) if waits else None
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:

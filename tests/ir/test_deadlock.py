@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hydragraph.ir.deadlock import Deadlock, _Simulation, _thinned, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
+from hydragraph.ir.queues import Transport
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.value import Value, activation, message, weights
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.strategy import Strategy
 from tests import fuzz
-from tests.ir.queues import Transport, run_queues
 from tests.passes.test_pipeline import iterations, model, shared
 from tests.thorough import thorough
 
@@ -141,10 +141,11 @@ def test_one_communicator_per_direction_may_deadlock_where_one_per_pair_does_not
     strategy: str, counts: tuple[int, ...], ranks: int
 ) -> None:
     programs = rank_programs(model(4), Strategy.parse(strategy, 4), counts, ranks=ranks)
-    assert find_deadlock(programs) is None
-    stuck = {transport: run_queues(programs, transport) for transport in Transport}
-    assert [transport for transport, ranks in stuck.items() if ranks] == [Transport.NCCL_BOUND]
-    assert all(rank.waits for rank in stuck[Transport.NCCL_BOUND].values())
+    deadlocks = {transport: find_deadlock(programs, transport) for transport in Transport}
+    assert [transport for transport, deadlock in deadlocks.items() if deadlock] == [Transport.NCCL_BOUND]
+    bound = deadlocks[Transport.NCCL_BOUND]
+    assert bound is not None
+    assert all(bound.waits.values())
 
 
 def test_a_computation_waits_for_its_message_over_nccl_and_over_gloo() -> None:
@@ -156,8 +157,7 @@ def test_a_computation_waits_for_its_message_over_nccl_and_over_gloo() -> None:
         (receive(0), forward("aux"), forward("layer.1", value), COMMIT),
     ]
     programs = [RankProgram(r, 2, "s", (Role(0, 0, range(1)),), (r,), ((0, 1),), row) for r, row in enumerate(rows)]
-    assert find_deadlock(programs)
-    assert all(run_queues(programs, transport) for transport in Transport)
+    assert all(find_deadlock(programs, transport) for transport in Transport)
 
 
 @thorough
@@ -169,7 +169,7 @@ def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
     """Also with moved instructions, except for messages without a counterpart, which only gloo tolerates."""
     outline, strategy, counts, mode, ranks = iteration
     programs = list(rank_programs(outline, strategy, counts, mode, ranks=ranks))
-    assert not any(run_queues(programs, transport) for transport in (Transport.NCCL, Transport.NCCL_LAZY))
+    assert not any(find_deadlock(programs, transport) for transport in (Transport.NCCL, Transport.NCCL_LAZY))
     at = random.randrange(ranks)
     body = list(programs[at].instructions)
     if body:
@@ -177,7 +177,7 @@ def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
         body.insert(random.randint(0, len(body)), taken)
     programs[at] = replace(programs[at], instructions=tuple(body))
     if find_deadlock(programs) is None:
-        assert not run_queues(programs, Transport.NCCL)
+        assert find_deadlock(programs, Transport.NCCL) is None
 
 
 @pytest.mark.thorough
@@ -185,7 +185,7 @@ def test_what_ends_over_gloo_ends_over_nccl_with_a_communicator_per_pair(
 def test_thousands_of_drawn_programs(ranks: int, of_shared: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "RANKS", ranks)
     ended = dict.fromkeys(Transport, 0)
-    drawn = gloo = 0
+    drawn = 0
     for seed in range(2000):
         draw = Random(seed)
         text = (fuzz._shared if draw.random() < of_shared else fuzz._strategy)(draw, 4)
@@ -194,9 +194,8 @@ def test_thousands_of_drawn_programs(ranks: int, of_shared: float, monkeypatch: 
         if sum(counts):
             programs = rank_programs(model(4), strategy, counts, ranks=ranks)
             drawn += 1
-            gloo += find_deadlock(programs) is None
             for transport in Transport:
-                ended[transport] += not run_queues(programs, transport)
+                ended[transport] += find_deadlock(programs, transport) is None
     assert drawn > 1500
-    assert gloo == ended[Transport.NCCL] == ended[Transport.NCCL_LAZY] == drawn
+    assert ended[Transport.GLOO] == ended[Transport.NCCL] == ended[Transport.NCCL_LAZY] == drawn
     assert ended[Transport.NCCL_BOUND] > 0.99 * drawn

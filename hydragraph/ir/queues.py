@@ -24,7 +24,9 @@ _COMPUTED = (Op.FORWARD, Op.BACKWARD)
 
 
 class Transport(Enum):
-    """How NCCL carries messages between ranks."""
+    """Transport of messages between ranks."""
+
+    GLOO = "gloo"
 
     NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"
     NCCL_LAZY = "NCCL, a communicator per pair of ranks and direction, connected at its first use"
@@ -84,7 +86,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
     Args:
         programs: one per rank, in rank order.
-        transport: how messages travel.
+        transport: any except gloo.
     """
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
