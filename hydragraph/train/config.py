@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import AUTO, Home
-from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
+from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.coming_from import HERE
+from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (
+    Count,
+    Fraction,
+    Number,
+    Part,
+    Positive,
+    Texts,
     check_choice,
+    check_fields,
     check_fraction,
     check_number,
     check_text,
@@ -33,13 +40,9 @@ DECAYS = ("cosine", "linear", "constant", "wsd")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("inductor", "eager")
 CHECKS = ("auto", "full", "off")
-# Two fields that say the same in other units: an override of one replaces the other.
-_ALTERNATIVES = (
-    ("steps", "epochs"),
-    ("schedule.warmup", "schedule.warmup_ratio"),
-    ("evaluate_every", "evaluate_per_epoch"),
-    ("checkpoint_every", "checkpoint_per_epoch"),
-)
+Dtype = Annotated[str, partial(check_choice, choices=DTYPES)]
+AtLeastOne = Annotated[float, partial(check_number, least=1.0)]
+AtLeastTwo = Annotated[int, partial(check_whole, least=2)]
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
@@ -74,13 +77,7 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dropout, bool):
-            raise ValueError(f"dropout is {self.dropout!r}: give true or false; rates are in the model's config")
-        if not isinstance(self.trust_remote_code, bool):
-            raise ValueError(f"trust_remote_code is {self.trust_remote_code!r}: give true or false")
-        check_text("architecture", self.architecture, optional=True)
-        check_text("path", self.path, optional=True)
-        check_text("weights", self.weights, optional=True)
+        check_fields(self)
         if (self.path is not None) == (self.architecture is not None or self.weights is not None):
             raise ValueError(
                 "give either architecture, to train a new model, or path, to continue from a directory, or weights, "
@@ -115,27 +112,20 @@ class LoraConfig:
         modules_to_save: layers that are trained fully and saved with the adapters.
     """
 
-    r: int = 16
-    alpha: float = 32.0
+    r: Positive = 16
+    alpha: Number = 32.0
     targets: tuple[str, ...] | str | None = None
     rslora: bool = False
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     dora: bool = False
-    modules_to_save: tuple[str, ...] | None = None
+    modules_to_save: Texts | None = None
 
     def __post_init__(self) -> None:
-        check_whole("r", self.r, 1)
-        check_number("alpha", self.alpha)
-        check_fraction("dropout", self.dropout)
+        check_fields(self)
         if isinstance(self.targets, str):
             check_text("targets", self.targets)
         elif self.targets is not None:
             object.__setattr__(self, "targets", check_texts("targets", self.targets))
-        if self.modules_to_save is not None:
-            object.__setattr__(self, "modules_to_save", check_texts("modules_to_save", self.modules_to_save))
-        for name in ("rslora", "dora"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
 
 
 @dataclass(frozen=True)
@@ -171,9 +161,9 @@ class SourceConfig:
         max_samples: read at most this number of documents; None: all.
     """
 
-    paths: tuple[str, ...] = ()
-    suffixes: tuple[str, ...] | None = None
-    format: str = "auto"
+    paths: Texts = ()
+    suffixes: Texts | None = None
+    format: Annotated[str, partial(check_choice, choices=FORMATS)] = "auto"
     text_field: str = "text"
     messages_field: str = "messages"
     tools_field: str = "tools"
@@ -181,31 +171,16 @@ class SourceConfig:
     completion_field: str = "completion"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
-    max_samples: int | None = None
+    max_samples: Positive | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "paths", check_texts("paths", self.paths))
-        if self.suffixes is not None:
-            object.__setattr__(self, "suffixes", check_texts("suffixes", self.suffixes))
-        if self.max_samples is not None:
-            check_whole("max_samples", self.max_samples, 1)
-        check_choice("format", self.format, FORMATS)
-        for name in (own.name for own in fields(SourceConfig) if own.name.endswith("_field")):
-            check_text(name, getattr(self, name))
+        check_fields(self)
 
     @property
     def fields(self) -> Fields:
         """The names of a record's fields."""
-        return Fields(
-            self.format,
-            self.text_field,
-            self.messages_field,
-            self.tools_field,
-            self.prompt_field,
-            self.completion_field,
-            self.chosen_field,
-            self.rejected_field,
-        )
+        names = {field.name: getattr(self, f"{field.name}_field") for field in fields(Fields) if field.name != "format"}
+        return Fields(self.format, **names)
 
 
 @dataclass(frozen=True)
@@ -216,11 +191,10 @@ class MixedConfig(SourceConfig):
         weight: relative share of its tokens in training.
     """
 
-    weight: float = 1.0
+    weight: Number = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("weight", self.weight)
         if not self.weight:
             raise ValueError("weight is 0: leave the corpus out, or give it a weight above 0")
 
@@ -253,14 +227,14 @@ class DataConfig(SourceConfig):
     mixture: tuple[MixedConfig, ...] = ()
     evaluation: Mapping[str, SourceConfig] = field(default_factory=dict)
     tokenizer: str | None = None
-    vocab_size: int = 8192
+    vocab_size: Positive = 8192
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    train_on: str = "assistant"
-    tokens_per_step: int = 4096
-    max_length: int = 512
-    overlong: str = "cut"
-    heldout: float | None = None
+    train_on: Annotated[str, partial(check_choice, choices=TRAIN_ON)] = "assistant"
+    tokens_per_step: AtLeastTwo = 4096
+    max_length: AtLeastTwo = 512
+    overlong: Annotated[str, partial(check_choice, choices=OVERLONG)] = "cut"
+    heldout: Fraction | None = None
     cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -270,23 +244,14 @@ class DataConfig(SourceConfig):
             if self.max_samples is not None:
                 raise ValueError("max_samples beside a mixture: give it to the corpora of the mixture")
             object.__setattr__(self, "paths", ())
-        else:
-            super().__post_init__()
+        check_fields(self, *(["paths"] if self.mixture else []))
         for name, value in self.evaluation.items():
             if not name or not set(name) <= _NAME_LETTERS:
                 raise ValueError(f"evaluation: the name {name!r}: use letters, digits, - and _")
             if not isinstance(value, SourceConfig):
                 raise ValueError(f"evaluation.{name} is {value!r}: give it paths")
-        for name in ("tokenizer", "cache", "chat_template"):
-            check_text(name, getattr(self, name), optional=True)
         if not isinstance(self.template_arguments, Mapping):
             raise ValueError(f"template_arguments is {self.template_arguments!r}: give a mapping")
-        check_choice("train_on", self.train_on, TRAIN_ON)
-        check_choice("overlong", self.overlong, OVERLONG)
-        for name, least in (("vocab_size", 1), ("tokens_per_step", 2), ("max_length", 2)):
-            check_whole(name, getattr(self, name), least)
-        if self.heldout is not None:
-            check_fraction("heldout", self.heldout)
 
     @property
     def held_out(self) -> float:
@@ -318,16 +283,14 @@ class OptimizerConfig:
     """
 
     name: str = "AdamW"
-    lr: float = 3e-4
-    weight_decay: float = 0.0
+    lr: Number = 3e-4
+    weight_decay: Number = 0.0
     betas: tuple[float, ...] | None = None
-    eps: float | None = None
-    momentum: float | None = None
+    eps: Number | None = None
+    momentum: Number | None = None
 
     def __post_init__(self) -> None:
-        check_text("name", self.name)
-        check_number("lr", self.lr)
-        check_number("weight_decay", self.weight_decay)
+        check_fields(self)
         if self.betas is not None:
             if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
                 raise ValueError(f"betas is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
@@ -336,9 +299,6 @@ class OptimizerConfig:
                 raise ValueError(f"betas is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
             for beta in self.betas:
                 check_fraction("betas", beta)
-        for name in ("eps", "momentum"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -354,24 +314,18 @@ class ScheduleConfig:
         decay_ratio: length of the decay of "wsd" as a fraction of all steps; None: 0.1.
     """
 
-    warmup: int = 0
-    decay: str = "cosine"
-    min_lr_ratio: float = 0.1
-    warmup_ratio: float | None = None
-    decay_ratio: float | None = None
+    warmup: Count = 0
+    decay: Annotated[str, partial(check_choice, choices=DECAYS)] = "cosine"
+    min_lr_ratio: Part = 0.1
+    warmup_ratio: Fraction | None = None
+    decay_ratio: Part | None = None
 
     def __post_init__(self) -> None:
-        check_whole("warmup", self.warmup, 0)
-        if self.warmup_ratio is not None:
-            check_fraction("warmup_ratio", self.warmup_ratio)
-            if self.warmup:
-                raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
-        check_choice("decay", self.decay, DECAYS)
-        if self.decay_ratio is not None:
-            check_fraction("decay_ratio", self.decay_ratio, one=True)
-            if self.decay != "wsd":
-                raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
-        check_fraction("min_lr_ratio", self.min_lr_ratio, one=True)
+        check_fields(self)
+        if self.warmup_ratio is not None and self.warmup:
+            raise ValueError(f"warmup is {self.warmup}, warmup_ratio is {self.warmup_ratio}: give one of them")
+        if self.decay_ratio is not None and self.decay != "wsd":
+            raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
 
     def warmup_of(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps`."""
@@ -398,12 +352,10 @@ class CheckpointConfig:
 
     asynchronous: bool = False
     pieces: PiecesConfig | None = None
-    every: int = 1
+    every: Positive = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.asynchronous, bool):
-            raise ValueError(f"asynchronous is {self.asynchronous!r}: give true or false")
-        check_whole("every", self.every, 1)
+        check_fields(self)
         if self.every != 1 and self.pieces is None:
             raise ValueError(
                 f"every is {self.every}, and counts the steps between checkpoints in pieces: also give pieces, or set "
@@ -432,27 +384,19 @@ class PlanConfig:
     profile: str | None = None
     cluster: str | None = None
     health: str | None = None
-    ahead: int = 3
-    workers: int = 1
-    gain: float = 0.02
-    sample: int = 8
-    patience_s: float = 60.0
+    ahead: Count = 3
+    workers: Positive = 1
+    gain: Number = 0.02
+    sample: Positive = 8
+    patience_s: Number = 60.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.choose, bool):
-            raise ValueError(f"choose is {self.choose!r}: give true or false")
-        for name in ("profile", "cluster", "health"):
-            check_text(name, getattr(self, name), optional=True)
+        check_fields(self)
         for name, needed in (("cluster", "profile"), ("health", "cluster")):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r} without a {needed}: also give the {needed}")
         if self.cluster is not None and not self.choose:
             raise ValueError(f"cluster is {self.cluster!r}: set choose: true, which assigns sequences by it")
-        check_whole("ahead", self.ahead, 0)
-        check_whole("workers", self.workers, 1)
-        check_whole("sample", self.sample, 1)
-        check_number("gain", self.gain)
-        check_number("patience_s", self.patience_s)
 
 
 @dataclass(frozen=True)
@@ -476,26 +420,19 @@ class ElasticConfig:
     """
 
     copies: int = 1
-    spares: int = 0
-    min_ranks: int | None = None
+    spares: Count = 0
+    min_ranks: Positive | None = None
     rejoin: bool = True
     monitor: bool = False
     replan: bool | None = None
     dry_run: bool = False
-    enter: float = 1.3
-    leave: float = 1.1
+    enter: AtLeastOne = 1.3
+    leave: AtLeastOne = 1.1
 
     def __post_init__(self) -> None:
         if self.copies not in (1, 2) or isinstance(self.copies, bool):
             raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
-        check_whole("spares", self.spares, 0)
-        if self.min_ranks is not None:
-            check_whole("min_ranks", self.min_ranks, 1)
-        for name in ("rejoin", "monitor", "replan", "dry_run"):
-            if not isinstance(getattr(self, name), bool) and not (name == "replan" and self.replan is None):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false")
-        for name in ("enter", "leave"):
-            check_number(name, getattr(self, name), 1.0)
+        check_fields(self)
         if not 1 < self.leave < self.enter:
             raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
 
@@ -562,7 +499,7 @@ class TrainConfig:
     strategies: tuple[str, ...]
     steps: int = 0
     epochs: float | None = None
-    ranks: int = 1
+    ranks: Positive = 1
     home: Home = AUTO
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -572,112 +509,136 @@ class TrainConfig:
     objective: ObjectiveConfig | None = None
     callbacks: tuple[str, ...] = ()
     elastic: ElasticConfig = ElasticConfig()
-    max_grad_norm: float | None = 1.0
-    label_smoothing: float = 0.0
-    dtype: str = "float32"
-    backend: str | None = None
+    max_grad_norm: Number | None = 1.0
+    label_smoothing: Fraction = 0.0
+    dtype: Dtype = "float32"
+    backend: Annotated[str, partial(check_choice, choices=BACKENDS)] | None = None
     device: str | None = None
-    check: str = "auto"
+    check: Annotated[str, partial(check_choice, choices=CHECKS)] = "auto"
     compiled: str | None = None
     trust: bool = False
-    seed: int = 0
-    evaluate_every: int = 0
-    evaluate_per_epoch: int = 0
-    evaluate_batches: int = 4
-    checkpoint_every: int = 0
-    checkpoint_per_epoch: int = 0
-    keep: int = 2
+    seed: Count = 0
+    evaluate_every: Count = 0
+    evaluate_per_epoch: Count = 0
+    evaluate_batches: Positive = 4
+    checkpoint_every: Count = 0
+    checkpoint_per_epoch: Count = 0
+    keep: Positive = 2
     keep_best: bool = False
-    patience: int | None = None
-    min_improvement: float = 0.0
-    grace_s: float = 30.0
-    progress_s: float = 600.0
+    patience: Positive | None = None
+    min_improvement: Number = 0.0
+    grace_s: Annotated[float, partial(check_number, least=0.1)] = 30.0
+    progress_s: AtLeastOne = 600.0
     deterministic: bool = False
-    push_dtype: str = "float32"
+    push_dtype: Dtype = "float32"
     output: str = "runs/train"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategies", _strategies(self.strategies))
+        self._set("strategies", _strategies(self.strategies))
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            object.__setattr__(self, "epochs", None)  # 0 says, as for steps, that the other one counts
-        if self.epochs is None:
-            if self.steps == 0 and not isinstance(self.steps, bool):
-                raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
-            check_whole("steps", self.steps, 1)
-        else:
-            check_number("epochs", self.epochs)
-            if self.steps:
-                raise ValueError(
-                    f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
-                )
-        for name in ("ranks", "evaluate_batches", "keep"):
-            check_whole(name, getattr(self, name), 1)
-        for name in ("seed", "evaluate_every", "evaluate_per_epoch", "checkpoint_every", "checkpoint_per_epoch"):
-            check_whole(name, getattr(self, name), 0)
-        for what in ("evaluate", "checkpoint"):
-            every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
-            if every and per_epoch:
-                raise ValueError(f"{what}_every is {every}, {what}_per_epoch is {per_epoch}: give one of them")
-        _check_best(self)
+            self._set("epochs", None)  # 0 means, as for steps, that the other one counts
+        if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
+            self._set("check", "off")
+        check_fields(self)
+        self._check_length()
+        self._check_evaluations()
+        self._check_determinism()
+        self._check_data()
+        self._check_ranks()
+        given: object = self.callbacks  # also null or a list, from YAML
+        self._set("callbacks", () if given in (None, (), []) else check_texts("callbacks", given))
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
-        if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm)
-        check_fraction("label_smoothing", self.label_smoothing)
-        check_number("grace_s", self.grace_s, 0.1)
-        check_number("progress_s", self.progress_s, 1.0)
-        check_choice("dtype", self.dtype, DTYPES)
-        if self.backend is not None:
-            check_choice("backend", self.backend, BACKENDS)
-        check_text("device", self.device, optional=True)
-        if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
-            object.__setattr__(self, "check", "off")
-        check_choice("check", self.check, CHECKS)
-        check_text("compiled", self.compiled, optional=True)
-        if not isinstance(self.trust, bool):
-            raise ValueError(f"trust is {self.trust!r}: give true or false")
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic is {self.deterministic!r}: give true or false")
-        if self.deterministic and self.backend == "inductor":
-            raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
-        check_choice("push_dtype", self.push_dtype, DTYPES)
-        if self.deterministic and self.push_dtype != "float32":
-            raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
-        check_text("output", self.output)
-        if self.elastic.copies > self.home.copies:
-            object.__setattr__(self, "home", replace(self.home, copies=self.elastic.copies))
-        if self.elastic.min_ranks is not None and self.elastic.min_ranks > self.ranks > 1:
-            raise ValueError(f"elastic.min_ranks is {self.elastic.min_ranks}, and ranks {self.ranks}: give fewer")
-        if self.callbacks is None or self.callbacks in ((), []):
-            object.__setattr__(self, "callbacks", ())
-        else:
-            object.__setattr__(self, "callbacks", check_texts("callbacks", self.callbacks))
         if self.adapter is not None and self.model.weights is not None:
             raise ValueError(
                 "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"
             )
-        if self.data.max_length > self.data.tokens_per_step:
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_length(self) -> None:
+        """Check that either `steps` or `epochs` is given."""
+        if self.epochs is None:
+            if self.steps == 0 and not isinstance(self.steps, bool):
+                raise ValueError("steps is 0: give a whole number of at least 1, or epochs")
+            check_whole("steps", self.steps, 1)
+            return
+        check_number("epochs", self.epochs)
+        if self.steps:
             raise ValueError(
-                f"data.max_length is {self.data.max_length}, but data.tokens_per_step is only "
-                f"{self.data.tokens_per_step}: a whole sequence must fit into a mini-batch"
+                f"epochs is {self.epochs!r}, steps is {self.steps!r}: give one of them and 0 for the other"
             )
-        if self.objective is not None:
-            _check_pairs(self)
-            object.__setattr__(self, "data", _of_pairs(self.data))
+
+    def _check_evaluations(self) -> None:
+        """Check when the run evaluates and saves, and what follows from the evaluation loss."""
+        for what in ("evaluate", "checkpoint"):
+            every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
+            if every and per_epoch:
+                raise ValueError(f"{what}_every is {every}, {what}_per_epoch is {per_epoch}: give one of them")
+        for name, given in (("keep_best", self.keep_best), ("patience", self.patience)):
+            if given and not self.evaluates:
+                raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
+        if self.min_improvement and self.patience is None:
+            raise ValueError("min_improvement has no effect without patience: also set patience, or leave it out")
+        if self.evaluates and not self.data.held_out and not self.data.evaluation:
+            name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
+            raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
+
+    def _check_determinism(self) -> None:
+        if self.deterministic and self.backend == "inductor":
+            raise ValueError('deterministic: code by Inductor depends on the sizes it has seen: set backend to "eager"')
+        if self.deterministic and self.push_dtype != "float32":
+            raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
+
+    def _check_data(self) -> None:
+        """Check that sequences fit into a mini-batch, and read pairs of answers for an objective."""
+        data = self.data
+        if data.max_length > data.tokens_per_step:
+            raise ValueError(
+                f"data.max_length is {data.max_length}, but data.tokens_per_step is only {data.tokens_per_step}: a "
+                "whole sequence must fit into a mini-batch"
+            )
+        if self.objective is None:
+            return
+        if self.label_smoothing:
+            raise ValueError(
+                "label_smoothing is of cross-entropy: with an objective leave it out; DPO has "
+                "objective.dpo.label_smoothing"
+            )
+        for source in (data, *data.sources, *data.evaluation.values()):
+            if source.format not in ("auto", "preference"):
+                raise ValueError(
+                    f"data.format is {source.format}, and the objective compares two answers: leave format out, and "
+                    "give records with a prompt, chosen and rejected"
+                )
+        if 2 * data.max_length > data.tokens_per_step:
+            raise ValueError(
+                f"data.max_length is {data.max_length}, and data.tokens_per_step {data.tokens_per_step}: both answers "
+                f"of a pair must fit into a mini-batch: set tokens_per_step to at least {2 * data.max_length}"
+            )
+        mixture = tuple(replace(source, format="preference") for source in data.mixture)
+        evaluation = {name: replace(source, format="preference") for name, source in data.evaluation.items()}
+        self._set("data", replace(data, format="preference", mixture=mixture, evaluation=evaluation))
+
+    def _check_ranks(self) -> None:
+        """Check how strategies are chosen, and what happens when ranks are lost or slow."""
+        elastic = self.elastic
+        if elastic.copies > self.home.copies:
+            self._set("home", replace(self.home, copies=elastic.copies))
+        if elastic.min_ranks is not None and elastic.min_ranks > self.ranks > 1:
+            raise ValueError(f"elastic.min_ranks is {elastic.min_ranks}, and ranks {self.ranks}: give fewer")
         if self.automatic and len(self.strategies) > 1:
             raise ValueError("strategies: auto stands alone: leave out the others, or name only strategies")
         if self.automatic and not self.plan.choose:
-            object.__setattr__(self, "plan", replace(self.plan, choose=True))
-        if self.elastic.replan and not self.automatic and (not self.plan.choose or self.plan.profile is None):
+            self._set("plan", replace(self.plan, choose=True))
+        if elastic.replan and not self.automatic and (not self.plan.choose or self.plan.profile is None):
             raise ValueError(
                 "elastic.replan needs strategies: auto, or plan: {choose: true, profile: profile.json} (a file that "
                 "hydragraph profile writes): plans are priced by what was measured"
             )
-        if self.elastic.dry_run and not self.replans:
+        if elastic.dry_run and not self.replans:
             raise ValueError("elastic: dry_run has no effect without replan: also set replan, or leave dry_run out")
-        if self.evaluates and not self.data.held_out and not self.data.evaluation:
-            name = "evaluate_every" if self.evaluate_every else "evaluate_per_epoch"
-            raise ValueError(f"{name} needs held-out documents: set data.heldout above 0, or data.evaluation")
 
     @property
     def evaluates(self) -> bool:
@@ -709,7 +670,7 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return _overridden(load_record(cls, path, "the config", HERE), overrides)
+        return overridden(load_record(cls, path, "the config", HERE), overrides)
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -718,153 +679,10 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return _overridden(from_record(cls, parse_yaml(text), name="the config", hints=HERE), overrides)
+        return overridden(from_record(cls, parse_yaml(text), name="the config", hints=HERE), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
-        data = _plain(asdict(self))
+        data = plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)
-
-
-def _check_pairs(config: TrainConfig) -> None:
-    """Check what differs with a loss of pairs of answers."""
-    data = config.data
-    if config.label_smoothing:
-        raise ValueError(
-            "label_smoothing is of cross-entropy: with an objective leave it out; DPO has objective.dpo.label_smoothing"
-        )
-    for source in (data, *data.sources, *data.evaluation.values()):
-        if source.format not in ("auto", "preference"):
-            raise ValueError(
-                f"data.format is {source.format}, and the objective compares two answers: leave format out, and give "
-                "records with a prompt, chosen and rejected"
-            )
-    if 2 * data.max_length > data.tokens_per_step:
-        raise ValueError(
-            f"data.max_length is {data.max_length}, and data.tokens_per_step {data.tokens_per_step}: both answers of a "
-            f"pair must fit into a mini-batch: set tokens_per_step to at least {2 * data.max_length}"
-        )
-
-
-def _of_pairs(data: DataConfig) -> DataConfig:
-    """Return a run's data, read as pairs of answers."""
-    return replace(
-        data,
-        format="preference",
-        mixture=tuple(replace(source, format="preference") for source in data.mixture),
-        evaluation={name: replace(source, format="preference") for name, source in data.evaluation.items()},
-    )
-
-
-def _check_best(config: TrainConfig) -> None:
-    """Check the settings about the lowest evaluation loss."""
-    if not isinstance(config.keep_best, bool):
-        raise ValueError(f"keep_best is {config.keep_best!r}: give true or false")
-    if config.patience is not None:
-        check_whole("patience", config.patience, 1)
-    check_number("min_improvement", config.min_improvement)
-    for name, given in (("keep_best", config.keep_best), ("patience", config.patience)):
-        if given and not config.evaluates:
-            raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
-    if config.min_improvement and config.patience is None:
-        raise ValueError("min_improvement has no effect without patience: also set patience, or leave it out")
-
-
-def differences(before: TrainConfig, after: TrainConfig) -> list[str]:
-    """Return every field that differs, such as "optimizer.lr 0.001 -> 0.01"."""
-    old, new = (dict(_fields("", _plain(asdict(config)))) for config in (before, after))
-    names = [*old, *(name for name in new if name not in old)]
-    return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
-
-
-def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _fields(f"{prefix}.{name}" if prefix else str(name), item)
-    else:
-        yield prefix, value
-
-
-def _short(value: object) -> str:
-    return "none" if value is None else json.dumps(value)
-
-
-def _overridden(config: TrainConfig, texts: Sequence[str]) -> TrainConfig:
-    """Return the config with every "section.field=value" applied, values read as in YAML, and then checked as a whole.
-
-    A value for `steps` also removes `epochs`, and the reverse, unless the overrides give both.
-    """
-    data = to_record(config)
-    names = {text.partition("=")[0].strip() for text in texts}
-    failures: list[str] = []  # what stands against the config after each override
-    for text in texts:
-        path, equals, value = text.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
-        read = _value(text, value)
-        if read and (other := _alternative(".".join(keys))) and other not in names:
-            _remove(data, other.split("."))
-        if _put(data, keys, read):
-            # A field of something that an earlier override wrote short, such as a home: its long form has fields.
-            with suppress(ValueError):
-                data = to_record(from_record(TrainConfig, data))
-            if hurdle := _put(data, keys, read):
-                raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
-        try:
-            config = from_record(TrainConfig, data, name="the config", hints=HERE)
-            failures.append("")
-        except ValueError as error:
-            failures.append(str(error))
-    if failures and failures[-1]:
-        guilty = texts[failures.index(failures[-1])]  # the first override that fails
-        raise ValueError(f"override {guilty!r}: {failures[-1]}")
-    return config
-
-
-def _alternative(name: str) -> str | None:
-    """Return the field that an override of this one replaces."""
-    pairs = dict([*_ALTERNATIVES, *((second, first) for first, second in _ALTERNATIVES)])
-    return pairs.get(name)
-
-
-def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
-    """Remove the entry data[keys[0]][keys[1]]..., if it exists."""
-    at: Any = data
-    for key in keys[:-1]:
-        at = at.get(key)
-        if not isinstance(at, dict):
-            return
-    at.pop(keys[-1], None)
-
-
-def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
-    """Set data[keys[0]][keys[1]]... to a value; return what is on the way and has no fields, such as "steps is 6"."""
-    at = data
-    for i, key in enumerate(keys[:-1]):
-        inner = at.get(key)
-        if not isinstance(inner, Mapping | None):
-            return f"{'.'.join(keys[: i + 1])} is {inner!r}"
-        at[key] = dict(inner or {})
-        at = at[key]
-    at[keys[-1]] = value
-    return ""
-
-
-def _value(text: str, value: str) -> object:
-    try:
-        return json.loads(value)  # JSON first: PyYAML takes 1e-3 for text
-    except json.JSONDecodeError:
-        pass
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"override {text!r}: the value is not readable as YAML: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with lists for tuples, as YAML knows it."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -11,26 +11,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON
 from hydragraph.spec.home import Home
-from hydragraph.train import config as settings
 from hydragraph.train.config import TrainConfig
+from hydragraph.train.field_checks import check_of
 
 SCHEMA = Path(__file__).with_name("config.schema.json")  # shipped with the package
 
-# Text fields with a fixed set of values, by class and name.
-_CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("DataConfig", "format"): FORMATS,
-    ("DataConfig", "overlong"): OVERLONG,
-    ("DataConfig", "train_on"): TRAIN_ON,
-    ("MixedConfig", "format"): FORMATS,
-    ("ScheduleConfig", "decay"): settings.DECAYS,
-    ("SourceConfig", "format"): FORMATS,
-    ("TrainConfig", "dtype"): settings.DTYPES,
-    ("TrainConfig", "push_dtype"): settings.DTYPES,
-    ("TrainConfig", "backend"): settings.BACKENDS,
-    ("TrainConfig", "check"): settings.CHECKS,
-}
 _SCALARS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _ANY = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
@@ -158,7 +144,7 @@ def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict
         one = {"type": ["string", "object"]}
         return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
     optional = hint is not _present(hint)
-    if (choices := _CHOICES.get((cls.__name__, name))) is not None:
+    if choices := _choices(cls, name):
         off = [False] if "off" in choices else []  # YAML reads off as false
         return {"enum": [*choices, *off, *([None] if optional else [])]}
     found = _type(_present(hint), definitions)
@@ -190,9 +176,15 @@ def _type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 def _type_text(cls: type, name: str, hint: Any) -> str:
     if (cls, name) == (TrainConfig, "strategies"):
         return "text, YAML, or a list of them"
-    if (choices := _CHOICES.get((cls.__name__, name))) is not None:
+    if choices := _choices(cls, name):
         return " or ".join(f'"{choice}"' for choice in choices)
     return _words(_present(hint))
+
+
+def _choices(cls: type, name: str) -> tuple[str, ...]:
+    """Return the values of a field with a fixed set of texts; none for other fields."""
+    check = check_of(get_type_hints(cls, include_extras=True)[name])
+    return tuple(getattr(check, "keywords", {}).get("choices", ()))
 
 
 def _words(hint: Any) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache, partial
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
-def check_text(name: str, value: object, optional: bool = False) -> None:
+def check_text(name: str, value: object) -> None:
     """Check that a value is a text that is not blank."""
-    if not (optional and value is None) and not (isinstance(value, str) and value.strip()):
+    if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name} is {value!r}: give a text")
 
 
@@ -21,6 +24,12 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
     for item in value:
         check_text(name, item)
     return tuple(value)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check that a value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: give true or false")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -46,3 +55,42 @@ def check_fraction(name: str, value: object, one: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
+
+
+# Types of fields with a check that `check_fields` calls.
+Texts = Annotated[tuple[str, ...], check_texts]
+Count = Annotated[int, partial(check_whole, least=0)]
+Positive = Annotated[int, partial(check_whole, least=1)]
+Number = Annotated[float, check_number]
+Fraction = Annotated[float, check_fraction]
+Part = Annotated[float, partial(check_fraction, one=True)]
+
+
+def check_fields(record: object, *skipped: str) -> None:
+    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, each perhaps with None.
+
+    Args:
+        skipped: fields that are not checked.
+    """
+    for name, hint in _hints(type(record)).items():
+        value = getattr(record, name)
+        check = check_of(hint)
+        if check is not None and name not in skipped and not (value is None and type(None) in get_args(hint)):
+            converted = check(name, value)
+            if converted is not None:
+                object.__setattr__(record, name, converted)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def check_of(hint: Any) -> Any:
+    """Return the check of a type; None: it has none, as those of several kinds of values."""
+    if get_origin(hint) in (Union, UnionType):
+        hints = [part for part in get_args(hint) if part is not type(None)]
+        return check_of(hints[0]) if len(hints) == 1 else None
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0]
+    return {bool: check_flag, str: check_text}.get(hint)

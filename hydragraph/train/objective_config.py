@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from hydragraph.train.field_checks import check_fraction, check_number
+from hydragraph.train.field_checks import Fraction, Number, check_fields, check_number
+
+
+def _check_scale(name: str, value: object) -> None:
+    """Check that the scale of rewards is a number above 0; with 0, no pair has a gradient."""
+    check_number(name, value)
+    if not value:
+        raise ValueError(f"{name} is 0, which makes every gradient zero: give a number above 0")
+
+
+Scale = Annotated[float, _check_scale]
 
 
 @dataclass(frozen=True)
@@ -18,12 +29,11 @@ class DpoConfig:
         label_smoothing: the assumed fraction of pairs whose answers were swapped (conservative DPO).
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: Scale = 0.1
+    label_smoothing: Fraction = 0.0
 
     def __post_init__(self) -> None:
-        _check_scale("beta", self.beta)
-        check_fraction("label_smoothing", self.label_smoothing)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -37,12 +47,11 @@ class SimpoConfig:
         gamma: the difference of rewards that the loss aims for.
     """
 
-    beta: float = 2.0
-    gamma: float = 1.0
+    beta: Scale = 2.0
+    gamma: Number = 1.0
 
     def __post_init__(self) -> None:
-        _check_scale("beta", self.beta)
-        check_number("gamma", self.gamma)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,10 @@ class OrpoConfig:
         weight: factor of the odds-ratio loss, which is added to the cross-entropy; the paper's lambda.
     """
 
-    weight: float = 0.1
+    weight: Number = 0.1
 
     def __post_init__(self) -> None:
-        check_number("weight", self.weight)
-
-
-def _check_scale(name: str, value: float) -> None:
-    """Check that the scale of rewards is a number above 0; with 0, no pair has a gradient."""
-    check_number(name, value)
-    if not value:
-        raise ValueError(f"{name} is 0, which makes every gradient zero: give a number above 0")
+        check_fields(self)
 
 
 PairLoss = DpoConfig | SimpoConfig | OrpoConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydragraph.train.field_checks import check_text
+from hydragraph.train.field_checks import check_fields
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,6 @@ class PiecesConfig:
     shared: str | None = None
 
     def __post_init__(self) -> None:
-        check_text("local", self.local, optional=True)
-        check_text("shared", self.shared, optional=True)
-        if not isinstance(self.peers, bool):
-            raise ValueError(f"peers is {self.peers!r}: give true or false")
+        check_fields(self)
         if self.local is None and self.shared is None and not self.peers:
             raise ValueError("peers is false, and neither local nor shared is given: name a place, or leave pieces out")

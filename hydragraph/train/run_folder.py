@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from hydragraph.checkpoint.folder import complete, set_aside
 from hydragraph.train.atomic_write import write_whole
-from hydragraph.train.config import TrainConfig, differences
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_overrides import differences
 
 Begin = Literal["new", "resume", "overwrite", "auto"]
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from hydragraph.spec.home import Home
-from hydragraph.train.config import TrainConfig, differences
+from hydragraph.train.config import TrainConfig
+from hydragraph.train.config_overrides import differences
 from tests.train.plain import settings
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"

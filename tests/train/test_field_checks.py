@@ -41,7 +41,6 @@ def test_what_is_refused(check: Callable[[], Any], sentence: str) -> None:
 
 
 def test_what_passes() -> None:
-    check_text("f", None, optional=True)
     assert check_texts("f", ["a", "b"]) == ("a", "b")
     check_choice("f", "b", ("a", "b"))
     check_whole("f", 1, 1)

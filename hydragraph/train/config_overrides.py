@@ -1,0 +1,121 @@
+"""Overrides of a config's fields, such as "optimizer.lr=1e-3", and the differences of two configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from hydragraph.spec.record import from_record, to_record
+from hydragraph.train.coming_from import HERE
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+
+# Two fields that say the same in other units: an override of one replaces the other.
+_PAIRS = (
+    ("steps", "epochs"),
+    ("schedule.warmup", "schedule.warmup_ratio"),
+    ("evaluate_every", "evaluate_per_epoch"),
+    ("checkpoint_every", "checkpoint_per_epoch"),
+)
+_ALTERNATIVES = dict([*_PAIRS, *((second, first) for first, second in _PAIRS)])
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """Return every field that differs, such as "optimizer.lr 0.001 -> 0.01"."""
+    old, new = (dict(_fields("", plain(asdict(config)))) for config in (before, after))
+    names = [*old, *(name for name in new if name not in old)]
+    return [f"{n} {_short(old.get(n))} -> {_short(new.get(n))}" for n in names if old.get(n) != new.get(n)]
+
+
+def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _fields(f"{prefix}.{name}" if prefix else str(name), item)
+    else:
+        yield prefix, value
+
+
+def _short(value: object) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def overridden(config: Config, texts: Sequence[str]) -> Config:
+    """Return the config with every "section.field=value" applied, values read as in YAML, and then checked as a whole.
+
+    A value for `steps` also removes `epochs`, and the reverse, unless the overrides give both.
+    """
+    data = to_record(config)
+    names = {text.partition("=")[0].strip() for text in texts}
+    failures: list[str] = []  # what stands against the config after each override
+    for text in texts:
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"override {text!r}: write section.field=value, such as optimizer.lr=1e-3")
+        read = _value(text, value)
+        if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
+            _remove(data, other.split("."))
+        if _put(data, keys, read):
+            # A field of something that an earlier override wrote short, such as a home: its long form has fields.
+            with suppress(ValueError):
+                data = to_record(from_record(type(config), data))
+            if hurdle := _put(data, keys, read):
+                raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
+        try:
+            config = from_record(type(config), data, name="the config", hints=HERE)
+            failures.append("")
+        except ValueError as error:
+            failures.append(str(error))
+    if failures and failures[-1]:
+        guilty = texts[failures.index(failures[-1])]  # the first override that fails
+        raise ValueError(f"override {guilty!r}: {failures[-1]}")
+    return config
+
+
+def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
+    """Remove the entry data[keys[0]][keys[1]]..., if it exists."""
+    at: Any = data
+    for key in keys[:-1]:
+        at = at.get(key)
+        if not isinstance(at, dict):
+            return
+    at.pop(keys[-1], None)
+
+
+def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
+    """Set data[keys[0]][keys[1]]... to a value; return what is on the way and has no fields, such as "steps is 6"."""
+    at = data
+    for i, key in enumerate(keys[:-1]):
+        inner = at.get(key)
+        if not isinstance(inner, Mapping | None):
+            return f"{'.'.join(keys[: i + 1])} is {inner!r}"
+        at[key] = dict(inner or {})
+        at = at[key]
+    at[keys[-1]] = value
+    return ""
+
+
+def _value(text: str, value: str) -> object:
+    try:
+        return json.loads(value)  # JSON first: PyYAML takes 1e-3 for text
+    except json.JSONDecodeError:
+        pass
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {text!r}: the value is not readable as YAML: {error}") from None
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists for tuples, as YAML knows it."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
