@@ -57,7 +57,7 @@ from hydragraph.spec.training_workload import Workload
 from hydragraph.train.chaos import disturbed_run
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.step_metrics import read_metrics
-from hydragraph.train.stragglers.background_replanning import Question, Replanned, Replanner
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.monitor import Monitor
 from tests.nodes import TwoNodes, refusal, torchrun
@@ -329,7 +329,7 @@ def switched(costs: Costs, batches: list[tuple[int, ...]], health: Health) -> st
     try:
         planner.announce(batches[0])
         planner.plan(batches[0])
-        asked = Question(
+        asked = ReplanQuestion(
             costs.profile,
             costs.cluster,
             costs.home,
@@ -373,7 +373,7 @@ def _cpu_s(replanner: Replanner) -> float:
     return time.clock_gettime((~replanner.process << 3) | 2)
 
 
-def _answered(replanner: Replanner, question: Question) -> Replanned:
+def _answered(replanner: Replanner, question: ReplanQuestion) -> Replanned:
     replanner.ask(question)
     while (answer := replanner.answer()) is None:
         time.sleep(0.002)

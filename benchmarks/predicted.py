@@ -30,7 +30,7 @@ import hydragraph as hg
 from benchmarks.memory import Sizes, adamw
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
-from hydragraph.commands.bench.bench_table import Report, Target, to_table
+from hydragraph.commands.bench.bench_table import BenchReport, Target, to_table
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.trace_file import Event, TracedStep
 from hydragraph.frontend.meta_initialiser import initial_buffers
@@ -138,7 +138,7 @@ def row(ranks: int, strategy: str, found: Sequence[Taken]) -> tuple[str | float,
     return str(ranks), strategy, str(len(found)), *middle, median(ratios), ratios[0], ratios[-1], sentence
 
 
-def reported(rounds: int, device: str, ranks: Sequence[int], sizes: Sizes | None = None) -> Report:
+def reported(rounds: int, device: str, ranks: Sequence[int], sizes: Sizes | None = None) -> BenchReport:
     """Run it on each number of ranks."""
     cuda = device == "cuda"
     chosen = sizes or (LARGE if cuda else SMALL)
@@ -170,7 +170,7 @@ def reported(rounds: int, device: str, ranks: Sequence[int], sizes: Sizes | None
         f"{middle:.3f}",
         low <= middle <= high,
     )
-    return Report(f"predicted / measured step on {device}", COLUMNS, tuple(rows), notes, targets=(target,))
+    return BenchReport(f"predicted / measured step on {device}", COLUMNS, tuple(rows), notes, targets=(target,))
 
 
 def _names(texts: Sequence[str]) -> list[str]:

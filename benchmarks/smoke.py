@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
-from hydragraph.commands.bench.bench_table import Report
+from hydragraph.commands.bench.bench_table import BenchReport
 
 SIZES = {
     "hidden_size": 256,
@@ -90,10 +90,10 @@ def differences(found: tuple, expected: tuple) -> Iterator[str]:
             )
 
 
-def report(rows: list, wrong: list[str]) -> Report:
+def report(rows: list, wrong: list[str]) -> BenchReport:
     """Return the rows as a section of the page that gpu.sh writes."""
     notes = wrong or ["The numbers of every row agree with the CPU's."]
-    return Report("Two bf16 steps of a small Llama", COLUMNS, tuple(rows), tuple(notes), (), (), (), "")
+    return BenchReport("Two bf16 steps of a small Llama", COLUMNS, tuple(rows), tuple(notes), (), (), (), "")
 
 
 if __name__ == "__main__":

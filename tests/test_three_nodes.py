@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.train.stragglers.run_events import Event, read_events
+from hydragraph.train.stragglers.run_events import RunEvent, read_events
 from tests.faults import END_S, patience
 from tests.nodes import ThreeNodes, refusal
 from tests.test_elastic_run import ranks
@@ -20,7 +20,7 @@ from tests.thorough import thorough
 CUT_S = 60.0
 
 
-def until(run: Path, kind: str, limit_s: float) -> Event:
+def until(run: Path, kind: str, limit_s: float) -> RunEvent:
     """Return the first event of a kind as soon as it is written."""
     end = time.monotonic() + limit_s
     while True:

@@ -1,9 +1,10 @@
-"""A run's model, captured without weights or devices, for verbs that price it."""
+"""A run's model, captured without weights or devices, and its costs, for verbs that print or price it."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hydragraph.commands.launch_process import quieten
 from hydragraph.train.config import TrainConfig
@@ -11,8 +12,29 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.measured_profile import Profile
     from hydragraph.ir.program import Program
     from hydragraph.passes.variants import Variants
+    from hydragraph.spec.cluster import Cluster
+
+
+def bare_model(config: TrainConfig) -> nn.Module:
+    """Return a config's model on the meta device, without adapters, for a tokenizer of the config's size."""
+    from hydragraph.train.model import skeleton
+
+    quieten()
+    return skeleton(config.model, config.data.vocab_size)
+
+
+def program_of(config: TrainConfig, model: nn.Module) -> Program:
+    """Return the program of a config's model."""
+    import torch
+
+    from hydragraph.frontend.capture import capture
+    from hydragraph.train.model import captured_loss
+
+    return capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
@@ -24,12 +46,11 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     """
     import torch
 
-    from hydragraph.frontend.capture import capture
     from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
     from hydragraph.passes.compile_with_inductor import choose_backend
     from hydragraph.passes.variants import Variants
     from hydragraph.train.data import known_vocabulary
-    from hydragraph.train.model import adapted, captured_loss, check_vocabulary, skeleton
+    from hydragraph.train.model import adapted, check_vocabulary, skeleton
 
     quieten()
     known = None
@@ -40,6 +61,24 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     if known is not None:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)
-    program = capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
+    program = program_of(config, model)
     inductor = choose_backend(config.backend, torch.device(config.device or "cpu")) == "inductor"
     return model, program, Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
+
+
+def costs_of_run(
+    config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
+) -> Costs:
+    """Return the costs of a run on a cluster.
+
+    Args:
+        graphs: arguments of `Costs` about compiled graphs and the optimizer: `blocks`, `state_bytes`.
+    """
+    import torch
+
+    from hydragraph.cost.costs import Costs
+    from hydragraph.train.plan_input import read_corrections
+
+    pushed = getattr(torch, config.push_dtype).itemsize
+    known = read_corrections(corrections)
+    return Costs(profile, cluster, home=config.home, corrections=known, push_itemsize=pushed, **graphs)

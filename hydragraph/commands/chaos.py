@@ -4,60 +4,59 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hydragraph.commands.options import Config, Debug, LogLevel, Set
-from hydragraph.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from hydragraph.train.chaos.fault_injection import Kind
+from hydragraph.commands.options import ConfigOptions, verb
 
 
-def chaos_command(
-    config: Config,
-    kills: Annotated[int | None, typer.Option(min=0, help="Ranks to kill; default: 10, but none with --kinds.")] = None,
-    slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0,
-    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0,
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(ConfigOptions):
+    """Options of `hydragraph chaos`."""
+
+    kills: Annotated[int | None, typer.Option(min=0, help="Ranks to kill; default: 10, but none with --kinds.")] = None
+    slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0
+    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0
     kinds: Annotated[
         str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` says which there are.")
-    ] = None,
-    each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed that draws the times and the ranks.")] = 0,
-    keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3
+    seed: Annotated[int, typer.Option(help="Seed that draws the times and the ranks.")] = 0
+    keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None
+
+
+@verb
+def chaos_command(options: ChaosOptions) -> None:
     """Train undisturbed, and again with ranks killed, slowed and replaced; compare the loss curves.
 
-    --kinds names further faults: ranks are paused (for 3 s) or stopped permanently; the first, two or all are
-    killed at once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is
-    written, right after a step (evaluate), or while the plan switches or state moves because it is slow. With preempt
-    the ranks run on two simulated machines, and one is taken away with its disk, at once or 30 s after a notice.
+    --kinds names further faults: ranks are paused (for 3 s) or stopped permanently; the first, two or all are killed at
+    once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is written,
+    right after a step (evaluate), or while the plan switches or state moves because it is slow. With preempt the ranks
+    run on two simulated machines, and one is taken away with its disk, at once or 30 s after a notice.
 
     With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
     alone takes the losses apart.
     """
     from hydragraph.train.chaos import disturbed_run
 
-    settings = TrainConfig.load(config, overrides or ())
-    named = disturbed_run.read_kinds(kinds or "", settings)
-    some = 10 if kills is None and not named else kills or 0
-    counts: Counter[Kind] = Counter({"kill": some, "slow": slow, "join": joins})
-    counts.update(dict.fromkeys(named, each))
-    if settings.ranks < 2:
-        raise ValueError(f"ranks is {settings.ranks}: chaos needs at least 2, so that some are left")
+    config = options.load()
+    named = disturbed_run.read_kinds(options.kinds or "", config)
+    kills = 10 if options.kills is None and not named else options.kills or 0
+    counts = Counter({"kill": kills, "slow": options.slow, "join": options.joins})
+    counts.update(dict.fromkeys(named, options.each))
+    if config.ranks < 2:
+        raise ValueError(f"ranks is {config.ranks}: chaos needs at least 2, so that some are left")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
-        folder = Path(temporary) if keep is None else keep
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        strikes = disturbed_run.draw(counts, seed)
-        peaceful, stormy = disturbed_run.prepared(settings, folder, len(strikes), counts["preempt"])
+        strikes = disturbed_run.draw(counts, options.seed)
+        peaceful, stormy = disturbed_run.prepared(config, folder, len(strikes), counts["preempt"])
         with console.status("training disturbed") as status:
 
             def stepped(step: int, struck: int) -> None:
@@ -71,11 +70,10 @@ def chaos_command(
         if undisturbed.code:
             raise ValueError(f"the run fails even without injected faults: {undisturbed.ending}")
         control = None
-        if not settings.deterministic:
+        if not config.deterministic:
             with console.status("training undisturbed on one rank, to see what rounding comes to"):
                 control = disturbed_run.run(disturbed_run.alone(peaceful, folder), until=last).until(last)
-    departed = disturbed_run.departure(disturbed, undisturbed, control)
-    table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {seed}", show_header=False)
+    table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {options.seed}", show_header=False)
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
@@ -86,6 +84,7 @@ def chaos_command(
         wrong.append(f"only {len(disturbed.struck)} of {len(strikes)} strikes hit a rank before the run ended")
     if disturbed.code:
         wrong.append(f"the run failed: {disturbed.ending}")
+    departed = disturbed_run.departure(disturbed, undisturbed, control)
     if departed is not None:
         rounding = "" if control is None else ", and not by rounding"
         wrong.append(f"from step {departed} on its losses are others, or missing{rounding}")

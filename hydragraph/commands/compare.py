@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +11,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import CorrectionsFile, Debug, LogLevel
+from hydragraph.commands.options import AsJson, ClusterFile, CommonOptions, CorrectionsFile, ProfileFile, verb
+from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import console, seconds_text
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.measured_profile import Profile
     from hydragraph.report.measured_beside_predicted import Comparison, Row
-    from hydragraph.spec.cluster import Cluster
 
 EXAMPLE = (
     "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
@@ -27,39 +27,41 @@ EXAMPLE = (
 )
 
 
-def compare_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that was trained with --trace, such as runs/demo.")],
-    profile: Annotated[
-        str | None,
-        typer.Option(help="A file that hydragraph profile wrote; default: the config's plan.profile, or a datasheet."),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="The YAML file of the devices and links; default: the profile's own.")
-    ] = None,
-    corrections: CorrectionsFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(CommonOptions):
+    """Options of `hydragraph compare`."""
+
+    run: Annotated[Path, typer.Argument(help="The folder of a run that was trained with --trace, such as runs/demo.")]
+    profile: ProfileFile = None
+    cluster: ClusterFile = None
+    corrections: CorrectionsFile = None
+    as_json: AsJson = False
+
+
+@verb
+def compare_command(options: CompareOptions) -> None:
     """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Every second of a rank belongs to one kind. A wait counts for the other ranks until they have sent, and for
-    the transfer afterwards. The first step of each strategy is left out, because it also compiles and connects.
+    Every second of a rank belongs to one kind. A wait counts for the other ranks until they have sent, and for the
+    transfer afterwards. The first step of each strategy is left out, because it also compiles and connects. Without
+    --profile, the config's plan.profile counts; without --cluster, the profile's devices.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
     from hydragraph.train.run_folder import RunFolder
 
-    folder = RunFolder(run)
+    folder = RunFolder(options.run)
     if not folder.config.exists():
-        raise ValueError(f"{run} is not a run: name the folder that hydragraph train --trace has written")
+        raise ValueError(f"{folder.path} is not a run: name the folder that hydragraph train --trace has written")
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
-    settings = TrainConfig.load(folder.config)
     trace = read_trace(folder.trace)
-    found = compare(run_costs(settings, len(trace.ranks), profile, cluster, corrections), trace)
+    costs = run_costs(
+        TrainConfig.load(folder.config), len(trace.ranks), options.profile, options.cluster, options.corrections
+    )
+    found = compare(costs, trace)
     found.corrections.save(folder.corrections)
-    if as_json:
+    if options.as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         _print(found, folder.corrections)
@@ -68,46 +70,29 @@ def compare_command(
 def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
-    """Return what prices a run: by the profile that is named here or in its config, or else by datasheet."""
-    import torch
-
-    from hydragraph.cost.costs import Costs
+    """Return the costs of a run: by the profile that is named here or in its config, or else by datasheet."""
+    from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
+    from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.default_cluster import default_cluster
-    from hydragraph.train.plan_input import read_corrections, read_profile
+    from hydragraph.train.plan_input import read_profile
 
-    before = read_corrections(corrections)
-    pushed = getattr(torch, config.push_dtype).itemsize
-    named = profile or (str(config.plan.profile) if config.plan.profile is not None else None)
+    named = profile or config.plan.profile
+    where = None if cluster is None else Cluster.load(cluster)
     if named is not None:
         measured = read_profile(named)
-        where = measured.cluster(ranks) if cluster is None else Cluster.load(cluster)
-        return Costs(measured, where, home=config.home, corrections=before, push_itemsize=pushed)
-    where = default_cluster(ranks) if cluster is None else Cluster.load(cluster)
-    return Costs(_datasheet(config, where), where, home=config.home, corrections=before, push_itemsize=pushed)
-
-
-def _datasheet(config: TrainConfig, where: Cluster) -> Profile:
-    """Return the costs of the run's model by the devices' datasheet."""
-    import torch
-
-    from hydragraph.commands.launch_process import quieten
-    from hydragraph.cost.datasheet import datasheet
-    from hydragraph.frontend.capture import capture
-    from hydragraph.train.model import captured_loss, skeleton
-
-    quieten()
-    model = skeleton(config.model, config.data.vocab_size)
-    return datasheet(capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config)), where)
+        where = where or measured.cluster(ranks)
+    else:
+        where = where or default_cluster(ranks)
+        measured = datasheet(program_of(config, bare_model(config)), where)
+    return costs_of_run(config, measured, where, corrections)
 
 
 def _print(found: Comparison, corrections: Path) -> None:
     print(found.source)
     left = f", steps {', '.join(map(str, found.warming))} left out" if found.warming else ""
-    table = Table(title=f"a step, median{left}", title_justify="left")
-    table.add_column("strategy", overflow="fold")
-    for heading in ("steps", "measured", "predicted", "measured / predicted"):
-        table.add_column(heading, justify="right")
+    headings = ("strategy", "steps", "measured", "predicted", "measured / predicted")
+    table = new_table(f"a step, median{left}", headings)
     for text, count, measured, predicted in found.strategies:
         numbers = (str(count), seconds_text(measured), seconds_text(predicted), _ratio(measured, predicted))
         table.add_row(escape(text), *numbers)
@@ -118,11 +103,9 @@ def _print(found: Comparison, corrections: Path) -> None:
 
 
 def _kinds(found: Comparison) -> Table:
-    """Return a row per kind that anybody spent time on, and one for every rank below it."""
-    table = Table(title=f"where the time of {len(found.steps)} steps went, all ranks and each", title_justify="left")
-    table.add_column("kind")
-    for heading in ("rank", "measured", "predicted", "measured / predicted", "difference"):
-        table.add_column(heading, justify="right")
+    """Return a row for each kind that took time, and below it one for every rank."""
+    headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
+    table = new_table(f"where the time of {len(found.steps)} steps went, all ranks and each", headings, left=("kind",))
     for together in found.kinds:
         rows = [row for row in found.rows if row.kind is together.kind]
         if together.measured or together.predicted:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,21 +14,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
+from hydragraph.commands.captured_model import program_of
 from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import (
-    Config,
-    Debug,
+    ConfigOptions,
     HomeText,
-    LogLevel,
-    Set,
+    MicroBatches,
     Strategies,
     check_counts,
     chosen_home,
     chosen_strategies,
     read_counts,
+    verb,
 )
+from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, counts_text, seconds_text
 from hydragraph.train.config import TrainConfig
 
@@ -45,40 +45,49 @@ EXAMPLE = (
 )
 
 
-def compile_command(
-    config: Config,
-    strategies: Strategies = None,
-    home: HomeText = None,
-    micro_batches: Annotated[
-        str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all.")
-    ] = "2",
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(ConfigOptions):
+    """Options of `hydragraph compile`."""
+
+    strategies: Strategies = None
+    home: HomeText = None
+    micro_batches: MicroBatches = "2"
     output: Annotated[Path, typer.Option(help="The folder to write; an earlier compile's is replaced.")] = Path(
         "compiled"
-    ),
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's ranks.")
-    ] = None,
+    )
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's ranks.")] = (
+        None
+    )
     backend: Annotated[
         str | None,
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu, which Inductor compiles for. Default: the config's.")
-    ] = None,
+    ] = None
     arch: Annotated[
         str | None,
         typer.Option(help="With --device cuda: sm_80, sm_90 or sm_100; this machine needs no GPU. See show --kernels."),
-    ] = None,
+    ] = None
     trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Also write Inductor's code, for train --trust: loading the folder then runs its code."
-        ),
-    ] = False,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+        bool, typer.Option("--trust", help="Also write Inductor's code, for train --trust, which runs that code.")
+    ] = False
+
+    def load(self) -> TrainConfig:
+        """Read the config, with what is named here."""
+        config = super().load()
+        return replace(
+            config,
+            strategies=chosen_strategies(self.strategies, config.strategies),
+            home=chosen_home(self.home, config.home),
+            ranks=self.ranks or config.ranks,
+            backend=self.backend or config.backend,
+            device=self.device or config.device,
+        )
+
+
+@verb
+def compile_command(options: CompileOptions) -> None:
     """Compile every template for every kind of stage, and prove all ranks' programs, without data, devices or weights.
 
     The folder holds the program, each rank's instructions, each graph as Python, and a summary. The exit code is 1
@@ -87,29 +96,23 @@ def compile_command(
     from hydragraph.commands.compile_files import check_folder
     from hydragraph.kernels.gpu_arch import arch_of
 
-    settings = TrainConfig.load(config, overrides or ())
+    output, arch = options.output, options.arch
     check_folder(output)
-    settings = replace(
-        settings,
-        strategies=chosen_strategies(strategies, settings.strategies),
-        home=chosen_home(home, settings.home),
-        ranks=ranks or settings.ranks,
-        backend=backend or settings.backend,
-        device=device or settings.device,
-    )
-    if arch is not None and (settings.device != "cuda" or settings.backend == "eager"):
+    config = options.load()
+    if arch is not None and (config.device != "cuda" or config.backend == "eager"):
         raise ValueError(f"--arch {arch} is for Inductor's code for a GPU: pass --device cuda, and not --backend eager")
     if arch is not None:
         arch_of(arch)
-    settings.home.check(settings.ranks)
-    check_counts(micro_batches)
-    summary = compile_quietly(settings, micro_batches, output, trust, arch)
+    config.home.check(config.ranks)
+    check_counts(options.micro_batches)
+    summary = compile_quietly(config, options.micro_batches, output, options.trust, arch)
     _print_variants(summary)
     _print_strategies(summary)
     print(f"{output}: program.txt, graphs, strategies, summary.json; hydragraph train --compiled {output} starts there")
-    for failed in (compiled for compiled in summary.strategies if compiled.problem):
+    problems = [compiled for compiled in summary.strategies if compiled.problem]
+    for failed in problems:
         print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
-    if any(compiled.problem for compiled in summary.strategies):
+    if problems:
         raise typer.Exit(1)
 
 
@@ -146,7 +149,6 @@ def compile_quietly(
     from hydragraph.commands.compile_files import summarise, write_folder
     from hydragraph.commands.compile_kernels import KernelsFile
     from hydragraph.engine.candidate_strategies import home_on
-    from hydragraph.frontend.capture import capture
     from hydragraph.frontend.check.check_once import check_here, mode_of
     from hydragraph.frontend.check.numeric_check import CheckedModel
     from hydragraph.frontend.check.stage_check import StageCheck
@@ -170,7 +172,7 @@ def compile_quietly(
         model = skeleton(config.model, *_tokens(config))
         began = time.perf_counter()
         loss = captured_loss(config)
-        program = capture(model, dtype=getattr(torch, config.dtype), **loss)
+        program = program_of(config, model)
         checked = CheckedModel(model, program, loss=loss["loss"] or token_cross_entropy, example=loss["example"])
         line = check_here(checked, config.check)
         seconds = time.perf_counter() - began
@@ -256,11 +258,9 @@ def _print_variants(summary: Summary) -> None:
     count = summary.parameters
     size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
     captured = f"{size} parameters in {summary.dtype}, captured in {seconds_text(summary.capture_seconds)}"
-    table = Table(
-        title=f"{summary.model}: {summary.layers} layers, {captured}; {summary.backend}", title_justify="left"
-    )
-    for heading in ("template", "variant", "blocks", "forward", "backward", "saved", "bytes/token", "took"):
-        table.add_column(heading, justify="left" if heading in ("template", "variant") else "right", overflow="fold")
+    title = f"{summary.model}: {summary.layers} layers, {captured}; {summary.backend}"
+    headings = ("template", "variant", "blocks", "forward", "backward", "saved", "bytes/token", "took")
+    table = new_table(title, headings, left=("template", "variant"))
     for variant in summary.variants:
         counts = (len(variant.blocks), variant.forward_nodes, variant.backward_nodes, variant.saved_values)
         size = f"{variant.saved_bytes_per_token:,.0f}"
@@ -269,9 +269,8 @@ def _print_variants(summary: Summary) -> None:
 
 
 def _print_strategies(summary: Summary) -> None:
-    table = Table(title=f"on {summary.ranks} ranks", title_justify="left")
-    for heading in ("strategy", "micro-batches", "instructions", "pulled", "pushed", ""):
-        table.add_column(heading, justify="left" if heading in ("strategy", "") else "right", overflow="fold")
+    headings = ("strategy", "micro-batches", "instructions", "pulled", "pushed", "")
+    table = new_table(f"on {summary.ranks} ranks", headings, left=("strategy", ""))
     for strategy in summary.strategies:
         if strategy.problem:
             table.add_row(escape(strategy.strategy), "", "", "", "", "DOES NOT FIT")

@@ -15,7 +15,7 @@ from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.train.starter_config import Devices, Found
+    from hydragraph.train.starter_config import AvailableDevices, InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -69,7 +69,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
     return config
 
 
-def first_config(found: Found, to: Path) -> str:
+def first_config(found: InspectedPaths, to: Path) -> str:
     """Return a config with comments for the devices of this process or its launcher.
 
     Args:
@@ -82,16 +82,16 @@ def first_config(found: Found, to: Path) -> str:
     return starter(found, devices, f"runs/{to.stem}")
 
 
-def devices_here() -> Devices:
+def devices_here() -> AvailableDevices:
     """Return the devices that a first config is for: the launcher's ranks, this machine's GPUs, or its CPU."""
     import torch
 
-    from hydragraph.train.starter_config import Devices
+    from hydragraph.train.starter_config import AvailableDevices
 
     gpus = torch.cuda.device_count()
     if launched():
         ranks = int(os.environ["WORLD_SIZE"])
-        return Devices(ranks, gpus > 0, f"{ranks} rank{'s' * (ranks != 1)} of the launcher")
+        return AvailableDevices(ranks, gpus > 0, f"{ranks} rank{'s' * (ranks != 1)} of the launcher")
     if gpus:
-        return Devices(gpus, True, f"{gpus} GPU{'s' * (gpus != 1)} of this machine")
-    return Devices(1, False, "1 process, which uses all cores; this machine has no GPU")
+        return AvailableDevices(gpus, True, f"{gpus} GPU{'s' * (gpus != 1)} of this machine")
+    return AvailableDevices(1, False, "1 process, which uses all cores; this machine has no GPU")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hydragraph.commands.launch_process import leads, on_ranks
-from hydragraph.commands.options import Debug, LogLevel, check_written
+from hydragraph.commands.options import CommonOptions, check_written, verb
 
 if TYPE_CHECKING:
     from hydragraph.engine.discovery import Discovered
@@ -19,30 +20,33 @@ EXAMPLE = (
 )
 
 
-def devices_command(
+@dataclass(frozen=True, kw_only=True)
+class DevicesOptions(CommonOptions):
+    """Options of `hydragraph devices`."""
+
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Local processes to start, one per device; default: one per GPU, or one. A launcher "
-            "such as torchrun starts its own.",
+            help="Local processes to start, one per device; default: one per GPU, or one. A launcher such as torchrun "
+            "starts its own.",
         ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write them as a cluster file, which hydragraph plan reads.")
-    ] = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None
+    output: Annotated[Path | None, typer.Option(help="Write them as a cluster file, which plan reads.")] = None
+
+
+@verb
+def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
     This is what a run with strategies: auto plans for. Speeds are those of small fp32 products.
     """
+    output = options.output
     check_written("--output", output)
     import torch
 
-    found = on_ranks(ranks or max(1, torch.cuda.device_count()), discover_rank, device)
+    found = on_ranks(options.ranks or max(1, torch.cuda.device_count()), discover_rank, options.device)
     if not leads():
         return
     _print(found)
@@ -68,11 +72,11 @@ def discover_rank(device: str | None) -> Discovered:
 
 def _print(found: Discovered) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title="devices", title_justify="left")
-    for heading in ("rank", "host", "type", "GFLOP/s", "memory GB", "GB/s of memory", "threads", "details"):
-        table.add_column(heading, justify="left" if heading in ("host", "type", "details") else "right")
+    from hydragraph.commands.text_table import new_table
+
+    headings = ("rank", "host", "type", "GFLOP/s", "memory GB", "GB/s of memory", "threads", "details")
+    table = new_table("devices", headings, left=("host", "type", "details"))
     for rank, (report, name) in enumerate(zip(found.reports, found.types, strict=True)):
         rates = (report.flops_per_s / 1e9, report.memory_bytes / 1e9, report.memory_bytes_per_s / 1e9)
         threads = str(report.threads) if report.threads else ""

@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hydragraph.commands.options import Debug, LogLevel
+from hydragraph.commands.options import CommonOptions, verb
 
 EXAMPLE = (
     "Example: hydragraph export runs/demo --step 40 --to demo-model, then AutoModel...from_pretrained('demo-model')."
 )
 
 
-def export_command(
-    run: Annotated[Path, typer.Argument(help="The output folder of a run.")],
-    to: Annotated[Path, typer.Option("--to", help="The directory to write; it must be new or empty.")],
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(CommonOptions):
+    """Options of `hydragraph export`."""
+
+    run: Annotated[Path, typer.Argument(help="The output folder of a run.")]
+    to: Annotated[Path, typer.Option("--to", help="The directory to write; it must be new or empty.")]
     step: Annotated[
         str | None, typer.Option(metavar="N", help="Export the checkpoint after this step; default: the latest.")
-    ] = None,
+    ] = None
     merged: Annotated[
         bool, typer.Option("--merged", help="Of a run with adapters: the whole model, with them added.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help="What weights are written in: float32, bfloat16 or float16.")] = "float32",
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = False
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")] = "float32"
+
+
+@verb
+def export_command(options: ExportOptions) -> None:
     """Write the model of a run's checkpoint, and its tokenizer, as a directory that transformers loads."""
     from hydragraph.commands.launch_process import quieten
     from hydragraph.commands.train import read_step
 
-    number = None if step is None else read_step(step, "--step")
+    step = None if options.step is None else read_step(options.step, "--step")
+    dtype = options.dtype
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype!r}: use float32, bfloat16 or float16")
-    if not run.is_dir():
-        raise ValueError(f"{run} is not a directory: name the output folder of a run")
+    if not options.run.is_dir():
+        raise ValueError(f"{options.run} is not a directory: name the output folder of a run")
     import torch
 
     from hydragraph.train.huggingface_export import export_checkpoint
     from hydragraph.train.run_folder import RunFolder
 
     quieten()
-    chosen = export_checkpoint(RunFolder(run), number, to, merged, getattr(torch, dtype))
-    print(f"{to}: the model after step {chosen.step}, in {dtype}")
+    chosen = export_checkpoint(RunFolder(options.run), step, options.to, options.merged, getattr(torch, dtype))
+    print(f"{options.to}: the model after step {chosen.step}, in {dtype}")

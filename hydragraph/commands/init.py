@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hydragraph.commands.config_or_data import devices_here, first_config
-from hydragraph.commands.options import Debug, LogLevel
+from hydragraph.commands.options import CommonOptions, verb
 
 EXAMPLE = (
     "Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph "
@@ -16,18 +17,23 @@ EXAMPLE = (
 )
 
 
-def init_command(
+@dataclass(frozen=True, kw_only=True)
+class InitOptions(CommonOptions):
+    """Options of `hydragraph init`."""
+
     paths: Annotated[
         list[Path] | None,
         typer.Argument(help="Files and folders of text, chat .jsonl, tables; a Hugging Face directory; or both."),
-    ] = None,
-    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("hydragraph.yaml"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("hydragraph.yaml")
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False
+
+
+@verb
+def init_command(options: InitOptions) -> None:
     """Write a config with comments for your data, your model and this machine's devices, without asking questions."""
-    if to.exists() and (to.is_dir() or not overwrite):
+    to = options.to
+    if to.exists() and (to.is_dir() or not options.overwrite):
         fix = "name a file with --to" if to.is_dir() else "use --overwrite, or another --to"
         raise ValueError(f"--to {to} already exists: {fix}")
     if not to.parent.is_dir():
@@ -37,13 +43,13 @@ def init_command(
     from hydragraph.train.data import data_remarks
     from hydragraph.train.starter_config import look
 
-    found = look(paths or [])
+    found = look(options.paths or [])
     write_whole(to, first_config(found, to))
     config = TrainConfig.load(to)
     if found.data:
         for sentence in data_remarks(config.data.sources):
             print(sentence)
-    if not found.data and found.model is not None:
+    elif found.model is not None:
         print(f"first list your data in data.paths of {to}")
     print(f"{to} is for {devices_here().text}: train measures them and plans (strategies: auto)")
     print(f"read it; hydragraph check {to} predicts memory and seconds per step, hydragraph train {to} trains")

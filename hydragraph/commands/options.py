@@ -1,15 +1,20 @@
-"""Options that several verbs share, and how they are parsed."""
+"""Options that several verbs share, and how a function of a dataclass of options becomes a verb."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import typer
 
 from hydragraph.log import LEVELS
 from hydragraph.spec.home import Home
+from hydragraph.train.config import TrainConfig
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
@@ -24,23 +29,103 @@ HomeText = Annotated[
         "stages: the ranks that compute a block; auto: those that exchange least.",
     ),
 ]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="The YAML file of devices and links; it has one device per rank.")
+]
+DeviceCount = Annotated[
+    int | None,
+    typer.Option("--devices", min=1, help="Instead, so many H200s, eight in a node; default: the config's ranks."),
+]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option("--health", help="A YAML file of slow ranks, by their slowdown, and lost ones: {3: 2.57, 5: inf}."),
+]
+ProfileFile = Annotated[
+    str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
+]
+Efficiency = Annotated[
+    float | None,
+    typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches; default: a roofline."),
+]
 CorrectionsFile = Annotated[
     Path | None,
-    typer.Option(
-        "--corrections",
-        help="A file that hydragraph compare wrote, such as runs/demo/corrections.json, to correct seconds.",
-    ),
+    typer.Option("--corrections", help="A file that hydragraph compare wrote, such as runs/demo/corrections.json."),
 ]
+MicroBatches = Annotated[
+    str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all pipelines.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LogLevel = Annotated[
     str | None,
     typer.Option(
         "--log-level",
         metavar="|".join(LEVELS),
-        help="Say on stderr what goes on, rank by rank: captures, compilations, plans, checkpoints, ... (info), and "
-        "what every step does (debug).",
+        help="Say on stderr, rank by rank, what happens: captures, plans, checkpoints, ... (info), every step (debug).",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+Options = TypeVar("Options", bound="CommonOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """Options of every verb.
+
+    A subclass adds a field for each option or argument, annotated as typer reads it. `PANEL` is the heading of the
+    fields of a class in the help.
+    """
+
+    PANEL: ClassVar[str | None] = None
+
+    log_level: LogLevel = None
+    debug: Debug = False
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise a ValueError for the first of these fields that was given; it begins with the option's name."""
+        hints = get_type_hints(type(self), include_extras=True)
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                declared = hints[name].__metadata__[0].default  # typer keeps an option's explicit name there
+                raise ValueError(f"{declared if isinstance(declared, str) else f'--{name}'} {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions(CommonOptions):
+    """Options of verbs that read a run's config."""
+
+    config: Config
+    overrides: Set = None
+
+    def load(self) -> TrainConfig:
+        """Read the config, with the overrides."""
+        return TrainConfig.load(self.config, self.overrides or ())
+
+
+def verb(function: Callable[[Options], None]) -> Callable[..., None]:
+    """Return a function that typer takes: it has a keyword for each field of the dataclass that `function` takes."""
+    options: type[Options] = next(iter(get_type_hints(function).values()))
+    hints = get_type_hints(options, include_extras=True)
+    parameters = []
+    for cls in options.__mro__:  # own options come before inherited ones in the help
+        for field in fields(options):
+            if field.name in inspect.get_annotations(cls):
+                kind, info = get_args(hints[field.name])
+                info = copy(info)
+                info.rich_help_panel = cls.__dict__.get("PANEL")
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                hint: Any = Annotated[kind, info]  # type: ignore[valid-type]
+                parameters.append(
+                    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+                )
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        function(options(**given))
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
@@ -58,11 +143,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read numbers of micro-batches before the number of pipelines is known.
-
-    Raises:
-        ValueError: the text is not numbers, or all are 0.
-    """
+    """Read numbers of micro-batches before the number of pipelines is known; errors as for `read_counts`."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
@@ -75,10 +156,10 @@ def check_counts(text: str) -> list[int]:
 
 
 def check_written(option: str, path: Path | None) -> None:
-    """Check that a file can be written where an option names one, before the work that fills it.
+    """Check that the file that an option names can be written, before the work that fills it.
 
     Raises:
-        ValueError: naming the option, where its folder does not exist, or it is a folder itself.
+        ValueError: naming the option: the folder does not exist, or the path is a folder.
     """
     if path is None:
         return
@@ -88,23 +169,23 @@ def check_written(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path} is a directory: name the file to write")
 
 
-def chosen_home(text: str | None, configured: Home) -> Home:
-    """Return the home that was given, or else the config's.
+def check_prices(profile: object, efficiency: float | None) -> None:
+    """Raise a ValueError if both ways to price computation are given."""
+    if profile and efficiency is not None:
+        raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
 
-    Raises:
-        ValueError: showing the piece of the text that is wrong.
-    """
+
+def chosen_home(text: str | None, configured: Home) -> Home:
+    """Return the home that was given, or else the config's; a ValueError shows the wrong piece of the text."""
     return configured if text is None else Home.parse(text)
 
 
 def chosen_strategies(
     named: Sequence[str] | None, configured: Sequence[str], ranks: int | None = None
 ) -> tuple[str, ...]:
-    """Return the strategies that were given, or else the config's.
+    """Return the strategies of the command line, or else the config's.
 
     Args:
-        named: strategies of the command line.
-        configured: strategies of the config.
         ranks: number of ranks, to replace the config's "auto" by plain data parallelism; None: "auto" is refused.
 
     Raises:

@@ -7,14 +7,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.options import check_written, chosen_home
+from hydragraph.commands.options import chosen_home
+from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.train.config import TrainConfig
 
@@ -28,130 +29,24 @@ if TYPE_CHECKING:
     from hydragraph.spec.home import Home
     from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
-    from hydragraph.spec.training_workload import Workload
 
 Say = Callable[[str], None]
 
-# Part of the deadline after which no further graphs are compiled.
-COMPILING = 0.6
+COMPILING = 0.6  # of the deadline, after which no further graphs are compiled
 EXPLAINING = 1.0  # relative to the time of planning: time to simulate rivals
 OFFERED = 4  # printed combinations of rented nodes
-# Default number of tokens in a sample mini-batch.
-TOKENS = 100_000
 
 
-@dataclass(frozen=True)
-class Work:
-    """The workload that the command line describes; missing values come from the run's config.
-
-    Attributes:
-        sequences, length: number of sequences per iteration, and tokens of each.
-        lengths: a file of sequence lengths to draw sample mini-batches from instead.
-        tokens: tokens per iteration.
-        context: longer sequences of the file are cut to this number of tokens.
-        iterations, seed: number of mini-batches to draw, and the seed that draws them.
-    """
-
-    sequences: int | None = None
-    length: int | None = None
-    lengths: Path | None = None
-    tokens: int | None = None
-    context: int | None = None
-    iterations: int = 4
-    seed: int = 0
-
-    def read(self, config: TrainConfig | None) -> Workload:
-        """Return the workload.
-
-        Raises:
-            ValueError: the options are incomplete, or contradict each other.
-        """
-        from hydragraph.report.candidate_comparison import mini_batches
-        from hydragraph.spec.training_workload import Workload
-        from hydragraph.train.plan_input import read_lengths
-
-        tokens = self.tokens or (config.data.tokens_per_step if config else None)
-        longest = config.data.max_length if config else None
-        if self.lengths is not None:
-            if self.sequences or self.length:
-                raise ValueError("--lengths draws mini-batches: leave out --sequences and --length")
-            limit = self.context or longest
-            data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
-            if not data:
-                raise ValueError(f"{self.lengths}: all sequences are empty: give lengths above 0")
-            return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
-        if self.context:
-            raise ValueError("--context cuts the sequences of --lengths: for equal ones give --length")
-        if self.sequences and self.tokens:
-            raise ValueError("--sequences and --tokens both set the size of an iteration: give one of them")
-        length = self.length or longest
-        if length is None or not (self.sequences or tokens):
-            raise ValueError(
-                "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
-                "--model with a run's config, which has both"
-            )
-        return Workload(self.sequences or -(-(tokens or 0) // length), length)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command line by name; None: not given.
-
-    Attributes:
-        work: the workload.
-        profiles: files with measured profiles of all types of devices; empty: a datasheet prices them.
-        prices: of an hour of a device, by type, as texts; empty: no price is printed.
-        budget: dollars per hour; None: plan for all devices.
-    """
-
-    cluster: Path
-    work: Work
-    profiles: Sequence[str] = ()
-    model: Path | None = None
-    efficiency: float | None = None
-    health: Path | None = None
-    method: str | None = None
-    running: str | None = None
-    home: str | None = None
-    deadline: float | None = None
-    output: Path | None = None
-    picture: Path | None = None
-    corrections: Path | None = None
-    report: Path | None = None
-    solver: str | None = None
-    prices: Sequence[str] = ()
-    budget: float | None = None
-
-    def check(self) -> None:
-        """Check that the options fit together.
-
-        Raises:
-            ValueError: they do not; the message names them.
-        """
-        if self.model is None and not self.profiles:
-            raise ValueError(
-                "--cluster needs --model with a run's config (a datasheet prices it), or --profile with a file of "
-                "hydragraph profile for each type of device, or both"
-            )
-        if self.profiles and self.efficiency is not None:
-            raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
-        if self.budget is not None and not self.prices:
-            raise ValueError("--budget chooses devices by their price: also give --price")
-        if self.budget is not None and (self.running is not None or self.home is not None):
-            raise ValueError("--budget chooses devices for a new run: leave out --running and --home")
-        check_written("--output", self.output)
-
-
-def plan_devices(asked: Asked, as_json: bool) -> None:
+def plan_devices(asked: PlanOptions) -> None:
     """Plan, print the plan, and write the requested files; the deadline counts from here."""
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
-    asked.check()
+    assert asked.cluster is not None, "plan_command has checked it"
     # Mistakes in files are reported before the planner is imported, which takes seconds.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
-    workload = asked.work.read(config)
+    workload = asked.workload(config)
 
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.first_compilation import FirstCompilation
@@ -209,7 +104,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
         written.append(f"{asked.picture}: nodes and their devices, by pipeline")
     if asked.report is not None:
         written.append(_write_report(found, costs, source, asked.report))
-    if as_json:
+    if asked.as_json:
         record = _record(found, costs, source)
         if prices is not None:
             token = prices.million_tokens(found.strategy, found.seconds, workload)
@@ -225,7 +120,7 @@ def plan_devices(asked: Asked, as_json: bool) -> None:
     print("\n".join([source, found.explain(), *priced, *written]))
 
 
-def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
+def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
     """Return the costs that price plans, and a sentence on where they come from.
 
     Args:
@@ -249,7 +144,7 @@ def _costs(asked: Asked, cluster: Cluster, config: TrainConfig | None, say: Say)
         if rank > last:
             raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
     owners = chosen_home(asked.home, _home(config, asked.running is not None))
-    measured = _merged(asked.profiles, cluster) if asked.profiles else None
+    measured = _merged(asked.profile, cluster) if asked.profile else None
     if config is None:
         assert measured is not None, "there is a profile or a model"
         costs = Costs(measured, cluster, rates, home=owners, corrections=known)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
-from hydragraph.commands.launch_process import leads, on_ranks, quieten
-from hydragraph.commands.options import Config, Debug, LogLevel, Set, check_written
+from hydragraph.commands.captured_model import bare_model, program_of
+from hydragraph.commands.launch_process import leads, on_ranks
+from hydragraph.commands.options import ConfigOptions, check_written, verb
+from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -28,89 +29,79 @@ EXAMPLE = (
 )
 
 
-def profile_command(
-    config: Config,
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(ConfigOptions):
+    """Options of `hydragraph profile`."""
+
     schemes: Annotated[
         str | None,
         typer.Option(help="Such as tp1pp1,tp2pp1,tp2pp4; default: all that fit the ranks. Only tp ranks must exist."),
-    ] = None,
-    out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json"),
+    ] = None
+    out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json")
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Also measure stages with sequence parallelism.")
-    ] = False,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False,
+    ] = False
+    recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False
     longest: Annotated[
         int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")] = 5,
+    ] = None
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")] = 5
     type_: Annotated[
-        str | None,
-        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's own name."),
-    ] = None,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+        str,
+        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's."),
+    ] = ""
+
+
+@verb
+def profile_command(options: ProfileOptions) -> None:
     """Measure what micro-batches cost on this machine under each scheme; planners read the file.
 
     Every distinct block of the model is timed once per kind of stage and micro-batch; stages are added up from them.
     """
-    settings = TrainConfig.load(config, overrides or ())
-    check_written("--output", out)
-    chosen = None if schemes is None else _read_schemes(schemes)
-    flags = (sequence_parallel, recompute)
-    profile, ranks = on_ranks(settings.ranks, profile_rank, settings, chosen, flags, longest, repeats, type_ or "")
+    config = options.load()
+    check_written("--output", options.out)
+    schemes = None if options.schemes is None else _read_schemes(options.schemes)
+    profile, ranks = on_ranks(config.ranks, profile_rank, config, schemes, options)
     if leads():
-        profile.save(out)
-        _print_profile(profile, ranks, out)
+        profile.save(options.out)
+        _print_profile(profile, ranks, options.out)
     if not profile.schemes:
         raise typer.Exit(1)
 
 
 def profile_rank(
-    config: TrainConfig,
-    schemes: tuple[Scheme, ...] | None,
-    flags: tuple[bool, bool],
-    longest: int | None,
-    repeats: int,
-    type_: str = "",
+    config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
     """Measure on this rank; return the profile and how many ranks there are."""
     from datetime import timedelta
 
-    import torch
-
     from hydragraph.cluster.communicators import Groups
     from hydragraph.cluster.launch import join
-    from hydragraph.frontend.capture import capture
     from hydragraph.frontend.meta_initialiser import initial_buffers
     from hydragraph.runtime.executor import hidden_size
     from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.config_checks import read_strategies
-    from hydragraph.train.model import captured_loss, skeleton
 
-    quieten()
     world = join(config.device)
-    model = skeleton(config.model, config.data.vocab_size)
-    program = capture(model, dtype=getattr(torch, config.dtype), **captured_loss(config))
+    model = bare_model(config)
+    program = program_of(config, model)
     chosen = schemes or _every_scheme(program, world.ranks)
-    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, flags)
-    tokens = longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
-    settings = MeasureSettings(chosen, kinds, tokens, repeats)
+    kinds = _kinds(read_strategies(config.strategies, model, world.ranks), chosen, options)
+    tokens = options.longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
+    settings = MeasureSettings(chosen, kinds, tokens, options.repeats)
     sizes = model.config
     vocabulary = int(sizes.vocab_size)  # type: ignore
     positions = getattr(sizes, "max_position_embeddings", None)
-    subject = MeasuredModel(program, initial_buffers(model), vocabulary, positions, config.backend, type_)
+    subject = MeasuredModel(program, initial_buffers(model), vocabulary, positions, config.backend, options.type_)
     console = Console(stderr=True)
     with Progress(console=console, disable=world.rank != 0 or not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"measuring {what}")
+
         groups = Groups(world, timedelta(minutes=10))
-        measured = measure(
-            subject,
-            settings,
-            groups,
-            lambda done, total, what: bar.update(task, completed=done, total=total, description=f"measuring {what}"),
-        )
+        measured = measure(subject, settings, groups, tell)
         groups.close()
     return measured, world.ranks
 
@@ -130,16 +121,16 @@ def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
 
 
 def _kinds(
-    strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], flags: tuple[bool, bool]
+    strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], options: ProfileOptions
 ) -> tuple[StageKind, ...]:
-    """Return the kinds of stages to measure: those of the strategies, and of the schemes with and without flags."""
+    """Return the kinds of stages to measure: those of the strategies, and those of the schemes and flags."""
     from hydragraph.spec.stage_kind import StageKind
 
-    stages = [stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
-    kinds = [s.kind for s in stages]
+    kinds = [stage.kind for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]
+    again = [False, True] if options.recompute else [False]
     for tp in dict.fromkeys(tp for tp, _ in schemes):
-        parallel = [False, True] if flags[0] and tp > 1 else [False]
-        kinds += [StageKind(tp, sp, again) for sp in parallel for again in ([False, True] if flags[1] else [False])]
+        parallel = [False, True] if options.sequence_parallel and tp > 1 else [False]
+        kinds += [StageKind(tp, split, recompute) for split in parallel for recompute in again]
     return tuple(kinds)
 
 
@@ -147,20 +138,10 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
     """Print a table of the constants, and what its reader has to know."""
     from hydragraph.cost.schemes import schemes_of
 
-    table = Table(title=escape(profile.name), title_justify="left")
     windows = any(k.near for k in profile.schemes.values())
-    headings = (
-        "scheme",
-        "a ns/tok\u00b2",
-        "b \u00b5s/tok",
-        "c ms",
-        *(["near ns/pair"] if windows else []),
-        "residual",
-        "MaxLen",
-        "UtilLen",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "scheme" else "right")
+    near_heading = ["near ns/pair"] if windows else []
+    headings = ("scheme", "a ns/tok\u00b2", "b \u00b5s/tok", "c ms", *near_heading, "residual", "MaxLen", "UtilLen")
+    table = new_table(profile.name, headings, left=("scheme",))
     for scheme, k in profile.schemes.items():
         devices = max(ranks, scheme[0] * scheme[1])
         limit = schemes_of(profile, devices).max_len(scheme, devices)

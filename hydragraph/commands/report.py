@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hydragraph.commands.options import (
+    ClusterFile,
+    CommonOptions,
     CorrectionsFile,
-    Debug,
+    DeviceCount,
     HomeText,
-    LogLevel,
+    ProfileFile,
     Set,
     Strategies,
     check_written,
-    chosen_home,
-    chosen_strategies,
+    verb,
 )
 from hydragraph.train.config import TrainConfig
 
@@ -32,28 +33,30 @@ EXAMPLE = (
 )
 
 
-def report_command(
-    source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")],
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(CommonOptions):
+    """Options of `hydragraph report`."""
+
+    source: Annotated[Path, typer.Argument(help="A run's folder, a run's YAML file, or a plan's JSON file.")]
     output: Annotated[
         Path | None,
         typer.Option(help="The HTML file; default: report.html in the run's folder, or the file's name with .html."),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="The YAML file of devices and links; it has one device per rank.")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Instead, so many H200s, eight in a node; default: the config's ranks.")
-    ] = None,
-    strategies: Strategies = None,
-    home: HomeText = None,
-    profile: Annotated[
-        str | None, typer.Option(help="A file that hydragraph profile wrote; default: floating-point operations.")
-    ] = None,
-    corrections: CorrectionsFile = None,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    cluster: ClusterFile = None
+    devices: DeviceCount = None
+    strategies: Strategies = None
+    home: HomeText = None
+    profile: ProfileFile = None
+    corrections: CorrectionsFile = None
+    overrides: Set = None
+
+
+_SIMULATED = ("devices", "strategies", "home", "overrides")
+_PRICED = ("cluster", "profile", "corrections")
+
+
+@verb
+def report_command(options: ReportOptions) -> None:
     """Write one HTML file: timelines, memory, traffic, strategies and why the losers lost.
 
     For a config, the report simulates its strategies. For a plan, it lists the rivals and why they lost. For a run, it
@@ -62,61 +65,49 @@ def report_command(
     """
     from hydragraph.report.page import write_report
 
+    source = options.source
     if not source.exists():
         raise ValueError(f"{source} does not exist: name a run's YAML file, a run's folder, or a plan's JSON file")
-    path = output or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
+    path = options.output or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
     check_written("--output", path)
-    only_simulated = {"--devices": devices, "--strategy": strategies, "--home": home, "--set": overrides}
     if source.is_dir():
-        _refuse(only_simulated, "is for a config that is simulated: leave it out")
-        report = _of_run(source, profile, cluster, corrections)
+        options.refuse(_SIMULATED, "is for a config that is simulated: leave it out")
+        report = _of_run(options)
     elif source.suffix == ".json":
-        priced = {"--cluster": cluster, "--profile": profile, "--corrections": corrections}
-        _refuse({**only_simulated, **priced}, "does not affect a plan that was already made: leave it out")
+        options.refuse(_SIMULATED + _PRICED, "does not affect a plan that was already made: leave it out")
         report = _of_plan(source)
     else:
-        report = _of_config(source, cluster, devices, strategies, home, profile, corrections, overrides)
+        report = _of_config(options)
     write_report(report, path)
     print(f"{path}: {path.stat().st_size / 1e6:.2g} MB, for a browser")
 
 
-def _of_config(
-    source: Path,
-    cluster: Path | None,
-    devices: int | None,
-    named: Sequence[str] | None,
-    home: str | None,
-    profile: str | None,
-    corrections: Path | None,
-    overrides: Sequence[str] | None,
-) -> Report:
+def _of_config(options: ReportOptions) -> Report:
     """Simulate the strategies of a config."""
-    from hydragraph.commands.simulate import Step, assigned, chosen_cluster, strategies_and_costs
+    from hydragraph.commands.simulate import StepOptions, assigned, strategies_and_costs
     from hydragraph.report.simulation_report import Simulated, simulation_report
 
-    config = TrainConfig.load(source, overrides or ())
-    where = chosen_cluster(cluster, devices, config.ranks)
-    texts = chosen_strategies(named, config.strategies, len(where.devices))
-    owners = chosen_home(home, config.home)
-    strategies, costs = strategies_and_costs(config, where, texts, profile, None, owners, corrections)
+    given = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
+    step = StepOptions(config=options.source, **given)
+    config = step.load()
+    strategies, costs = strategies_and_costs(step, config)
     found = []
     for strategy in strategies:
-        assignment = assigned(config, costs, strategy, Step())
+        assignment = assigned(step, config, costs, strategy)
         found.append(Simulated(strategy, assignment, costs.simulate(strategy, assignment)))
-    return simulation_report(source.name, costs, found)
+    return simulation_report(options.source.name, costs, found)
 
 
 def _of_plan(source: Path) -> Report:
     from hydragraph.report.plan_report import plan_report
 
     try:
-        record = json.loads(source.read_text(encoding="utf-8"))
-        return plan_report(source.name, record)
+        return plan_report(source.name, json.loads(source.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections: Path | None) -> Report:
+def _of_run(options: ReportOptions) -> Report:
     from hydragraph.commands.compare import run_costs
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.run_report import run_report
@@ -124,22 +115,16 @@ def _of_run(source: Path, profile: str | None, cluster: Path | None, corrections
     from hydragraph.train.step_metrics import read_metrics
     from hydragraph.train.stragglers.run_events import read_events
 
-    folder = RunFolder(source)
+    folder = RunFolder(options.source)
+    name = folder.path.name
     metrics = read_metrics(folder.metrics)
     if not metrics or not folder.config.exists():
-        raise ValueError(f"{source} holds no steps of a run: name the folder that hydragraph train has written")
+        raise ValueError(f"{folder.path} holds no steps of a run: name the folder that hydragraph train has written")
     events = read_events(folder.happenings)
     if not folder.trace.exists():
-        _refuse(
-            {"--profile": profile, "--cluster": cluster, "--corrections": corrections}, "prices a trace: there is none"
-        )
-        return run_report(source.name, metrics, None, events)
+        options.refuse(_PRICED, "prices a trace: there is none")
+        return run_report(name, metrics, None, events)
     trace = read_trace(folder.trace)
-    costs = run_costs(TrainConfig.load(folder.config), len(trace.ranks), profile, cluster, corrections)
-    return run_report(source.name, metrics, (costs, trace), events)
-
-
-def _refuse(given: Mapping[str, object], why: str) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} {why}")
+    config = TrainConfig.load(folder.config)
+    costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
+    return run_report(name, metrics, (costs, trace), events)

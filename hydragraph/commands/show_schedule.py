@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """Work of stages that run the same instructions at the same time.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row:
     tasks: tuple[Task, ...]
 
 
-def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
+def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
     """Return the tasks of all stages over time; pipelines with equal rows are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     orders = [_order(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages]
@@ -80,7 +80,7 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[Row]:
     for members in rows.values():
         pipelines = tuple(sorted({role.pipeline for stage in members for role in stage.roles}))
         ranks = tuple(rank for stage in members for rank in stage.ranks)
-        made.append(Row(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
+        made.append(StageRow(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
     return sorted(made, key=lambda row: (row.pipelines[0], row.stage))
 
 
@@ -166,11 +166,11 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
         yield from shortened(lines, rows=64, more=" stages")
 
 
-def _of_rank(rows: Sequence[Row], rank: int | None) -> list[Row]:
+def _of_rank(rows: Sequence[StageRow], rank: int | None) -> list[StageRow]:
     return [row for row in rows if rank is None or rank in row.ranks]
 
 
-def _name(row: Row) -> str:
+def _name(row: StageRow) -> str:
     return f"pipeline {_few(row.pipelines)} stage {row.stage} ranks {_few(row.ranks)}"
 
 
@@ -231,7 +231,7 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
     partial.replace(path)
 
 
-def _draw(axes: Any, name: str, rows: Sequence[Row], end: int) -> None:
+def _draw(axes: Any, name: str, rows: Sequence[StageRow], end: int) -> None:
     for i, row in enumerate(rows):
         for task in row.tasks:
             width = task.end - task.begin

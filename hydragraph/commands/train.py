@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +25,7 @@ from hydragraph.commands.launch_process import (
     quieten,
     restarted,
 )
-from hydragraph.commands.options import Debug, LogLevel, Set
+from hydragraph.commands.options import CommonOptions, Set, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
@@ -44,7 +44,10 @@ EXAMPLE = (
 )
 
 
-def train_command(
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(CommonOptions):
+    """Options of `hydragraph train`."""
+
     paths: Annotated[
         list[Path],
         typer.Argument(
@@ -53,19 +56,15 @@ def train_command(
             "directory, for which a config is written as hydragraph init does.",
             show_default=False,
         ),
-    ],
+    ]
     to: Annotated[Path, typer.Option("--to", help="The file that the config for DATA and MODEL is written to.")] = Path(
         "hydragraph.yaml"
-    ),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    )
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False
     resume_from: Annotated[
         str | None,
-        typer.Option(
-            "--resume-from",
-            metavar="step-N",
-            help="Continue from this checkpoint of the run; later ones are set aside.",
-        ),
-    ] = None,
+        typer.Option(metavar="step-N", help="Continue from this checkpoint of the run; later ones are set aside."),
+    ] = None
     auto_resume: Annotated[
         bool,
         typer.Option(
@@ -73,20 +72,20 @@ def train_command(
             help="Continue from the last complete checkpoint if there is one, and begin the run otherwise: for jobs "
             "that a scheduler starts again.",
         ),
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
+    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False
     compiled: Annotated[
         Path | None,
         typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
-    ] = None,
+    ] = None
     trust: Annotated[
         bool,
         typer.Option("--trust", help="Also load Inductor's code from that folder; it runs with your permissions."),
-    ] = False,
+    ] = False
     trace: Annotated[
         bool,
         typer.Option("--trace", help="Write when each rank ran each instruction of the first steps, for Perfetto."),
-    ] = False,
+    ] = False
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -94,41 +93,55 @@ def train_command(
             help="Number of times to continue from the last checkpoint after a rank fails. Under torchrun, give "
             "torchrun the same number, because it starts the processes.",
         ),
-    ] = 0,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+    ] = 0
+    overrides: Set = None
+
+    def load(self) -> TrainConfig:
+        """Read or write the config, with what is named here."""
+        config = config_of(self.paths, self.to, self.overrides or ())
+        if self.compiled is not None:
+            config = replace(config, compiled=str(self.compiled))
+        return replace(config, trust=True) if self.trust else config
+
+    @property
+    def begin(self) -> Begin:
+        """How the run begins.
+
+        Raises:
+            ValueError: two options contradict each other.
+        """
+        resume = self.resume or bool(self.resume_from)
+        if (resume or self.auto_resume) and self.overwrite:
+            raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
+        if resume and self.auto_resume:
+            raise ValueError("--auto-resume also begins a run, and --resume requires a checkpoint: give one of them")
+        asked: dict[Begin, bool] = {"resume": resume, "auto": self.auto_resume, "overwrite": self.overwrite}
+        return next((how for how, given in asked.items() if given), "new")
+
+
+@verb
+def train_command(options: TrainOptions) -> None:
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
-    if (resume or resume_from or auto_resume) and overwrite:
-        raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
-    if (resume or resume_from) and auto_resume:
-        raise ValueError("--auto-resume also begins a run, and --resume requires a checkpoint: give one of them")
-    settings = config_of(paths, to, overrides or ())
-    if compiled is not None:
-        settings = replace(settings, compiled=str(compiled))
-    if trust:
-        settings = replace(settings, trust=True)
-    asked: dict[Begin, object] = {"resume": resume or resume_from, "auto": auto_resume, "overwrite": overwrite}
-    begin: Begin = next((how for how, given in asked.items() if given), "new")
-    step = None if resume_from is None else read_step(resume_from, "--resume-from")
-    nodes = _nodes(settings)
+    begin = options.begin
+    config = options.load()
+    step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
+    nodes = _nodes(config)
     if nodes is not None and nodes.number:
         from hydragraph.cluster.launch import follow
 
         follow(nodes, _print)
         return
-    relay = None if (launched() and nodes is None) or settings.ranks == 1 else Relay()
-    overdue = partial(_overdue, settings)
-    stopping = Stopping(settings.grace_s, relay=relay, overdue=overdue)
-    if settings.elastic.survives and launched() and nodes is None and leads():
+    relay = None if (launched() and nodes is None) or config.ranks == 1 else Relay()
+    overdue = partial(_overdue, config)
+    stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
+    if config.elastic.survives and launched() and nodes is None and leads():
         _print(
             "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to survive "
             "that, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
     try:
         with stopping:
-            outcome = _train(settings, begin, step, trace, max_restarts, stopping, relay, nodes)
+            outcome = _train(config, begin, step, options.trace, options.max_restarts, stopping, relay, nodes)
     except Interrupted as request:
         _print("stopped before training continued: the folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
@@ -136,11 +149,13 @@ def train_command(
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
     if outcome.stopped:
-        _print_stop(outcome, settings)
+        _print_stop(outcome, config)
         raise typer.Exit(_code(stopping.signal or outcome.stopped))
     if outcome.history:
         _print_events(outcome)
-        _print_outcome(outcome)
+        first, last = outcome.history[0], outcome.history[-1]
+        where = f"everything is in {outcome.folder.path}"
+        _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; {where}")
 
 
 def read_step(text: str, option: str) -> int:
@@ -259,12 +274,6 @@ def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
     else:
         of = f" of {config.steps}" if config.epochs is None else ""
         _print(f"stopped after step {last.step}{of}, saved in {last.path}: continue with --resume")
-
-
-def _print_outcome(outcome: RunOutcome) -> None:
-    first = outcome.history[0]
-    last = outcome.history[-1]
-    _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; everything is in {outcome.folder.path}")
 
 
 def _print_events(outcome: RunOutcome) -> None:

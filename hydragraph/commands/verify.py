@@ -4,45 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from hydragraph.commands.launch_process import on_ranks, quieten
-from hydragraph.commands.options import (
-    Config,
-    Debug,
-    HomeText,
-    LogLevel,
-    Set,
-    Strategies,
-    chosen_home,
-    chosen_strategies,
-)
+from hydragraph.commands.options import ConfigOptions, HomeText, Strategies, chosen_home, chosen_strategies, verb
+from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.engine.single_device_parity import ParityRow
 
 
-def verify_command(
-    config: Config,
-    strategies: Strategies = None,
-    home: HomeText = None,
-    overrides: Set = None,
-    log_level: LogLevel = None,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(ConfigOptions):
+    """Options of `hydragraph verify`."""
+
+    strategies: Strategies = None
+    home: HomeText = None
+
+
+@verb
+def verify_command(options: VerifyOptions) -> None:
     """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""
-    settings = TrainConfig.load(config, overrides or ())
-    texts = chosen_strategies(strategies, settings.strategies, settings.ranks)
-    settings = replace(settings, strategies=texts, device="cpu", dtype="float32")
-    settings = replace(settings, home=chosen_home(home, settings.home))
-    rows = on_ranks(settings.ranks, verify_rank, settings)
+    config = options.load()
+    texts = chosen_strategies(options.strategies, config.strategies, config.ranks)
+    home = chosen_home(options.home, config.home)
+    config = replace(config, strategies=texts, home=home, device="cpu", dtype="float32")
+    rows = on_ranks(config.ranks, verify_rank, config)
     if rows:
         _print_rows(rows)
     if not all(row.passed for row in rows):
@@ -92,9 +85,8 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
 
 def _print_rows(rows: Sequence[ParityRow]) -> None:
     """Print a table of the comparison with one device."""
-    table = Table(title="against one device (gradient error / tolerance: at most 1)", title_justify="left")
-    for heading in ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", ""):
-        table.add_column(heading, overflow="fold")
+    headings = ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", "")
+    table = new_table("against one device (gradient error / tolerance: at most 1)", headings, left=headings)
     for row in rows:
         verdict = "ok" if row.passed else "WRONG"
         numbers = (f"{row.loss:.6f}", f"{row.loss_error:.1e}", row.parameter, f"{row.ratio:.3f}")

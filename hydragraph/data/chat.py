@@ -10,11 +10,11 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from hydragraph.data.documents import Completion, Conversation, Document, Instruction, TokenIds
-from hydragraph.data.template import Span, Template
+from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Document, TokenIds
+from hydragraph.data.template import ChatTemplate, Span
 from hydragraph.data.token_file import Encoded, vocabulary_of
 
-__all__ = ["CHATML", "CHATML_TOKENS", "Encoder", "Template", "chatml"]
+__all__ = ["CHATML", "CHATML_TOKENS", "ChatTemplate", "DocumentEncoder", "chatml"]
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -47,7 +47,7 @@ def chatml(special: Collection[str], end: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder:
+class DocumentEncoder:
     """Converts documents to tokens.
 
     Attributes:
@@ -58,7 +58,7 @@ class Encoder:
 
     tokenizer: Tokenizer
     end: int
-    template: Template | None = None
+    template: ChatTemplate | None = None
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -88,7 +88,7 @@ class Encoder:
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):
             return self._given(document, place)
-        if isinstance(document, Instruction) and self.template is None:
+        if isinstance(document, AlpacaRecord) and self.template is None:
             document = document.completion
         if isinstance(document, Completion):
             return self._completion(document)

@@ -72,7 +72,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Instruction(Conversation):
+class AlpacaRecord(Conversation):
     """A record of Alpaca's kind: a conversation if there is a chat template, else a completion.
 
     Attributes:
@@ -279,7 +279,10 @@ class Fields:
             return Preference(*plain)
         conversations = (c for c in (pair.chosen, pair.rejected) if isinstance(c, Conversation))
         return Preference(
-            *(Instruction(c.messages, c.tools, c.arguments, text) for c, text in zip(conversations, plain, strict=True))
+            *(
+                AlpacaRecord(c.messages, c.tools, c.arguments, text)
+                for c, text in zip(conversations, plain, strict=True)
+            )
         )
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
@@ -346,7 +349,7 @@ def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Prefer
     return Preference(*(replace(i, messages=messages) for i, messages in zip(found, untrained, strict=True)))
 
 
-def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:
+def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
     """Return a record of Alpaca's kind; its input, system and history are optional."""
     instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
@@ -368,7 +371,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> Instruction | None:
     paired = ", paired with an input that provides further context" if given else ""
     prompt = _ALPACA.format(paired, instruction, f"### Input:\n{given}\n\n" if given else "")
     before = "".join(f"{message['content']}\n\n" for message in messages[:-2])
-    return Instruction(tuple(messages), (), _arguments(record, place), Completion(before + prompt, output))
+    return AlpacaRecord(tuple(messages), (), _arguments(record, place), Completion(before + prompt, output))
 
 
 def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:

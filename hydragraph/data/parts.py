@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hydragraph.data.chat import Encoder
+from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import Document, characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
@@ -19,7 +19,7 @@ from hydragraph.data.token_file import Encoded, batched, encode_texts
 _EVERY_S = 20.0  # of work at most lost by an interruption
 
 
-class Parts:
+class EncodedParts:
     """The already encoded documents of one corpus.
 
     Args:
@@ -35,7 +35,7 @@ class Parts:
             unfinished.unlink()
 
     def encoded(
-        self, documents: Iterable[Placed], encoder: Encoder, progress: Callable[[int], None] | None = None
+        self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
         """Encode the missing documents; yield the number of finished ones after each part.
 
@@ -109,7 +109,7 @@ class Parts:
         return before + len(documents)
 
 
-def _batches(documents: Iterable[Placed], encoder: Encoder) -> Iterator[list[Encoded]]:
+def _batches(documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[list[Encoded]]:
     """Yield documents as tokens; texts are encoded a batch at a time in parallel."""
     for batch in batched(documents, lambda placed: characters_of(_present(placed))):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]

@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Template:
+class ChatTemplate:
     """A chat template of Hugging Face, in Jinja.
 
     Attributes:
@@ -176,7 +176,7 @@ class _Written:
     """
 
     def __init__(
-        self, template: Template, conversation: Conversation, place: str, way: _Way, marks: re.Pattern[str]
+        self, template: ChatTemplate, conversation: Conversation, place: str, way: _Way, marks: re.Pattern[str]
     ) -> None:
         self._template = template
         self._conversation = conversation

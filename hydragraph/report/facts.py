@@ -248,7 +248,7 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class Happening:
-    """An event or decision about ranks: see `train.stragglers.run_events.Event`.
+    """An event or decision about ranks: see `train.stragglers.run_events.RunEvent`.
 
     Attributes:
         after_s: seconds since the first step with a timestamp.

@@ -7,12 +7,12 @@ from itertools import groupby
 
 from hydragraph.report import number_format
 from hydragraph.report.facts import Fact, Happened, Happening
-from hydragraph.train.goodput import Account, account
+from hydragraph.train.goodput import WallTime, account
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event, seconds_of
+from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 
-def happened(metrics: Sequence[Metrics], events: Sequence[Event]) -> Happened | None:
+def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened | None:
     """Return the events and their costs; None if checkpoints are the only events.
 
     Args:
@@ -42,7 +42,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[Event]) -> Happened | 
     return Happened(rows, _counts(metrics, events), () if found is None else _parts(found))
 
 
-def cost_facts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[Fact, ...]:
+def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
     """Return the numbers for the top of the page: goodput, and the costs of changes of ranks."""
     found = account(metrics, events)
     if found is None:
@@ -59,7 +59,7 @@ def cost_facts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[Fac
     return tuple(facts)
 
 
-def _parts(found: Account) -> tuple[tuple[str, float], ...]:
+def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
     return (
         ("at full speed", found.full_s),
         ("pauses", found.paused_s),
@@ -68,7 +68,7 @@ def _parts(found: Account) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _counts(metrics: Sequence[Metrics], events: Sequence[Event]) -> tuple[tuple[int, int], ...]:
+def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     """Return (step, number of ranks from then on); empty if the number never changed."""
     found: list[tuple[int, int]] = []
     change = 0  # net change by the events since the last "resumed"

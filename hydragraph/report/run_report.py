@@ -17,7 +17,7 @@ from hydragraph.report.timelines import measured_course
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.loss_picture import smoothed
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 _UNTRACED = (
     "There is no trace: train with --trace for timelines, memory, traffic, and what was predicted beside what was "
@@ -27,7 +27,7 @@ _TRACED = "Timelines are the last traced step of each strategy beside its simula
 
 
 def run_report(
-    title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[Event] = ()
+    title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> Report:
     """Return the report of a run.
 

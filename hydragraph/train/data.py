@@ -17,10 +17,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from hydragraph.data import corpus, tokenizer
-from hydragraph.data.chat import CHATML, CHATML_TOKENS, Encoder, Template, chatml
+from hydragraph.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, DocumentEncoder, chatml
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
-from hydragraph.data.parts import Parts
+from hydragraph.data.parts import EncodedParts
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
@@ -191,7 +191,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
         reading = corpus.CorpusReport()
         placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields, reading, source.max_samples)
-        parts = Parts(partial / f"{name}.parts")
+        parts = EncodedParts(partial / f"{name}.parts")
 
         def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
             progress(what, done, reading.part)
@@ -257,14 +257,16 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         (directory / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
-def _encoder(config: TrainConfig, directory: Path) -> Encoder:
+def _encoder(config: TrainConfig, directory: Path) -> DocumentEncoder:
     """Return the encoder of documents, with the tokenizer of a prepared directory."""
     encoder = tokenizer.load(directory)
     special = tokenizer.special_tokens(directory)
     end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=special.get("eos_token")))
     text = tokenizer.chat_template(directory)
-    template = None if text is None else Template(text, special, config.data.train_on, config.data.template_arguments)
-    return Encoder(encoder, end, template)
+    template = (
+        None if text is None else ChatTemplate(text, special, config.data.train_on, config.data.template_arguments)
+    )
+    return DocumentEncoder(encoder, end, template)
 
 
 def _template_text(config: TrainConfig, existing: Path | None, chats: bool) -> str | None:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event, seconds_of
+from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 
 @dataclass(frozen=True)
-class Account:
+class WallTime:
     """Where the wall time of a run went, in seconds that sum up to `seconds`.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Gap:
         return self.end - self.begin - self.away_s
 
 
-def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: float | None = None) -> Account | None:
+def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: float | None = None) -> WallTime | None:
     """Return where the time of a run went; None if fewer than two steps have an end time.
 
     Args:
@@ -98,7 +98,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: floa
     full = [gap.tokens / rate if rate else gap.seconds - gap.paused_s for gap in gaps]
     rest = [gap.seconds - gap.paused_s - each for gap, each in zip(gaps, full, strict=True)]
     lost_s = sum(each for gap, each in zip(gaps, rest, strict=True) if gap.broken)
-    return Account(
+    return WallTime(
         seconds,
         sum(gap.tokens for gap in gaps),
         rate,
@@ -112,7 +112,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[Event] = (), rate: floa
     )
 
 
-def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]:
+def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_Gap]:
     ends = [(seconds_of(m.time), m.tokens) for m in metrics if m.time]
     pauses = _joined([(event.at - event.seconds, event.at) for event in events if event.event == "resumed"])
     stops = list(_stops(events))
@@ -125,14 +125,14 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[Event]) -> Iterator[_Gap]
         yield _Gap(begin, end, tokens, away_s, paused_s, broken, not broken and _undisturbed(events, end))
 
 
-def _stops(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
+def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:
     """Yield the intervals in which the run was stopped: it saved, and its next event resumes from that step."""
     for last, event in pairwise(events):
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at
 
 
-def _undisturbed(events: Sequence[Event], until: float) -> bool:
+def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
     """Return whether all ranks are present and known to be healthy, according to the events so far."""
     missing = 0
     slow: set[int] = set()

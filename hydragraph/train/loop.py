@@ -61,8 +61,8 @@ from hydragraph.train.run_saving import (
 )
 from hydragraph.train.step_reporting import log_step, open_log, peak_of
 from hydragraph.train.straggler_setup import controller_of, policy_of
-from hydragraph.train.stragglers.run_events import Event, append_event
-from hydragraph.train.train_state import Course, Run, RunOutcome, ahead_of
+from hydragraph.train.stragglers.run_events import RunEvent, append_event
+from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.trainable import StepResult, Watcher
 
 # Value of `Executable.stopping` that requests a move of state, set by the leading rank; larger than any signal number.
@@ -205,7 +205,7 @@ def _session(
             since = f"; changed since: {changed}" if changed else ""
             source = "checkpoint pieces" if done > last.step else last.path
             going_on = f"continuing after step {done} of {config.steps}, from {source}{since}"
-            append_event(folder.happenings, Event(done, "resumed", tuple(range(world.ranks)), 0.0, going_on))
+            append_event(folder.happenings, RunEvent(done, "resumed", tuple(range(world.ranks)), 0.0, going_on))
             leader.note(going_on)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
@@ -242,14 +242,16 @@ def _session(
             leader.started(done, config.steps)
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         saved = 0 if last is None else last.step
-        course = Course(watcher, batches, anew, ahead_of(run, batches), done, saved, positions, owns=leader is not None)
-        course.kept = last is not None
-        course.began = folder.began
+        state = TrainState(
+            watcher, batches, anew, ahead_of(run, batches), done, saved, positions, owns=leader is not None
+        )
+        state.kept = last is not None
+        state.began = folder.began
         executor.spans = [] if trace else None
         if controller is not None:
             stack.callback(controller.close)
         write_run_ranks(run)
-        return _follow(run, course, stopping, owned, model, tokens)
+        return _follow(run, state, stopping, owned, model, tokens)
 
 
 def _reference(config: TrainConfig, tokens: Tokens, folder: RunFolder) -> ReferenceScores | None:
@@ -333,35 +335,35 @@ def _join_run(
         checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
         pieces=open_pieces(config, apart(config.device), folder),
     )
-    course = Course(watcher, batches, anew, ahead_of(run, batches), -1, -1, {})
+    state = TrainState(watcher, batches, anew, ahead_of(run, batches), -1, -1, {})
     with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
-        return _follow(run, course, stopping, owned, model, tokens)
+        return _follow(run, state, stopping, owned, model, tokens)
 
 
 def _follow(
-    run: Run, course: Course, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
+    run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
     """Train to the end, on these ranks, or on the remaining and joining ones if some are lost."""
     failure: RankFailure | Stopped | None = None
-    changed = course.done < 0  # this rank is joining
+    changed = state.done < 0  # this rank is joining
     while True:
         try:
             ending = ""
             if changed:
-                run, ending = go_on(run, course, failure, owned)
+                run, ending = go_on(run, state, failure, owned)
                 changed = False
             with run.world.calling("train"):
                 if ending:
-                    return _end_early(run, course, ending)
-                if (elastic() or run.pieces is not None) and not course.done and not course.kept:
-                    checkpoint(run, course)  # fallback if state is lost before the first scheduled checkpoint
-                stopped = _steps(run, course, stopping)
+                    return _end_early(run, state, ending)
+                if (elastic() or run.pieces is not None) and not state.done and not state.kept:
+                    checkpoint(run, state)  # fallback if state is lost before the first scheduled checkpoint
+                stopped = _steps(run, state, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
                 if run.config.checkpoint.asynchronous:
                     settle_checkpoints(run)
                 if not stopped:
-                    finish(run, model, tokens, course.done)
+                    finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
                     run.world.gather(None)  # a rank that fails before this meets the others again
             break
@@ -375,55 +377,55 @@ def _follow(
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), stopped)
 
 
-def _steps(run: Run, course: Course, stopping: Requests) -> int:
+def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
     """Train to the end or until a rank is asked to stop; return the stop reason, or 0."""
     config = run.config
     executor = run.executor
     executor.listens = lambda: stopping.signal  # also sees requests that arrive during a step
-    first = course.done + 1
+    first = state.done + 1
     for step in range(first, config.steps + 1):
-        if stops_after(run, course.done):
-            _stop_early(run, course)
+        if stops_after(run, state.done):
+            _stop_early(run, state)
             break
         if executor.spans is not None and step == first + TRACED_STEPS:
             write_spans(run)
-        sequences = course.coming.take(config.steps + 1 - step)
+        sequences = state.coming.take(config.steps + 1 - step)
         try:
-            while not _trained(run, course, step, sequences, stopping.signal):
+            while not _trained(run, state, step, sequences, stopping.signal):
                 _rehome(run)
         except Stopped as request:
             if request.reason >= CALLED:
                 raise
-            if course.saved < step - 1:
-                checkpoint(run, course)
+            if state.saved < step - 1:
+                checkpoint(run, state)
             return request.reason
         if saves_after(run, step):
-            checkpoint(run, course)
+            checkpoint(run, state)
         if run.keeps(step):
-            keep_pieces(run, course)
+            keep_pieces(run, state)
     return 0
 
 
-def _stop_early(run: Run, course: Course) -> None:
+def _stop_early(run: Run, state: TrainState) -> None:
     """Save, and report that the evaluation loss no longer falls."""
-    if course.saved < course.done:
-        checkpoint(run, course)
+    if state.saved < state.done:
+        checkpoint(run, state)
     if run.watcher is not None and run.log is not None:
         best = lowest(run.log.history)
         least = f" by more than {run.config.min_improvement:g}" if run.config.min_improvement else ""
         run.watcher.note(
-            f"ending after step {course.done} of {run.config.steps}: the evaluation loss has not fallen{least} in "
+            f"ending after step {state.done} of {run.config.steps}: the evaluation loss has not fallen{least} in "
             f"{run.config.patience} evaluations (patience); it was lowest after step {best}"
         )
 
 
-def _trained(run: Run, course: Course, step: int, sequences: list[Drawn], signal: int) -> bool:
+def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
     """Train on a mini-batch; return False if the leading rank requested a move of state instead."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
     try:
-        _train_step(run, course, step, sequences)
+        _train_step(run, state, step, sequences)
     except Stopped as request:
         if request.reason != MOVES:
             raise
@@ -443,11 +445,11 @@ def _rehome(run: Run) -> None:
         following.begun()
 
 
-def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> None:
+def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) -> None:
     """Train on one mini-batch, evaluate if it is due, and log both."""
     config = run.config
     strategy = run.strategy_of(step)
-    following = course.coming.following
+    following = state.coming.following
     if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
@@ -460,11 +462,11 @@ def _train_step(run: Run, course: Course, step: int, sequences: list[Drawn]) -> 
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks reach this line, and it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
-    course.last = (step, report)
-    course.done = step
-    course.positions[step] = dict(course.coming.position)
+    state.last = (step, report)
+    state.done = step
+    state.positions[step] = dict(state.coming.position)
     if not elastic():
-        course.positions = {step: course.positions[step]}
+        state.positions = {step: state.positions[step]}
     if run.executor.spans is not None:
         seconds = report.seconds - report.planning_s
         run.traced.append(TracedStep(report.step, report.strategy, report.assignment, seconds))
@@ -477,15 +479,15 @@ def _meets_after(run: Run, step: int) -> bool:
     return moves or run.saves(step) or run.keeps(step) or run.evaluates(step)
 
 
-def _end_early(run: Run, course: Course, ending: str) -> RunOutcome:
+def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
     """Save the current state and end: with an error, unless all ranks were asked to leave."""
-    if course.saved < course.done:
-        checkpoint(run, course)
+    if state.saved < state.done:
+        checkpoint(run, state)
     if run.config.checkpoint.asynchronous:
         settle_checkpoints(run)
     run.executor.close()
     if ending != ALL_LEAVE:
-        raise TooFewRanks(f"{ending}: saved after step {course.done}, in {run.folder.place(course.done)} (--resume)")
+        raise TooFewRanks(f"{ending}: saved after step {state.done}, in {run.folder.place(state.done)} (--resume)")
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import TITLES, Event, Name
+from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
 # Kinds of events with a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
 _SIGNS: Mapping[Name, str] = {
@@ -32,7 +32,7 @@ def matplotlib_installed() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[Event] = ()) -> None:
+def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
     """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
 
     Args:
@@ -125,7 +125,9 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
         axes.plot([m.step for m in evaluated], losses, "kD--", markersize=4, linewidth=0.8, label="held out")
 
 
-def _draw_events(axes: Any, below: Any, shown: Sequence[Event], kinds: Sequence[Name], pauses: Sequence[Event]) -> None:
+def _draw_events(
+    axes: Any, below: Any, shown: Sequence[RunEvent], kinds: Sequence[Name], pauses: Sequence[RunEvent]
+) -> None:
     """Draw a row of signs for each kind and one of pauses, with thin lines up through the losses.
 
     Args:
@@ -154,7 +156,7 @@ def _draw_events(axes: Any, below: Any, shown: Sequence[Event], kinds: Sequence[
     below.tick_params(axis="y", length=0)
 
 
-def _title(metrics: Sequence[Metrics], events: Sequence[Event]) -> str:
+def _title(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> str:
     count = len({m.strategy for m in metrics})
     title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.tokens for m in metrics):,} tokens"
     found = account(metrics, events) if events else None

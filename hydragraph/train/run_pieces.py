@@ -13,7 +13,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.train_state import Course, Run
+from hydragraph.train.train_state import Run, TrainState
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
@@ -67,14 +67,14 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
     )
 
 
-def keep_pieces(run: Run, course: Course) -> None:
+def keep_pieces(run: Run, state: TrainState) -> None:
     """Keep the state in pieces; all ranks call it."""
     assert run.pieces is not None, "its config names places"
-    extra = {"mini_batches": dict(course.positions[course.done]), "step": course.done}
+    extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
-    if errors and not course.pieces_fail and run.watcher is not None:  # noted once, until a step is kept again
+    if errors and not state.pieces_fail and run.watcher is not None:  # noted once, until a step is kept again
         run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {errors[0]}")
-    course.pieces_fail = bool(errors)
+    state.pieces_fail = bool(errors)
 
 
 def _local(config: TrainConfig) -> str | None:

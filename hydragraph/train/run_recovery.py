@@ -24,65 +24,65 @@ from hydragraph.train.straggler_file import read_slow
 from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.lateness import Lateness
-from hydragraph.train.stragglers.run_events import Event
-from hydragraph.train.train_state import Course, Run, ahead_of
+from hydragraph.train.stragglers.run_events import RunEvent
+from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the run's folder
 
 
-def go_on(run: Run, course: Course, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
+def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
     """Meet the remaining and joining ranks; return the run on them, and the reason for ending it, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
-    before = ranks_before(course.untold, run.world.ranks)
+    before = ranks_before(state.untold, run.world.ranks)
 
     def newest() -> Path | None:
         last = folder.last()
         return None if last is None else last.path
 
     compiled: Any = executor  # a Trainable made by `compile`
-    rates = _known_rates(run, course)
+    rates = _known_rates(run, state)
     survived = meet_again(compiled, failure, newest, _soon(config), rates, run.pieces)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
-    last, idle_s = course.done, 0.0
+    last, idle_s = state.done, 0.0
     if last < 0 and world.rank == 0:  # this rank has just joined, and no earlier rank is left
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
-    course.untold.append((survived, before))
+    state.untold.append((survived, before))
     with world.calling("go on"):
         if world.rank == 0:
-            run = lead(run, course, survived, owned, watching)
+            run = lead(run, state, survived, owned, watching)
         elif watching is not None:
             watching.close()
-        course.done, course.began = survived.step, folder.began
-        _find_position(run, course)
-        _write_down(run, course)
+        state.done, state.began = survived.step, folder.began
+        _find_position(run, state)
+        _write_down(run, state)
         write_run_ranks(run)
         moved = sum(world.gather(survived.received))
         read: Counter[str] = Counter()
         for each in world.gather(survived.read):
             read.update(each)
-        told, course.untold = course.untold, []
+        told, state.untold = state.untold, []
         took = max(world.gather(paused(told, world.rank)))
         if run.watcher is not None:
             for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s, read)):
                 tell(run, event)
-        if not survived.ending and _unsaved(run, course):
-            checkpoint(run, course)
+        if not survived.ending and _unsaved(run, state):
+            checkpoint(run, state)
     return run, survived.ending
 
 
-def _known_rates(run: Run, course: Course) -> dict[int, float]:
+def _known_rates(run: Run, state: TrainState) -> dict[int, float]:
     """Return the rates of slow members: measured by this rank, or recorded by the previous leader."""
     if run.controller is not None:
         health = run.controller.health
         return {run.watched[rank]: health.rate(rank) for rank in health}
     if not run.config.watches:
         return {}
-    slow = read_slow(run.folder, course.began)
+    slow = read_slow(run.folder, state.began)
     late = Lateness(learned={member: each.learned for member, each in slow.items() if each.learned is not None})
     health = late.planned(Health({member: each.rate for member, each in slow.items() if each.rate > 1}))
     return {member: health.rate(member) for member in health}
@@ -93,31 +93,31 @@ def _soon(config: TrainConfig) -> bool:
     return config.replans and not config.elastic.dry_run
 
 
-def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
+def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
     """Become or stay the leading rank, which writes the run's files.
 
     Args:
-        run, course, survived: the state of the run.
+        run, state, survived: the state of the run.
         owned: closes what this rank opens.
         watching: this rank's controller of the previous ranks; its planning process is kept.
     """
     log = run.log
-    if not course.owns:
-        owned.enter_context(run.folder.taken_over(TAKEOVER_S, course.began))
-        course.owns = True
+    if not state.owns:
+        owned.enter_context(run.folder.taken_over(TAKEOVER_S, state.began))
+        state.owns = True
     if log is None:
-        if course.callbacks is None:
-            course.callbacks = Callbacks.load(run.config.callbacks)
-            owned.callback(course.callbacks.call, "on_end")
-            course.callbacks.call("on_start", run.config)  # they have not started in this process
-        run = replace(run, callbacks=course.callbacks)
+        if state.callbacks is None:
+            state.callbacks = Callbacks.load(run.config.callbacks)
+            owned.callback(state.callbacks.call, "on_end")
+            state.callbacks.call("on_start", run.config)  # they have not started in this process
+        run = replace(run, callbacks=state.callbacks)
     # Another rank may be lost after this, and `run` is then the one from before, whose log is closed.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
-        log = owned.enter_context(open_log(run.folder, survived.step, course.watcher))
-        course.watcher.started(survived.step, run.config.steps)
-    run = replace(run, log=log, watcher=course.watcher)
+        log = owned.enter_context(open_log(run.folder, survived.step, state.watcher))
+        state.watcher.started(survived.step, run.config.steps)
+    run = replace(run, log=log, watcher=state.watcher)
     if run.config.watches:
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
@@ -130,25 +130,25 @@ def lead(run: Run, course: Course, survived: Survived, owned: ExitStack, watchin
     return run
 
 
-def _find_position(run: Run, course: Course) -> None:
+def _find_position(run: Run, state: TrainState) -> None:
     """Return to the position after the last mini-batch that counts, and share it with ranks that joined."""
-    known = run.world.gather(course.positions.get(course.done))
+    known = run.world.gather(state.positions.get(state.done))
     position = next((each for each in known if each is not None), None)
     if position is None:  # all ranks that knew it are gone: draw all mini-batches again
-        course.batches = course.anew()
-        for _ in range(course.done):
-            next(course.batches)
-        position = dict(course.batches.state_dict())
-    course.batches.load_state_dict(dict(position))
-    course.positions = {step: at for step, at in course.positions.items() if step < course.done}
-    course.positions[course.done] = position
-    course.coming = ahead_of(run, course.batches)
+        state.batches = state.anew()
+        for _ in range(state.done):
+            next(state.batches)
+        position = dict(state.batches.state_dict())
+    state.batches.load_state_dict(dict(position))
+    state.positions = {step: at for step, at in state.positions.items() if step < state.done}
+    state.positions[state.done] = position
+    state.coming = ahead_of(run, state.batches)
 
 
-def _write_down(run: Run, course: Course) -> None:
+def _write_down(run: Run, state: TrainState) -> None:
     """Evaluate and log the last step, if the previous leader did not."""
-    missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < course.done
-    mine = course.last if course.last is not None and course.last[0] == course.done else None
+    missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < state.done
+    mine = state.last if state.last is not None and state.last[0] == state.done else None
     told = run.world.gather((missing, mine))
     last = next((each for _, each in told if each is not None), None)
     if told[0][0] and last is not None:
@@ -156,14 +156,14 @@ def _write_down(run: Run, course: Course) -> None:
         log_step(replace(run, controller=None), *last)
 
 
-def _unsaved(run: Run, course: Course) -> bool:
+def _unsaved(run: Run, state: TrainState) -> bool:
     """Return whether the checkpoint after the last step is due but missing; the same on all ranks."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
-    course.saved = max(there, 0)
-    course.kept = there >= 0
-    due = saves_after(run, course.done)
-    return there < course.done and course.done > 0 and due
+    state.saved = max(there, 0)
+    state.kept = there >= 0
+    due = saves_after(run, state.done)
+    return there < state.done and state.done > 0 and due
 
 
 def write_run_ranks(run: Run) -> None:
@@ -173,16 +173,16 @@ def write_run_ranks(run: Run) -> None:
         write_ranks(run.folder.ranks, ranks)
 
 
-def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[Event]:
+def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
     """Yield events for ranks that were lost, left or joined, in the order of the meetings."""
     for survived, before in told:
         step, now = survived.step, len(survived.peers)
         if survived.lost:
-            yield Event(step, "fault", survived.lost, 0.0, survived.why)
+            yield RunEvent(step, "fault", survived.lost, 0.0, survived.why)
         if survived.left:
-            yield Event(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
+            yield RunEvent(step, "leave", survived.left, 0.0, f"asked to end; handed over their state: {survived.why}")
         if survived.joined:
-            yield Event(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
+            yield RunEvent(step, "join", survived.joined, 0.0, f"{before} -> {now} ranks")
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
@@ -210,7 +210,7 @@ def resumed(
     moved: int,
     seconds: float,
     read: Mapping[str, int] | None = None,
-) -> Event:
+) -> RunEvent:
     """Return the event for the continued run.
 
     Args:
@@ -234,6 +234,6 @@ def resumed(
         state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
     everybody = tuple(range(ranks))
-    return Event(
+    return RunEvent(
         step, "resumed", everybody, seconds, why, lost_steps=lost, moved_bytes=moved, read_bytes=dict(read or {})
     )

@@ -22,8 +22,8 @@ from hydragraph.train.data import Tokens
 from hydragraph.train.huggingface_export import export, write_model
 from hydragraph.train.loss_picture import matplotlib_installed, write_picture
 from hydragraph.train.run_folder import Checkpoint, RunFolder
-from hydragraph.train.stragglers.run_events import Event, append_event, read_events
-from hydragraph.train.train_state import Course, Run
+from hydragraph.train.stragglers.run_events import RunEvent, append_event, read_events
+from hydragraph.train.train_state import Run, TrainState
 from hydragraph.train.trainable import Trainable, Watcher
 
 
@@ -84,12 +84,12 @@ def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
         raise OSError(f"{error}{where}; {folder.how_to_go_on}") from error
 
 
-def checkpoint(run: Run, course: Course) -> None:
+def checkpoint(run: Run, state: TrainState) -> None:
     """Save everything that resuming needs, and the current picture."""
     began = time.monotonic()
-    step = course.done
+    step = state.done
     place = run.folder.place(step)
-    extra = {"mini_batches": dict(course.positions[step])}
+    extra = {"mini_batches": dict(state.positions[step])}
     if run.config.checkpoint.asynchronous:
         settle_checkpoints(run)
         run.executor.save(place, extra, asynchronous=True)
@@ -98,13 +98,13 @@ def checkpoint(run: Run, course: Course) -> None:
         run.executor.save(place, extra)
         run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
-    before, course.saved = course.saved, step
-    course.kept = True
-    course.positions = {number: at for number, at in course.positions.items() if number >= before}
+    before, state.saved = state.saved, step
+    state.kept = True
+    state.positions = {number: at for number, at in state.positions.items() if number >= before}
     if run.log is not None:
         why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")
         everybody = tuple(range(run.world.ranks))
-        append_event(run.folder.happenings, Event(step, "saved", everybody, time.monotonic() - began, why))
+        append_event(run.folder.happenings, RunEvent(step, "saved", everybody, time.monotonic() - began, why))
     if run.log is not None and run.log.history and matplotlib_installed():
         write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
 

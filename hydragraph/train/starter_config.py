@@ -15,7 +15,7 @@ _BYTES_PER_TOKEN = 4  # approximate, for English text
 
 
 @dataclass(frozen=True)
-class Found:
+class InspectedPaths:
     """Result of inspecting the given paths.
 
     Attributes:
@@ -38,7 +38,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Devices:
+class AvailableDevices:
     """The devices to train on.
 
     Attributes:
@@ -52,7 +52,7 @@ class Devices:
     text: str
 
 
-def look(paths: Sequence[Path]) -> Found:
+def look(paths: Sequence[Path]) -> InspectedPaths:
     """Inspect the given paths.
 
     Args:
@@ -79,7 +79,7 @@ def look(paths: Sequence[Path]) -> Found:
         raise ValueError(f"the data hold {' and '.join(sorted(formats))}: name those of one kind, or write a mixture")
     size = sum(path.stat().st_size for path in corpus.files(data)) if data else 0
     model = models[0] if models else None
-    return Found(
+    return InspectedPaths(
         model,
         data,
         next(iter(formats), "text"),
@@ -97,7 +97,7 @@ def _remedy(path: Path) -> str:
     return "name a file or folder of data, or a Hugging Face directory"
 
 
-def starter(found: Found, devices: Devices, output: str) -> str:
+def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
     """Return a config with comments.
 
     Args:
@@ -152,7 +152,7 @@ def _fields(data: Sequence[Path]) -> Fields:
     return fields
 
 
-def _model(found: Found, longest: int) -> list[str]:
+def _model(found: InspectedPaths, longest: int) -> list[str]:
     if found.model is not None:
         return [
             "model:",
@@ -171,7 +171,7 @@ def _model(found: Found, longest: int) -> list[str]:
     ]
 
 
-def _data(found: Found, longest: int, per_step: int) -> list[str]:
+def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
     paths = [str(path) for path in found.data] or (
         ["your-data.jsonl"] if found.model is not None else ["python-stdlib"]
     )
@@ -206,7 +206,7 @@ def _data(found: Found, longest: int, per_step: int) -> list[str]:
     return lines
 
 
-def _paths_comment(found: Found) -> str:
+def _paths_comment(found: InspectedPaths) -> str:
     if not found.data and found.model is not None:
         return "  # put yours here: text, .jsonl with text, messages or prompt and completion, Parquet, Arrow"
     what = {
@@ -220,26 +220,26 @@ def _paths_comment(found: Found) -> str:
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
 
 
-def _objective(found: Found) -> list[str]:
+def _objective(found: InspectedPaths) -> list[str]:
     if found.format != "preference":
         return []
     return ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; docs/preferences.md"]
 
 
-def _strategies(devices: Devices) -> list[str]:
+def _strategies(devices: AvailableDevices) -> list[str]:
     return [
         "strategies: auto  # measured and planned when training starts; or yours, such as 2*<tp1,pp1>",
         f"ranks: {devices.ranks}  # {devices.text}",
     ]
 
 
-def _length(found: Found, chat: bool) -> list[str]:
+def _length(found: InspectedPaths, chat: bool) -> list[str]:
     if not found.data:
         return ["steps: 100"]
     return [f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000"]
 
 
-def _optimizer(found: Found) -> list[str]:
+def _optimizer(found: InspectedPaths) -> list[str]:
     if found.model is None:
         return [
             "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",

@@ -19,7 +19,7 @@ import torch
 
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.train.atomic_write import write_whole
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 _SCALARS = (
     *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
@@ -209,7 +209,7 @@ class MetricsLog:
         for name, value in metrics.by_set.items():
             self._events.add_scalar(name, value, metrics.step)
 
-    def mark(self, event: Event) -> None:
+    def mark(self, event: RunEvent) -> None:
         """Show an event in TensorBoard at its step: as text, and its numbers as scalars as well."""
         if self._events is None:
             return

@@ -15,7 +15,7 @@ from hydragraph.train.preference_objective import mean_over_pairs
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog, peak_memory, tensorboard_installed
 from hydragraph.train.straggler_file import write_slow
-from hydragraph.train.stragglers.run_events import Event, append_event, now
+from hydragraph.train.stragglers.run_events import RunEvent, append_event, now
 from hydragraph.train.train_state import Run
 from hydragraph.train.trainable import StepResult, Watcher
 
@@ -92,7 +92,7 @@ def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], di
     return losses, figures
 
 
-def tell(run: Run, event: Event) -> None:
+def tell(run: Run, event: RunEvent) -> None:
     """Write an event to the events file, the log and the watcher; called on the leading rank."""
     append_event(run.folder.happenings, event)
     if run.log is not None:

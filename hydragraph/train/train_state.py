@@ -1,4 +1,4 @@
-"""State of a run: its constants (`Run`), its progress (`Course`) and its end (`RunOutcome`)."""
+"""State of a run: its constants (`Run`), its progress (`TrainState`) and its end (`RunOutcome`)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Run:
 
 
 @dataclass
-class Course:
+class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from hydragraph.commands.config_or_data import config_of, devices_here
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.starter_config import Devices
+from hydragraph.train.starter_config import AvailableDevices
 from tests.commands.tiny import run, write
 
 SMALL = ("hidden_size=16", "intermediate_size=24", "num_hidden_layers=1", "num_attention_heads=2")
@@ -62,14 +62,14 @@ def test_the_model_and_the_launchers_ranks_are_in_the_config(
 
 def test_there_is_a_rank_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert devices_here() == Devices(4, True, "4 GPUs of this machine")
+    assert devices_here() == AvailableDevices(4, True, "4 GPUs of this machine")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert devices_here() == Devices(1, True, "1 GPU of this machine")
+    assert devices_here() == AvailableDevices(1, True, "1 GPU of this machine")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert devices_here().ranks == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
-    assert devices_here() == Devices(3, False, "3 ranks of the launcher")
+    assert devices_here() == AvailableDevices(3, False, "3 ranks of the launcher")
 
 
 def test_a_config_of_somebody_else_is_not_replaced(data: Path, tmp_path: Path) -> None:

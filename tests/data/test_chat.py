@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from hydragraph.data.chat import Encoder, Template
+from hydragraph.data.chat import ChatTemplate, DocumentEncoder
 from hydragraph.data.chat import chatml as chatml_for
-from hydragraph.data.documents import Completion, Conversation, Fields, Instruction, TokenIds, texts_of
+from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Fields, TokenIds, texts_of
 from hydragraph.data.token_file import encode_texts
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.chats import BARE, BEGINS, MARKED, PLAIN, REWRITES, TOOLS, encoder
@@ -58,7 +58,7 @@ def chatml(turns: list[dict[str, Any]], last: bool = False, newline: bool = Fals
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
 def test_chatml_counts_what_the_assistant_says_and_its_end(template: str, last: bool) -> None:
-    found = Encoder(TOKENIZER, END, Template(template, train_on="last" if last else "assistant")).encode(
+    found = DocumentEncoder(TOKENIZER, END, ChatTemplate(template, train_on="last" if last else "assistant")).encode(
         chat(TURNS), "here"
     )
     assert (found.ids, found.targets) == oracle(chatml(TURNS, last, newline=template is PLAIN))
@@ -75,7 +75,7 @@ turns = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(
 @given(turns)
 def test_any_conversation_has_the_mask_of_the_oracle(said: list[dict[str, Any]]) -> None:
     for template in (MARKED, PLAIN):
-        found = Encoder(TOKENIZER, END, Template(template)).encode(chat(said), "here")
+        found = DocumentEncoder(TOKENIZER, END, ChatTemplate(template)).encode(chat(said), "here")
         text = "".join(piece for piece, _ in chatml(said))
         assert found.ids == ids(text)
         assert found.targets is not None
@@ -89,7 +89,7 @@ def test_any_conversation_has_the_mask_of_the_oracle(said: list[dict[str, Any]])
 
 
 def test_all_tokens_count_if_that_is_asked_for() -> None:
-    found = Encoder(TOKENIZER, END, Template(PLAIN, train_on="all")).encode(chat(TURNS[:2]), "here")
+    found = DocumentEncoder(TOKENIZER, END, ChatTemplate(PLAIN, train_on="all")).encode(chat(TURNS[:2]), "here")
     assert found.targets == [True] * len(found.ids)
 
 
@@ -97,8 +97,8 @@ def test_a_turn_that_is_rewritten_is_learned_as_the_whole_conversation_has_it() 
     said = [TURNS[1], {"role": "assistant", "content": "think#say"}, TURNS[3], TURNS[4]]
     written = [TURNS[1], {"role": "assistant", "content": "say"}, TURNS[3], TURNS[4]]
     for last in (False, True):
-        template = Template(REWRITES, train_on="last" if last else "assistant")
-        found = Encoder(TOKENIZER, END, template).encode(chat(said), "here")
+        template = ChatTemplate(REWRITES, train_on="last" if last else "assistant")
+        found = DocumentEncoder(TOKENIZER, END, template).encode(chat(said), "here")
         assert (found.ids, found.targets) == oracle(chatml(written, last=last, newline=True))
 
 
@@ -109,7 +109,7 @@ def test_tokens_of_blanks_are_targets_whatever_the_post_processor_trims(trim: bo
     if trim is not None:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "if a:\n        x\n   é🦎 \n    z"}]
-    found = Encoder(tokenizer, END, Template(MARKED, train_on=train_on)).encode(chat(said), "here")
+    found = DocumentEncoder(tokenizer, END, ChatTemplate(MARKED, train_on=train_on)).encode(chat(said), "here")
     pieces = chatml(said) if train_on == "assistant" else [(text, True) for text, _ in chatml(said)]
     assert (found.ids, found.targets) == oracle(pieces)
 
@@ -118,13 +118,13 @@ def test_a_base_model_learns_its_own_end_token() -> None:
     special = ("</s>",)
     tokenizer = train_bpe(["user assistant"], 300, special)
     said = [turn for turn in TURNS if turn["role"] != "system"]
-    found = Encoder(tokenizer, 0, Template(chatml_for(special, "</s>"))).encode(chat(said), "here")
+    found = DocumentEncoder(tokenizer, 0, ChatTemplate(chatml_for(special, "</s>"))).encode(chat(said), "here")
     assert found.targets is not None
     assert found.ids[-1] == 0
     ends = [target for i, target in zip(found.ids, found.targets, strict=True) if i == 0]
     assert ends == [False, True, False, True]
     assert chatml_for(["<|im_end|>"], "</s>") == MARKED
-    of_a_file = Encoder(tokenizer, 0, Template(PLAIN)).encode(chat(said), "here")
+    of_a_file = DocumentEncoder(tokenizer, 0, ChatTemplate(PLAIN)).encode(chat(said), "here")
     assert of_a_file.targets is not None
     assert (of_a_file.ids[-1], of_a_file.targets[-1]) == (0, True)
 
@@ -133,14 +133,14 @@ def test_texts_begin_as_the_tokenizer_begins_them() -> None:
     tokenizer = encoder()
     begin = int(tokenizer.token_to_id("<s>") or 0)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    encode = Encoder(tokenizer, END).encode
+    encode = DocumentEncoder(tokenizer, END).encode
     assert encode("hello", "here").ids == encode("<s>hello", "here").ids == [begin, *ids("hello"), END]
     (batch,) = encode_texts(["hello", "<s>hello"], tokenizer, END, [begin])
     assert [document.ids for document in batch] == [[begin, *ids("hello"), END]] * 2
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
-    encode = Encoder(TOKENIZER, END).encode
+    encode = DocumentEncoder(TOKENIZER, END).encode
     found = encode(TokenIds((1, 2), (False, True)), "here")
     assert (found.ids, found.targets) == ([1, 2], [False, True])
     with pytest.raises(ValueError, match=r"here: the id 9999 is not one of the tokenizer's \(0 to \d+\)"):
@@ -150,19 +150,19 @@ def test_token_ids_are_taken_as_they_are() -> None:
 def test_alpaca_is_a_conversation_only_where_there_is_a_template() -> None:
     record = {"instruction": "what", "input": "it", "output": "hello"}
     document = Fields().document(record, "alpaca", "here")
-    assert isinstance(document, Instruction)
-    plain = Encoder(TOKENIZER, END).encode(document, "here")
+    assert isinstance(document, AlpacaRecord)
+    plain = DocumentEncoder(TOKENIZER, END).encode(document, "here")
     text = TOKENIZER.decode(list(plain.ids), skip_special_tokens=False)
     assert text.startswith("Below is an instruction")
     assert text.endswith("### Instruction:\nwhat\n\n### Input:\nit\n\n### Response:\nhello<|endoftext|>")
-    chatted = Encoder(TOKENIZER, END, Template(MARKED)).encode(document, "here")
+    chatted = DocumentEncoder(TOKENIZER, END, ChatTemplate(MARKED)).encode(document, "here")
     said = [{"role": "user", "content": "what\nit"}, {"role": "assistant", "content": "hello"}]
     assert (chatted.ids, chatted.targets) == oracle(chatml(said))
 
 
 def test_an_answer_that_its_template_does_not_end_is_ended() -> None:
     said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
-    found = Encoder(TOKENIZER, END, Template(BARE)).encode(chat(said), "here")
+    found = DocumentEncoder(TOKENIZER, END, ChatTemplate(BARE)).encode(chat(said), "here")
     assert found.ids[-1] == END
     assert found.targets is not None
     assert found.targets[-1]
@@ -174,18 +174,18 @@ def test_the_token_that_begins_is_not_doubled() -> None:
     tokenizer = encoder()
     begin = int(tokenizer.token_to_id("<s>") or 0)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    found = Encoder(tokenizer, END, Template(BEGINS, {"bos_token": "<s>"})).encode(chat(TURNS), "here")
+    found = DocumentEncoder(tokenizer, END, ChatTemplate(BEGINS, {"bos_token": "<s>"})).encode(chat(TURNS), "here")
     assert (found.ids[0], found.ids.count(begin)) == (begin, 1)
     for prompt in ("hello", "<s>hello"):
-        pair = Encoder(tokenizer, END).encode(Completion(prompt, " there"), "here")
+        pair = DocumentEncoder(tokenizer, END).encode(Completion(prompt, " there"), "here")
         assert pair.ids == [begin, *ids("hello"), *ids(" there"), END]
         assert pair.targets == [False] * (1 + len(ids("hello"))) + [True] * (len(ids(" there")) + 1)
 
 
 def test_a_completion_that_ends_itself_is_not_ended_twice() -> None:
-    pair = Encoder(TOKENIZER, END).encode(Completion("hello", "there<|endoftext|>"), "here")
+    pair = DocumentEncoder(TOKENIZER, END).encode(Completion("hello", "there<|endoftext|>"), "here")
     assert list(pair.ids).count(END) == 1
-    assert list(Encoder(TOKENIZER, END).encode("hello", "here").ids) == [*ids("hello"), END]
+    assert list(DocumentEncoder(TOKENIZER, END).encode("hello", "here").ids) == [*ids("hello"), END]
 
 
 def test_tools_are_offered_and_called() -> None:
@@ -197,7 +197,7 @@ def test_tools_are_offered_and_called() -> None:
         {"role": "tool", "content": "hello", "tool_call_id": "1"},
         {"role": "assistant", "content": "hello there"},
     ]
-    found = Encoder(TOKENIZER, END, Template(TOOLS)).encode(chat(said, [tool]), "here")
+    found = DocumentEncoder(TOKENIZER, END, ChatTemplate(TOOLS)).encode(chat(said, [tool]), "here")
     text = TOKENIZER.decode(list(found.ids), skip_special_tokens=False)
     assert '"parameters": {"type": "object"' in text
     assert '<call>{"name": "look", "arguments": {"at": "it"}}' in text, "arguments are JSON, not quoted text"
@@ -224,9 +224,9 @@ def test_tools_are_offered_and_called() -> None:
 )
 def test_what_cannot_be_learned_from_is_told(said: list[dict[str, Any]], template: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Encoder(TOKENIZER, END, Template(template)).encode(chat(said), "here")
+        DocumentEncoder(TOKENIZER, END, ChatTemplate(template)).encode(chat(said), "here")
     with pytest.raises(ValueError, match=r"here is a conversation, .* set data.chat_template to chatml"):
-        Encoder(TOKENIZER, END).encode(chat(said), "here")
+        DocumentEncoder(TOKENIZER, END).encode(chat(said), "here")
 
 
 def test_what_is_written_in_a_document() -> None:

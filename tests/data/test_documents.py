@@ -8,10 +8,10 @@ import pytest
 
 from hydragraph.data.documents import (
     PLAIN,
+    AlpacaRecord,
     Completion,
     Conversation,
     Fields,
-    Instruction,
     Preference,
     TokenIds,
 )
@@ -123,10 +123,10 @@ def test_alpaca_has_an_input_a_system_message_and_a_history() -> None:
     assert PLAIN.format_of(record, "f:1") == "alpaca"
     assert PLAIN.unread(record, "alpaca") == ["id"]
     document = PLAIN.document(record, "alpaca", "f:1")
-    assert isinstance(document, Instruction)
+    assert isinstance(document, AlpacaRecord)
     assert [turn["content"] for turn in document.messages] == ["S", "q", "a", "I\nC", "A"]
     dolly = PLAIN.document({"instruction": "I", "context": "C", "response": "A"}, "alpaca", "f:1")
-    assert isinstance(dolly, Instruction)
+    assert isinstance(dolly, AlpacaRecord)
     assert [turn["content"] for turn in dolly.messages] == ["I\nC", "A"]
     with pytest.raises(ValueError, match="f:1: 'history' has"):
         PLAIN.document({**record, "history": ["q"]}, "alpaca", "f:1")
@@ -205,8 +205,8 @@ def untrained(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         ),
         (
             {"system": "S", "prompt": "Q", "chosen": "A", "rejected": "B"},
-            Instruction((*untrained(SYSTEM, USER), YES), (), {}, Completion("S\n\nQ", "A")),
-            Instruction((*untrained(SYSTEM, USER), NO), (), {}, Completion("S\n\nQ", "B")),
+            AlpacaRecord((*untrained(SYSTEM, USER), YES), (), {}, Completion("S\n\nQ", "A")),
+            AlpacaRecord((*untrained(SYSTEM, USER), NO), (), {}, Completion("S\n\nQ", "B")),
         ),
         (
             {"chosen": [USER, YES, USER, YES], "rejected": [USER, YES, USER, NO]},
@@ -224,7 +224,7 @@ def test_pairs_of_answers(record: dict[str, Any], chosen: Answer, rejected: Answ
 def test_a_pair_for_an_instruction() -> None:
     pair = PLAIN.document({"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"}, "preference", "f:3")
     assert isinstance(pair, Preference)
-    assert isinstance(pair.chosen, Instruction)
+    assert isinstance(pair.chosen, AlpacaRecord)
     assert pair.chosen.messages == (*untrained(USER), YES)
     assert pair.chosen.completion.completion == "A"
 

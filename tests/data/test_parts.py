@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from hydragraph.data import token_file
-from hydragraph.data.chat import Encoder
+from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import Completion
-from hydragraph.data.parts import Parts
+from hydragraph.data.parts import EncodedParts
 from tests.data.chats import encoder
 
 DOCUMENTS = [Placed(f"f:{i}", Completion("what ", "is it " * i) if i % 3 else f"hello {i}") for i in range(1, 12)]
-ENCODER = Encoder(encoder(), 0)
+ENCODER = DocumentEncoder(encoder(), 0)
 
 
-def plain(parts: Parts) -> list[tuple[list[int], list[bool]]]:
+def plain(parts: EncodedParts) -> list[tuple[list[int], list[bool]]]:
     found = [document for part in parts.read() for document in part]
     return [(list(d.ids), [True] * len(d.ids) if d.targets is None else list(d.targets)) for d in found]
 
@@ -36,10 +36,10 @@ def test_what_is_done_is_not_done_again(stop: int, tmp_path: Path, monkeypatch: 
 
     folder = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
-        list(Parts(folder, every_s=0).encoded(interrupted(), ENCODER))
+        list(EncodedParts(folder, every_s=0).encoded(interrupted(), ENCODER))
     (folder / "000000000099.partial").write_bytes(b"half of a part")
     seen: list[int] = []
-    parts = Parts(folder, every_s=0)
+    parts = EncodedParts(folder, every_s=0)
     assert list(parts.encoded(iter(DOCUMENTS), ENCODER, seen.append))[-1] == len(DOCUMENTS)
     assert seen[0] == stop // 2 * 2 + min(2, len(DOCUMENTS) - stop // 2 * 2), "the first batches are not done again"
     assert plain(parts) == expected
@@ -50,7 +50,7 @@ def test_what_is_done_is_not_done_again(stop: int, tmp_path: Path, monkeypatch: 
 
 
 def test_texts_alone_need_no_marks(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "parts")
+    parts = EncodedParts(tmp_path / "parts")
     assert list(parts.encoded([Placed("a", "hello"), Placed("b", "there")], ENCODER)) == [2]
     assert not parts.targeted
     ids = [np.asarray(document.ids).tolist() for part in parts.read() for document in part]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hydragraph.data.documents import Conversation, Fields
-from hydragraph.data.template import Template
+from hydragraph.data.template import ChatTemplate
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|start|>", "<|return|>", "<|user|>", "<|assistant|>", "<eos>")
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -80,7 +80,7 @@ def chat(*turns: Any, **more: Any) -> Conversation:
 
 def trained(text: str, conversation: Conversation, train_on: str = "assistant") -> str:
     """The text of a conversation with [[ ]] around its trained spans."""
-    written, spans = Template(text, {"eos_token": "<eos>"}, train_on).spans(conversation, "here", MARKS)
+    written, spans = ChatTemplate(text, {"eos_token": "<eos>"}, train_on).spans(conversation, "here", MARKS)
     for start, end in reversed(spans):
         written = f"{written[:start]}[[{written[start:end]}]]{written[end:]}"
     return written

@@ -9,7 +9,7 @@ import pytest
 
 from hydragraph.report.rank_changes import cost_facts, happened
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 100.0, 1.0, "<tp1,pp1>", 3, (2,))
 
@@ -18,17 +18,17 @@ def at(seconds: float) -> str:
     return datetime.fromtimestamp(1e9 + seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def storm() -> tuple[list[Metrics], list[Event]]:
+def storm() -> tuple[list[Metrics], list[RunEvent]]:
     """Rank 1 of 3 is lost in step 4, which costs 2 s and two steps, and comes back, which costs 1 s."""
     ends = (0, 1, 2, 6, 7, 9, 10)
     steps = [replace(STEP, step=i, time=at(end)) for i, end in enumerate(ends, start=1)]
     events = [
-        Event(3, "saved", (0, 1, 2), 0.1, "there", time=at(2)),
-        Event(3, "fault", (1,), 0.0, "killed <b>", time=at(5)),
-        Event(3, "resumed", (0, 1), 2.0, "2 go on", lost_steps=2, moved_bytes=5000, time=at(5)),
-        Event(5, "join", (2,), 0.0, "2 -> 3", time=at(8)),
-        Event(5, "resumed", (0, 1, 2), 1.0, "3 go on", moved_bytes=1000, time=at(8)),
-        Event(6, "switch", (2,), 0.5, "dry", done=False, time=at(9)),
+        RunEvent(3, "saved", (0, 1, 2), 0.1, "there", time=at(2)),
+        RunEvent(3, "fault", (1,), 0.0, "killed <b>", time=at(5)),
+        RunEvent(3, "resumed", (0, 1), 2.0, "2 go on", lost_steps=2, moved_bytes=5000, time=at(5)),
+        RunEvent(5, "join", (2,), 0.0, "2 -> 3", time=at(8)),
+        RunEvent(5, "resumed", (0, 1, 2), 1.0, "3 go on", moved_bytes=1000, time=at(8)),
+        RunEvent(6, "switch", (2,), 0.5, "dry", done=False, time=at(9)),
     ]
     return steps, events
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hydragraph.data import token_file, tokenizer
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
-from hydragraph.data.parts import Parts
+from hydragraph.data.parts import EncodedParts
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.data import (
@@ -290,7 +290,7 @@ def test_how_much_is_left_is_known_of_the_tokenizer_of_several_corpora_and_of_ch
 def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(tmp_path, paths=[chat_file(tmp_path)], vocab_size=320)
     monkeypatch.setattr(token_file, "_BATCH_DOCUMENTS", 8)
-    monkeypatch.setattr(Parts, "__init__", partialmethod(Parts.__init__, every_s=0.0))
+    monkeypatch.setattr(EncodedParts, "__init__", partialmethod(EncodedParts.__init__, every_s=0.0))
 
     def interrupt(what: str, done: int, part: float) -> None:
         if what == "writing the token file":

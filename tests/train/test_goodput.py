@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>", 3, (2,))
 
@@ -24,8 +24,8 @@ def steps(*ends: float) -> list[Metrics]:
     return [replace(STEP, step=i, time=at(end)) for i, end in enumerate(ends, start=1)]
 
 
-def event(name: str, when: float, ranks: tuple[int, ...] = (1,), seconds: float = 0.0) -> Event:
-    return Event(1, name, ranks, seconds, "", time=at(when))  # type: ignore[arg-type]
+def event(name: str, when: float, ranks: tuple[int, ...] = (1,), seconds: float = 0.0) -> RunEvent:
+    return RunEvent(1, name, ranks, seconds, "", time=at(when))  # type: ignore[arg-type]
 
 
 def test_a_run_that_nothing_happens_to_is_all_at_full_speed() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydragraph.train.loss_picture import _draw_events, _draw_steps, smoothed, write_picture
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<[0,1]x5,[2]x3>@0a", 3, (2, 1))
 
@@ -35,11 +35,11 @@ def test_what_happened_to_ranks_is_marked(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     history = [replace(STEP, step=i) for i in range(1, 30)]
     events = [
-        Event(9, "straggler", (1,), 0.0, ""),
-        Event(11, "switch", (1,), 0.0, ""),
-        Event(20, "recovered", (1,), 0.0, ""),
-        Event(22, "fault", (1,), 0.0, ""),
-        Event(25, "join", (1,), 0.0, ""),
+        RunEvent(9, "straggler", (1,), 0.0, ""),
+        RunEvent(11, "switch", (1,), 0.0, ""),
+        RunEvent(20, "recovered", (1,), 0.0, ""),
+        RunEvent(22, "fault", (1,), 0.0, ""),
+        RunEvent(25, "join", (1,), 0.0, ""),
     ]
     dry = [replace(event, done=False) for event in events]
     pictures = []
@@ -55,9 +55,9 @@ def test_each_kind_of_event_has_a_row_with_its_name() -> None:
     from matplotlib.figure import Figure
 
     axes, below = Figure().subplots(2)
-    lost = [Event(4, "fault", (1,), 0.0, ""), Event(9, "fault", (0,), 0.0, "")]
-    pauses = [Event(4, "resumed", (0,), 0.5, "")]
-    _draw_events(axes, below, [*lost, Event(6, "join", (1,), 0.0, "")], ["fault", "join"], pauses)
+    lost = [RunEvent(4, "fault", (1,), 0.0, ""), RunEvent(9, "fault", (0,), 0.0, "")]
+    pauses = [RunEvent(4, "resumed", (0,), 0.5, "")]
+    _draw_events(axes, below, [*lost, RunEvent(6, "join", (1,), 0.0, "")], ["fault", "join"], pauses)
     assert [label.get_text() for label in below.get_yticklabels()] == ["rank lost", "rank joined", "pause"]
     assert [list(line.get_xdata()) for line in below.get_lines()] == [[4, 9], [6]]
     assert [text.get_text() for text in below.texts] == [" 0.5 s"]

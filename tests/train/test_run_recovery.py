@@ -25,7 +25,7 @@ from hydragraph.train.step_reporting import open_log
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.straggler_state import Slow
-from hydragraph.train.train_state import Course, Run
+from hydragraph.train.train_state import Run, TrainState
 from tests.cost import priced
 from tests.train.plain import Watched, settings
 
@@ -46,11 +46,11 @@ def test_a_takeover_that_was_broken_off_is_tried_again(tmp_path: Path) -> None:
     folder = begun(config(tmp_path), tmp_path)
     nothing: Any = None
     run = Run(config(tmp_path), nothing, folder, nothing, (), {}, None, None, None)
-    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
-        assert lead(run, course, survived, owned, None).log is not None
-        again = lead(run, course, survived, owned, None)  # what the first call returned is lost with the failure
+        assert lead(run, state, survived, owned, None).log is not None
+        again = lead(run, state, survived, owned, None)  # what the first call returned is lost with the failure
         assert again.log is not None
         with pytest.raises(ValueError, match="belongs to a run that is under way"):
             folder.refuse_shared()
@@ -64,10 +64,10 @@ def test_a_return_to_a_checkpoint_that_was_broken_off_is_tried_again(tmp_path: P
     with ExitStack() as owned:
         log = owned.enter_context(open_log(folder, 0, Watched()))
         run = Run(config(tmp_path), nothing, folder, nothing, (), {}, Watched(), log, None)
-        course = Course(Watched(), nothing, nothing, nothing, 3, 0, {}, owns=True)
+        state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {}, owns=True)
         survived = Survived(2, 0, (1,), (), (), (), (), 0, 0, 0.5, "rank 1 is lost")
-        lead(run, course, survived, owned, None)
-        again = lead(run, course, replace(survived, restored=None), owned, None).log
+        lead(run, state, survived, owned, None)
+        again = lead(run, state, replace(survived, restored=None), owned, None).log
         assert again is not None
         again.write(Metrics(1, 2.0, 1.0, 1e-3, 100, 1000.0, 0.1, "<tp1,pp1>", 4, (1,)))
     assert [metrics.step for metrics in read_metrics(folder.metrics)] == [1]
@@ -90,11 +90,11 @@ def test_callbacks_of_a_rank_that_comes_to_lead_begin_once_and_end_once(tmp_path
     nothing: Any = None
     given = config(tmp_path, callbacks=[f"{__name__}:Began"])
     run = Run(given, nothing, begun(given, tmp_path), nothing, (), {}, None, None, None)
-    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     survived = Survived(2, 3, (0,), (), (), (), (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
-        first = lead(run, course, survived, owned, None)
-        again = lead(run, course, survived, owned, None)  # the first was broken off
+        first = lead(run, state, survived, owned, None)
+        again = lead(run, state, survived, owned, None)  # the first was broken off
         assert again.callbacks is first.callbacks
         assert Began.seen == [f"start {given.steps}"]
     assert Began.seen == [f"start {given.steps}", "end"]
@@ -138,11 +138,11 @@ def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     nothing: Any = None
     run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
     run = replace(run, watched=(0, 1, 5, 7))
-    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
     survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
     with ExitStack() as owned:
-        now = lead(run, course, survived, owned, watching)
+        now = lead(run, state, survived, owned, watching)
         assert now.controller is not None
         assert now.controller.monitor.health.rates == {0: 5.42}, "member 7 is rank 0 now, member 1 is lost"
         assert now.watched == (7, 0, 9)
@@ -166,18 +166,18 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
     nothing: Any = None
     world: Any = SimpleNamespace(ranks=3, rank=0)
     run = Run(given, world, folder, left, (), {}, None, None, None)
-    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
-    course.began = folder.began
-    assert _known_rates(run, course) == {5: 2.57, 7: 16.0, 9: 2.0}, "others were seen to wait for member 7"
+    state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
+    state.began = folder.began
+    assert _known_rates(run, state) == {5: 2.57, 7: 16.0, 9: 2.0}, "others were seen to wait for member 7"
     peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (11, 0), (9, 1)))
     survived = Survived(2, 3, (0,), (), (1,), peers, (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
-        now = lead(run, course, survived, owned, None)
+        now = lead(run, state, survived, owned, None)
         assert now.controller is not None
         assert now.controller.slow == {0: slow[7], 2: slow[9]}, "members 7 and 9 are ranks 0 and 2 now"
         assert now.controller.health == Health({0: 16.0, 2: 2.0})
-    course.began = folder.began - 1.0
-    assert _known_rates(run, course) == {}, "another run's"
+    state.began = folder.began - 1.0
+    assert _known_rates(run, state) == {}, "another run's"
 
 
 def test_a_step_that_a_lost_leader_did_not_write_down_decides_nothing(
@@ -189,12 +189,12 @@ def test_a_step_that_a_lost_leader_did_not_write_down_decides_nothing(
     log: Any = SimpleNamespace(history=[])
     knowing: Any = object()
     run = Run(config(tmp_path), world, RunFolder(tmp_path / "run"), nothing, (), {}, None, log, knowing)
-    course = Course(Watched(), nothing, nothing, nothing, 3, 0, {})
+    state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     report: Any = object()
-    course.last = (3, report)
+    state.last = (3, report)
     written: list[tuple[Any, ...]] = []
     monkeypatch.setattr(run_recovery, "log_step", lambda *given: written.append(given))
-    _write_down(run, course)
+    _write_down(run, state)
     ((by, step, what),) = written
     assert (step, what) == (3, report)
     assert by.controller is None

@@ -16,7 +16,7 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_settings
 from hydragraph.train.config_schema import SCHEMA, json_schema
 from hydragraph.train.data import check_data
-from hydragraph.train.starter_config import Devices, look, starter
+from hydragraph.train.starter_config import AvailableDevices, look, starter
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 RECORDS = {
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(paths: list[Path], devices: int = 1) -> TrainConfig:
-    text = starter(look(paths), Devices(devices, False, f"{devices} processes"), "runs/first")
+    text = starter(look(paths), AvailableDevices(devices, False, f"{devices} processes"), "runs/first")
     assert f"ranks: {devices}  # {devices} processes" in text
     assert text.splitlines()[0] == f"# yaml-language-server: $schema={SCHEMA}"
     assert all(len(line) <= 160 for line in text.splitlines()[1:])

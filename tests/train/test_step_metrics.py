@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.train.step_metrics import Metrics, MetricsLog, read_metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 STEP = Metrics(1, 2.5, 0.3, 1e-3, 100, 50.0, 2.0, "<tp1,pp1>@0a", 3, (2, 1))
 
@@ -80,9 +80,9 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path: Path, monkeyp
 def test_tensorboard_shows_what_happened_to_ranks(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsLog(tmp_path / "m", tmp_path / "events", after=0) as log:
-        log.mark(Event(2, "straggler", (2,), 0.0, "rank 2 is slow", {2: 2.5}))
-        log.mark(Event(3, "fault", (1,), 0.0, "rank 1 failed"))
-        log.mark(Event(3, "resumed", (0, 1), 0.5, "2 ranks continue", lost_steps=4, moved_bytes=1000))
+        log.mark(RunEvent(2, "straggler", (2,), 0.0, "rank 2 is slow", {2: 2.5}))
+        log.mark(RunEvent(3, "fault", (1,), 0.0, "rank 1 failed"))
+        log.mark(RunEvent(3, "resumed", (0, 1), 0.5, "2 ranks continue", lost_steps=4, moved_bytes=1000))
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in events.Tags()["tensors"]}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The dimensions of a Llama."""
 
     hidden: int
@@ -41,10 +41,10 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 172, 2, 4, 2, 512),
-    "small": Shape(256, 688, 4, 4, 2, 4096),
-    "1b": Shape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary: 1.10e9 parameters
-    "7b": Shape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B: 6.74e9
+    "tiny": LlamaShape(64, 172, 2, 4, 2, 512),
+    "small": LlamaShape(256, 688, 4, 4, 2, 4096),
+    "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary: 1.10e9 parameters
+    "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B: 6.74e9
 }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydragraph.commands.bench.bench_table import Report
+from hydragraph.commands.bench.bench_table import BenchReport
 
 
-def write_picture(report: Report, path: Path) -> None:
+def write_picture(report: BenchReport, path: Path) -> None:
     """Draw a report's bars to a PNG file, which is replaced only when the new one is complete."""
     # Not pyplot: the object interface needs no display and leaves the user's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

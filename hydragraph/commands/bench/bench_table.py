@@ -56,7 +56,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PictureBar:
     """One bar of a report's picture: a label of its group, which side it is, and its length."""
 
     group: str
@@ -65,7 +65,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """The result of one benchmark.
 
     Attributes:
@@ -84,7 +84,7 @@ class Report:
     notes: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     targets: tuple[Target, ...] = ()
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[PictureBar, ...] = ()
     unit: str = ""
 
     def save(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> BenchReport:
         """Read what `save` wrote.
 
         Raises:
@@ -101,7 +101,7 @@ class Report:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["targets"] = [Target(**target) for target in data["targets"]]
-            data["bars"] = [Bar(**bar) for bar in data["bars"]]
+            data["bars"] = [PictureBar(**bar) for bar in data["bars"]]
             data["rows"] = [tuple(row) for row in data["rows"]]
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
             return cls(**fields)
@@ -118,7 +118,7 @@ def shown(cell: Cell) -> str:
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
 
 
-def to_table(report: Report) -> Table:
+def to_table(report: BenchReport) -> Table:
     """Return the rows for the terminal."""
     table = Table(title=escape(report.title), title_justify="left")
     for i, column in enumerate(report.columns):
@@ -137,7 +137,7 @@ def target_table(targets: Sequence[Target]) -> Table:
     return table
 
 
-def to_csv(report: Report) -> str:
+def to_csv(report: BenchReport) -> str:
     """Return the rows with all digits."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -146,7 +146,7 @@ def to_csv(report: Report) -> str:
     return file.getvalue()
 
 
-def to_markdown(reports: Sequence[Report], heading: str, facts: Sequence[str]) -> str:
+def to_markdown(reports: Sequence[BenchReport], heading: str, facts: Sequence[str]) -> str:
     """Return one page: facts of the machine, all targets, and a section for every report."""
     targets = [target for report in reports for target in report.targets]
     lines = [f"# {heading}", "", *(f"- {fact}" for fact in facts), ""]

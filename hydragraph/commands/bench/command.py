@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydragraph.commands.options import CommonOptions, verb
+
 if TYPE_CHECKING:
-    from hydragraph.commands.bench.bench_table import Report
+    from hydragraph.commands.bench.bench_table import BenchReport
 
 
 class Size(str, Enum):  # noqa: UP042  typer reads the values
@@ -27,28 +30,61 @@ _Compiled = Annotated[
     bool | None,
     typer.Option("--compiled/--no-compiled", help="Also compare with torch.compile; default: on a GPU only."),
 ]
-_Csv = Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")]
-_Picture = Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")]
-_Json = Annotated[Path | None, typer.Option(help="Also write everything to this file, for hydragraph bench report.")]
-_Markdown = Annotated[Path | None, typer.Option(help="Also write a page with targets met or missed to this file.")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def kernels_command(
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(CommonOptions):
+    """The files that a measurement is written to."""
+
+    csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
+    picture: Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")] = None
+    json: Annotated[
+        Path | None, typer.Option(help="Also write everything to this file, for hydragraph bench report.")
+    ] = None
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write a page with targets met or missed to this file.")
+    ] = None
+
+    def show(self, report: BenchReport) -> None:
+        """Print a report, and write the files."""
+        from rich.console import Console
+
+        from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
+
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        console.print(to_table(report))
+        for text in (*report.blocks, *report.notes):
+            print(text)
+        if report.targets:
+            console.print(target_table(report.targets))
+        if self.csv is not None:
+            self.csv.write_text(to_csv(report), encoding="utf-8")
+        if self.json is not None:
+            report.save(self.json)
+        if self.picture is not None:
+            from hydragraph.commands.bench.bench_picture import write_picture
+
+            write_picture(report, self.picture)
+        if self.markdown is not None:
+            _write_page([report], self.markdown, ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchKernelsOptions(BenchOptions):
+    """Options of `hydragraph bench kernels`."""
+
     names: Annotated[
         list[str] | None,
         typer.Argument(help="Of varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
-    ] = None,
-    device: _Device = None,
-    size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None,
-    compiled: _Compiled = None,
-    csv: _Csv = None,
-    picture: _Picture = None,
-    json: _Json = None,
-    markdown: _Markdown = None,
-    debug: _Debug = False,
-) -> None:
-    """Time every kernel beside all other ways to compute the same, over a sweep of sizes.
+    ] = None
+    device: _Device = None
+    size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None
+    compiled: _Compiled = None
+
+
+@verb
+def kernels_command(options: BenchKernelsOptions) -> None:
+    """Time every kernel and all other ways to compute the same, over a sweep of sizes.
 
     Each side's result is checked before it is timed, and sides take turns. GB/s are compared with one large copy,
     TFLOP/s with one large matrix product, both measured in the same run. "dispatch" is what hydragraph chooses.
@@ -59,39 +95,45 @@ def kernels_command(
     from hydragraph.commands.bench.kernel_bench import bench_kernels
     from hydragraph.commands.bench.kernel_cases import Sweep
 
-    where = choose_device(device)
-    cuda = where.type == "cuda"
-    full = cuda if size is None else size is Size.FULL
-    sweep = Sweep(where, torch.bfloat16 if cuda else torch.float32, full, cuda if compiled is None else compiled)
-    keep = (lambda report: None) if json is None else (lambda report: report.save(json))
-    _show(bench_kernels(names or (), sweep, _tell, keep), csv, picture, json, markdown)
+    device = choose_device(options.device)
+    cuda = device.type == "cuda"
+    full = cuda if options.size is None else options.size is Size.FULL
+    compiled = cuda if options.compiled is None else options.compiled
+    sweep = Sweep(device, torch.bfloat16 if cuda else torch.float32, full, compiled)
+
+    def keep(report: BenchReport) -> None:
+        if options.json is not None:
+            report.save(options.json)
+
+    options.show(bench_kernels(options.names or (), sweep, _tell, keep))
 
 
-def link_command(
+@dataclass(frozen=True, kw_only=True)
+class BenchLinkOptions(BenchOptions):
+    """Options of `hydragraph bench link`."""
+
     source: Annotated[
         str, typer.Option("--from", help="The strategy whose step ends: a text, a YAML file, or home.")
-    ] = "home",
-    target: Annotated[str, typer.Option("--to", help="The strategy whose step begins, likewise.")] = "<tp2,pp1>",
-    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, whose model it is.")] = "7b",
-    dtype: Annotated[str, typer.Option(help="That weights are pulled in: bfloat16 or float32.")] = "bfloat16",
+    ] = "home"
+    target: Annotated[str, typer.Option("--to", help="The strategy whose step begins, likewise.")] = "<tp2,pp1>"
+    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, whose model it is.")] = "7b"
+    dtype: Annotated[str, typer.Option(help="That weights are pulled in: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight in a node.")
-    ] = None,
+    ] = None
     home: Annotated[
         str, typer.Option(help='The share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares.')
-    ] = "equal",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one simulated micro-batch.")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each simulated pipeline.")] = 4,
+    ] = "equal"
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one simulated micro-batch.")] = 4096
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each simulated pipeline.")] = 4
     measure: Annotated[
         bool | None,
         typer.Option("--measure/--no-measure", help="Also run it on local CPU ranks; default: tiny and small models."),
-    ] = None,
-    csv: _Csv = None,
-    picture: _Picture = None,
-    json: _Json = None,
-    markdown: _Markdown = None,
-    debug: _Debug = False,
-) -> None:
+    ] = None
+
+
+@verb
+def link_command(options: BenchLinkOptions) -> None:
     """Show what switching strategies moves: the push of one step's gradients, and the pull of the next one's weights.
 
     State lives in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
@@ -105,39 +147,49 @@ def link_command(
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
 
+    model, dtype, measure = options.model, options.dtype, options.measure
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype {dtype}: use bfloat16 or float32")
-    run = measure if measure is not None else model in SHAPES and SHAPES[model].hidden <= 256
-    if run and dtype != "float32":
+    if measure is None:
+        measure = model in SHAPES and SHAPES[model].hidden <= 256
+    if measure and dtype != "float32":
         dtype = "float32"
         _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
-    devices = None if cluster is None else Cluster.load(cluster)
     settings = LinkSettings(
-        model, source, target, getattr(torch, dtype), devices, tokens, micro_batches, run, home=Home.parse(home)
+        model,
+        options.source,
+        options.target,
+        getattr(torch, dtype),
+        None if options.cluster is None else Cluster.load(options.cluster),
+        options.tokens,
+        options.micro_batches,
+        measure,
+        home=Home.parse(options.home),
     )
-    _show(bench_link(settings, _tell), csv, picture, json, markdown)
+    options.show(bench_link(settings, _tell))
 
 
-def step_command(
-    device: _Device = None,
-    model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class BenchStepOptions(BenchOptions):
+    """Options of `hydragraph bench step`."""
+
+    device: _Device = None
+    model: Annotated[str | None, typer.Option(help="tiny, small, 1b; default: 1b on a GPU, small on a CPU.")] = None
     tokens: Annotated[
         int | None, typer.Option(min=64, help="Tokens of a mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.")
-    ] = None,
+    ] = None
     longest: Annotated[
         int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after two rounds of warm-up.")] = 5,
-    compiled: _Compiled = None,
+    ] = None
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after two rounds of warm-up.")] = 5
+    compiled: _Compiled = None
     backend: Annotated[
         str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
-    ] = None,
-    csv: _Csv = None,
-    picture: _Picture = None,
-    json: _Json = None,
-    markdown: _Markdown = None,
-    debug: _Debug = False,
-) -> None:
+    ] = None
+
+
+@verb
+def step_command(options: BenchStepOptions) -> None:
     """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
     The other sides are the eager model on padded batches, on packed ones with PyTorch's flash attention, and the same
@@ -148,31 +200,35 @@ def step_command(
     from hydragraph.commands.bench.device_ceiling import choose_device
     from hydragraph.commands.bench.step_bench import StepSettings, bench_step
 
-    where = choose_device(device)
-    cuda = where.type == "cuda"
-    name = model or ("1b" if cuda else "small")
+    device = choose_device(options.device)
+    cuda = device.type == "cuda"
+    name = options.model or ("1b" if cuda else "small")
     if name not in SHAPES:
         raise ValueError(f"--model {name}: use one of {', '.join(SHAPES)}")
-    count = tokens or (32768 if cuda else 1024)
-    most = longest or count // 4
-    use_compile = cuda if compiled is None else compiled
-    settings = StepSettings(
-        SHAPES[name], count, most, rounds, where, use_compile, backend, shortest=max(2, min(64, most // 16))
-    )
-    _show(bench_step(settings, _tell), csv, picture, json, markdown)
+    tokens = options.tokens or (32768 if cuda else 1024)
+    longest = options.longest or tokens // 4
+    compiled = cuda if options.compiled is None else options.compiled
+    shortest = max(2, min(64, longest // 16))
+    settings = StepSettings(SHAPES[name], tokens, longest, options.rounds, device, compiled, options.backend, shortest)
+    options.show(bench_step(settings, _tell))
 
 
-def report_command(
-    parts: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
-    markdown: Annotated[Path, typer.Option(help="The page to write.")],
-    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the page's head.")] = None,
-    debug: _Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchReportOptions(CommonOptions):
+    """Options of `hydragraph bench report`."""
+
+    parts: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")]
+    markdown: Annotated[Path, typer.Option(help="The page to write.")]
+    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the page's head.")] = None
+
+
+@verb
+def report_command(options: BenchReportOptions) -> None:
     """Put results together on one page that begins with all targets, met or missed."""
-    from hydragraph.commands.bench.bench_table import Report
+    from hydragraph.commands.bench.bench_table import BenchReport
 
-    _write_page([Report.load(part) for part in parts], markdown, tuple(facts or ()))
-    print(markdown)
+    _write_page([BenchReport.load(part) for part in options.parts], options.markdown, options.facts or ())
+    print(options.markdown)
 
 
 _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
@@ -199,7 +255,7 @@ def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]
         in_sentences: what wraps a command so that its errors become a sentence and an exit code.
     """
     app = typer.Typer(
-        help="Measure kernels, links and training steps beside other ways to do the same; small sizes on a CPU.",
+        help="Measure kernels, links and training steps, and other ways to do the same; small sizes on a CPU.",
         no_args_is_help=True,
     )
     for name, function, example in _COMMANDS:
@@ -211,31 +267,7 @@ def _tell(what: str) -> None:
     print(f"bench: {what}", file=sys.stderr)
 
 
-def _show(report: Report, csv: Path | None, picture: Path | None, json: Path | None, markdown: Path | None) -> None:
-    """Print a report and write what was asked for."""
-    from rich.console import Console
-
-    from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(to_table(report))
-    for text in (*report.blocks, *report.notes):
-        print(text)
-    if report.targets:
-        console.print(target_table(report.targets))
-    if csv is not None:
-        csv.write_text(to_csv(report), encoding="utf-8")
-    if json is not None:
-        report.save(json)
-    if picture is not None:
-        from hydragraph.commands.bench.bench_picture import write_picture
-
-        write_picture(report, picture)
-    if markdown is not None:
-        _write_page([report], markdown, ())
-
-
-def _write_page(reports: list[Report], path: Path, facts: tuple[str, ...]) -> None:
+def _write_page(reports: Sequence[BenchReport], path: Path, facts: Sequence[str]) -> None:
     import torch
 
     from hydragraph.commands.bench.bench_table import to_markdown

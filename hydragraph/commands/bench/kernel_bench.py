@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from hydragraph.commands.bench.bench_table import Bar, Report, Target
+from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target
 from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
 from hydragraph.commands.bench.interleaved_timing import alternate, peak_bytes
 from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
@@ -39,8 +39,8 @@ def bench_kernels(
     names: Sequence[str],
     sweep: Sweep,
     tell: Callable[[str], None] = lambda what: None,
-    keep: Callable[[Report], None] = lambda report: None,
-) -> Report:
+    keep: Callable[[BenchReport], None] = lambda report: None,
+) -> BenchReport:
     """Measure kernels by name; none means all.
 
     Args:
@@ -65,12 +65,12 @@ def bench_kernels(
     return _report(rows, notes, sweep, ceilings)
 
 
-def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceilings: Ceilings) -> Report:
-    bars = tuple(Bar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
+def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceilings: Ceilings) -> BenchReport:
+    bars = tuple(PictureBar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
     title = f"Kernels on {ceilings.device}"
     targets = kernel_targets(rows if sweep.full and sweep.device.type == "cuda" else ())
     cells = tuple(astuple(row) for row in rows)
-    return Report(title, COLUMNS, cells, tuple(notes), (), targets, bars, "% of the measured ceiling")
+    return BenchReport(title, COLUMNS, cells, tuple(notes), (), targets, bars, "% of the measured ceiling")
 
 
 def _left_out(sweep: Sweep) -> Iterator[str]:

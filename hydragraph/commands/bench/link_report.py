@@ -12,7 +12,7 @@ import torch
 
 from hydragraph.cluster.launch import launch
 from hydragraph.commands.bench.bench_models import meta_model
-from hydragraph.commands.bench.bench_table import Bar, Cell, Report
+from hydragraph.commands.bench.bench_table import BenchReport, Cell, PictureBar
 from hydragraph.commands.bench.link_measure import measure_rank, over_ranks
 from hydragraph.commands.bench.link_overlap import Overlap, simulated
 from hydragraph.cost.link_bytes import Direction, Traffic, traffic
@@ -85,7 +85,7 @@ class _Leg:
         return f"{self.direction}: {ends[0]} -> {ends[1]}"
 
 
-def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
+def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
     """Say what a push from one strategy and a pull to another move and take.
 
     Args:
@@ -109,13 +109,16 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
     placed = {strategy: layouts(program, strategy, homes) for _, strategy in strategies}
     legs = [_Leg(way, strategy, traffic(program, placed[strategy], way)) for way, strategy in strategies]
     rows: list[tuple[Cell, ...]] = []
-    bars: list[Bar] = []
+    bars: list[PictureBar] = []
     for leg in legs:
         tell(f"simulating {leg.name}")
         sizes = (settings.tokens, settings.micro_batches)
         prediction = simulated(program, leg.strategy, cluster, *sizes, leg.direction, leg.traffic, settings.home)
         rows.append(_row(leg, "simulated", leg.traffic.total, prediction))
-        bars += [Bar(leg.name, "alone", 1e3 * prediction.alone_s), Bar(leg.name, "exposed", 1e3 * prediction.exposed_s)]
+        bars += [
+            PictureBar(leg.name, "alone", 1e3 * prediction.alone_s),
+            PictureBar(leg.name, "exposed", 1e3 * prediction.exposed_s),
+        ]
     notes = list(_notes(settings, program, cluster, ranks))
     if settings.measure:
         tell(f"measuring on {ranks} local ranks")
@@ -128,7 +131,7 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
     count = sum(b.size for b in program.buckets)
     size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
     title = f"Link, {settings.model}, {size} parameters, {ranks} ranks"
-    return Report(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
+    return BenchReport(title, COLUMNS, tuple(rows), tuple(notes), blocks, (), tuple(bars), "ms (simulated)")
 
 
 def _strategies(settings: LinkSettings, program: Program) -> list[tuple[Direction, Strategy]]:

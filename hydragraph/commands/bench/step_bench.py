@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydragraph.commands.bench.bench_models import Shape, draw_sequences, mixed_lengths, training_flops
-from hydragraph.commands.bench.bench_table import Bar, Report, Target
+from hydragraph.commands.bench.bench_models import LlamaShape, draw_sequences, mixed_lengths, training_flops
+from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target
 from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
 from hydragraph.commands.bench.eager_baselines import Baseline, baselines
 from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, alternate, peak_bytes
@@ -51,7 +51,7 @@ class StepSettings:
         backend: what hydragraph compiles its graphs with, where its compile() lets one choose; None: its default.
     """
 
-    shape: Shape
+    shape: LlamaShape
     tokens: int
     longest: int
     rounds: int
@@ -72,7 +72,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class Found:
+class SideResult:
     """Measurements of one side.
 
     Attributes:
@@ -87,7 +87,7 @@ class Found:
     norm: float
 
 
-def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> Report:
+def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
     """Train one rank's model on every side in turn.
 
     Args:
@@ -158,7 +158,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -
 
 def _measure(
     exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
-) -> tuple[dict[str, Found], list[str]]:
+) -> tuple[dict[str, SideResult], list[str]]:
     """Check that all sides compute the same, time their steps in turn, and say which was left out."""
     first = settings.sequences(0)
     tell("the first step of hydragraph")
@@ -181,7 +181,7 @@ def _measure(
     tell("steps of all sides in turn")
     seconds = alternate(sides, settings.device, settings.rounds)
     peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}  # type: ignore[misc]
-    return {n: Found(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
+    return {n: SideResult(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
 
 
 def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> None:
@@ -228,11 +228,11 @@ def _report(
     settings: StepSettings,
     ceilings: Ceilings,
     model: nn.Module,
-    sides: Mapping[str, Found],
+    sides: Mapping[str, SideResult],
     linked: tuple[float, float],
     flops: float,
     notes: Sequence[str],
-) -> Report:
+) -> BenchReport:
     rows = []
     for name, side in sides.items():
         rate = flops / side.seconds
@@ -254,10 +254,10 @@ def _report(
         if settings.compiled
         else "torch.compile was left out: --compiled adds its side.",
     )
-    bars = tuple(Bar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
+    bars = tuple(PictureBar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
     measured = settings.device.type == "cuda"
     targets = step_targets(sides, flops, share) if measured else step_targets({}, 0, None)
-    return Report(title, COLUMNS, tuple(rows), (*said, *notes), (), targets, bars, "tokens/s")
+    return BenchReport(title, COLUMNS, tuple(rows), (*said, *notes), (), targets, bars, "tokens/s")
 
 
 def _precision(settings: StepSettings) -> str:
@@ -269,7 +269,7 @@ def _precision(settings: StepSettings) -> str:
     return "All sides compute in fp32 and update by AdamW."
 
 
-def step_targets(sides: Mapping[str, Found], flops: float, share: float | None) -> tuple[Target, ...]:
+def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
     """Compare a step with what has to be reached on one H200.
 
     Args:

@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import median
 
 from hydragraph.spec.home import Home
-from hydragraph.train.chaos.fault_injection import ACTIONS, KINDS, Kind, Victim, least_ranks, lives, send
+from hydragraph.train.chaos.fault_injection import ACTIONS, Victim, least_ranks, lives, send
 from hydragraph.train.chaos.machines import Machines, with_disks
 from hydragraph.train.config import CheckpointConfig, PlanConfig, TrainConfig
 from hydragraph.train.goodput import account
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
-from hydragraph.train.stragglers.run_events import Event, read_events
+from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 MACHINES = 2  # of a run whose machines are preempted
 STEPS_PER_STRIKE = 5  # on average
@@ -47,7 +47,7 @@ class Strike:
         delay_s: seconds after that step was written down.
     """
 
-    kind: Kind
+    kind: str
     step: int
     which: float
     delay_s: float
@@ -69,7 +69,7 @@ class Disturbed:
 
     code: int
     metrics: tuple[Metrics, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     struck: tuple[Strike, ...] = ()
     left: tuple[int, ...] = ()
     said: str = ""
@@ -130,7 +130,7 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
+def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
     """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step.
 
     Args:
@@ -144,16 +144,16 @@ def draw(counts: Mapping[Kind, int], seed: int) -> list[Strike]:
     return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
 
 
-def read_kinds(text: str, config: TrainConfig) -> tuple[Kind, ...]:
+def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     """Parse kinds of strikes, such as "two,again".
 
     Raises:
         ValueError: a kind is unknown, or its moment never comes in a run of this config.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in KINDS]:
-        raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(KINDS)}")
-    kinds = tuple(kind for kind in KINDS if kind in names)
+    if unknown := [name for name in names if name not in ACTIONS]:
+        raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(ACTIONS)}")
+    kinds = tuple(kind for kind in ACTIONS if kind in names)
     if "checkpoint" in kinds and not (config.checkpoint_every or config.checkpoint_per_epoch):
         raise ValueError("a strike of kind checkpoint waits for one to be written: set checkpoint_every")
     if "switch" in kinds and (not config.replans or config.elastic.dry_run):

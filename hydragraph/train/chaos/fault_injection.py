@@ -16,29 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 from hydragraph.train.chaos.machines import Machines
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.stragglers.run_events import Event, read_events
-
-Kind = Literal[
-    "kill",
-    "slow",
-    "join",
-    "pause",
-    "stop",
-    "first",
-    "two",
-    "all",
-    "again",
-    "rejoin",
-    "checkpoint",
-    "evaluate",
-    "switch",
-    "preempt",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 GIVEN_UP_S = 30.0  # within which the others must have ended a permanently stopped rank
 _MOMENT_S = 60.0  # limit for a moment to come; after it the run is struck anyway
@@ -127,7 +108,7 @@ class Victim:
             return int(json.loads(file.read().splitlines()[-1])["step"])
         return 0
 
-    def happened(self, *names: str) -> list[Event]:
+    def happened(self, *names: str) -> list[RunEvent]:
         """Return the events of these kinds so far."""
         with suppress(ValueError, OSError):
             return [event for event in read_events(self.folder.happenings) if event.event in names]
@@ -328,7 +309,7 @@ def _end(*pids: int) -> None:
         ended(pid, _LEFT_S)
 
 
-ACTIONS: Mapping[Kind, Action] = {
+ACTIONS: Mapping[str, Action] = {
     "kill": _kill,
     "slow": _slow,
     "join": _join,
@@ -346,6 +327,6 @@ ACTIONS: Mapping[Kind, Action] = {
 }
 
 
-def least_ranks(kind: Kind) -> int:
+def least_ranks(kind: str) -> int:
     """Return how many ranks a strike needs so that some remain (except for `all`)."""
     return 3 if kind == "two" else 2

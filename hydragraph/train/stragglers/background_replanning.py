@@ -40,7 +40,7 @@ _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
-class Question:
+class ReplanQuestion:
     """Inputs of a plan.
 
     Attributes:
@@ -94,7 +94,7 @@ class Replanned:
     refused: str = ""
 
 
-def costs_of(question: Question, before: Costs | None = None) -> Costs:
+def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
     """Return the costs for a question.
 
     Args:
@@ -107,7 +107,7 @@ def costs_of(question: Question, before: Costs | None = None) -> Costs:
     return Costs(profile, cluster, question.health, home=question.home, corrections=corrections)
 
 
-def replan(question: Question, costs: Costs | None = None) -> Replanned:
+def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
     """Find strategies for ranks with these rates, and what they gain over the current ones.
 
     The running strategies stay among the candidates: often it is enough to give a slow pipeline fewer sequences.
@@ -121,7 +121,7 @@ def replan(question: Question, costs: Costs | None = None) -> Replanned:
     return replace(found, took_s=time.perf_counter() - began)
 
 
-def _at_once(question: Question, costs: Costs) -> Replanned:
+def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.planner.immediate_plan import plan_at_once, sample  # needs numba and scipy
     from hydragraph.planner.price_mini_batches import traffic_in_line
     from hydragraph.spec.training_workload import Workload
@@ -147,7 +147,7 @@ def _refusal(why: str) -> Replanned:
     return Replanned((), None, None, 0.0, 0.0, 0.0, why)
 
 
-def _at_length(question: Question, costs: Costs) -> Replanned:
+def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.planner.plan import plan  # needs numba and scipy, which are for planning only
     from hydragraph.spec.training_workload import Workload
 
@@ -187,7 +187,7 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
         return False
 
 
-def _as_now(question: Question, costs: Costs) -> float:
+def _as_now(question: ReplanQuestion, costs: Costs) -> float:
     """Return the seconds of steps planned as now, at the current rates; infinite if one of the ranks is lost."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
@@ -229,7 +229,7 @@ class Replanner:
         if self._process is None:
             self._process = _started()
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ReplanQuestion) -> None:
         """Start answering a question, with a second attempt if the process ends during the first."""
         assert not self.busy, "one question at a time"
         self._answer = None
@@ -259,7 +259,7 @@ class Replanner:
             if self._process is process:
                 self._end(process)
 
-    def _serve(self, question: Question) -> None:
+    def _serve(self, question: ReplanQuestion) -> None:
         for _ in range(ATTEMPTS):
             process = self._process = self._process or _started()
             if self._closing:

@@ -29,12 +29,12 @@ from hydragraph.runtime.instruction_trace import RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.stragglers.background_replanning import Question, Replanned
+from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import NEEDED, Change
 from hydragraph.train.stragglers.reshard_policy import Following
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
 LAST = 8  # recent mini-batches that a plan is made for
@@ -52,14 +52,14 @@ class Stepped(Protocol):
     ranks: tuple[RankTimes, ...]
 
 
-class Asked(Protocol):
+class PlanningService(Protocol):
     """The planning service (`replanning.Replanner`)."""
 
     @property
     def busy(self) -> bool:
         """Whether a question is pending, or its answer has not been taken."""
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ReplanQuestion) -> None:
         """Start answering a question."""
 
     def answer(self) -> Replanned | None:
@@ -117,7 +117,7 @@ class Replanning:
     strategies: tuple[Strategy, ...]
     request: PlanRequest
     policy: Policy
-    planner: Asked
+    planner: PlanningService
     switch: Switch | None
     steps: int
     thrift: Thrift = Thrift()
@@ -139,7 +139,7 @@ class _Coming:
         strategies, request: the future strategies, and the request that chooses among them.
     """
 
-    event: Event
+    event: RunEvent
     health: Health
     strategies: tuple[Strategy, ...]
     request: PlanRequest
@@ -180,7 +180,7 @@ class Controller:
             self._lateness = replanning.late
             replanning.planner.start()
 
-    def stepped(self, report: Stepped) -> tuple[Event, ...]:
+    def stepped(self, report: Stepped) -> tuple[RunEvent, ...]:
         """Record a step; return its events."""
         if self._first and all(times.probe > 0 for times in report.ranks):
             self.monitor.baseline(report.ranks)
@@ -217,7 +217,7 @@ class Controller:
         self._corrected = True
         return True
 
-    def _follow(self, following: Following, report: Stepped) -> tuple[Event, ...]:
+    def _follow(self, following: Following, report: Stepped) -> tuple[RunEvent, ...]:
         """Decide where state lives, given the strategies that may run and the largest recent mini-batch."""
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
@@ -231,7 +231,7 @@ class Controller:
         """Return what is known about the slow ranks that stay, see `Lateness.among`."""
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
-    def released(self) -> Asked | None:
+    def released(self) -> PlanningService | None:
         """Return the planning service, ready for the controller of other ranks; None: there is none."""
         if self._replanning is None:
             return None
@@ -243,7 +243,7 @@ class Controller:
         if self._replanning is not None:
             self._replanning.planner.close()
 
-    def _replan(self, given: Replanning, report: Stepped) -> list[Event]:
+    def _replan(self, given: Replanning, report: Stepped) -> list[RunEvent]:
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
         if self._coming is not None:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
@@ -264,7 +264,7 @@ class Controller:
         self._ask(report.step)
         return events
 
-    def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> Event:
+    def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> RunEvent:
         """Record that ranks switched with the finished step, or that they declined; return the event."""
         self._coming = None
         event = replace(coming.event, step=report.step)
@@ -311,8 +311,8 @@ class Controller:
             return True
         return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown
 
-    def _question(self, given: Replanning, health: Health, at_once: bool) -> Question:
-        return Question(
+    def _question(self, given: Replanning, health: Health, at_once: bool) -> ReplanQuestion:
+        return ReplanQuestion(
             given.costs.profile,
             given.costs.cluster,
             given.costs.home if self.following is None else self.following.target,
@@ -326,12 +326,12 @@ class Controller:
             corrections=given.costs.corrections,
         )
 
-    def _decided(self, given: Replanning, answer: Replanned, step: int) -> Event:
+    def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
         """Switch if that pays off; return the decision, with its reason."""
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
         ranks = tuple(sorted(rates))
         if answer.refused:
-            return Event(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
+            return RunEvent(step, "replan", ranks, answer.took_s, f"stays: {answer.refused}", rates, done=False)
         now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step
@@ -344,18 +344,20 @@ class Controller:
         what = _names(answer)
         if saved < given.thrift.gain or not pays:
             why = f"stays {_running(given)}: with {what} {terms}; {planned}"
-            return Event(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
+            return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:
-            return Event(step, "switch", ranks, self._cost_s, f"dry run, not done: {why}", rates, now_s, after_s, False)
+            return RunEvent(
+                step, "switch", ranks, self._cost_s, f"dry run, not done: {why}", rates, now_s, after_s, False
+            )
         try:
             given.switch(answer)
         except ValueError as error:
-            return Event(step, "replan", ranks, answer.took_s, f"stays: {error}", rates, now_s, after_s, done=False)
+            return RunEvent(step, "replan", ranks, answer.took_s, f"stays: {error}", rates, now_s, after_s, done=False)
         assert answer.request is not None, "an answer that is not refused has a request"
         request = answer.request if answer.static is None else answer.request.only(answer.static)
         strategies = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
-        event = Event(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
+        event = RunEvent(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
         self._coming = _Coming(event, self._asked_for, strategies, request)
         return event
 
@@ -377,11 +379,11 @@ def _running(given: Replanning) -> str:
     return " or ".join(map(str, given.strategies))
 
 
-def _event_of(change: Change, step: int) -> Event:
+def _event_of(change: Change, step: int) -> RunEvent:
     who = f"rank {change.rank}"
     if change.recovered:
         why = f"{who} is as fast as its peers again (it took {change.before:.3g} times as long)"
-        return Event(step, "recovered", (change.rank,), 0.0, why, {change.rank: 1.0})
+        return RunEvent(step, "recovered", (change.rank,), 0.0, why, {change.rank: 1.0})
     since = "" if change.before == 1 else f" (before: {change.before:.3g})"
     why = f"{who} takes {change.rate:.3g} times as long as its peers{since}"
-    return Event(step, "straggler", (change.rank,), 0.0, why, {change.rank: change.rate})
+    return RunEvent(step, "straggler", (change.rank,), 0.0, why, {change.rank: change.rate})

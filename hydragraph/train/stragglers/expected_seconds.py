@@ -39,7 +39,7 @@ class Timed(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExpectedAndMeasured:
     """Median seconds of some steps.
 
     Attributes:
@@ -76,7 +76,7 @@ class Expectation:
         self._steps: list[tuple[float, float]] = []
         self._done = False
 
-    def stepped(self, report: Timed) -> Beside | None:
+    def stepped(self, report: Timed) -> ExpectedAndMeasured | None:
         """Record a step; return the comparison after enough of them."""
         if self._done:
             return None
@@ -88,4 +88,4 @@ class Expectation:
             return None
         self._done = True
         expected, measured = zip(*self._steps, strict=True)
-        return Beside(median(expected), median(measured), len(self._steps))
+        return ExpectedAndMeasured(median(expected), median(measured), len(self._steps))

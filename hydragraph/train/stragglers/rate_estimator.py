@@ -92,7 +92,7 @@ class Change:
 
 
 @dataclass
-class _Kind:
+class _Samples:
     """Samples of one kind of work."""
 
     logs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -124,7 +124,7 @@ class Estimator:
         self._sensitivity = sensitivity or Sensitivity()
         self._certain = certain
         self._held = dict(held or {})
-        self._kinds: dict[Kind, _Kind] = {}
+        self._kinds: dict[Kind, _Samples] = {}
         self._residuals: dict[int, deque[float]] = {}  # logarithms of the rank's last iterations
         self._recent: deque[Mapping[int, float]] = deque()  # the last residuals of all ranks
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks, by iteration
@@ -252,8 +252,8 @@ class Estimator:
         within = math.log(self._sensitivity.enter)
         return {rank: median_low(values) for rank, values in behind.items() if median_low(values) > within}
 
-    def _kind(self, kind: Kind) -> _Kind:
-        return self._kinds.setdefault(kind, _Kind())
+    def _kind(self, kind: Kind) -> _Samples:
+        return self._kinds.setdefault(kind, _Samples())
 
     def _judged(self, rank: int, residual: float) -> Change | None:
         """Add a residual of a rank, and return the change that its last ones imply."""

@@ -13,7 +13,7 @@ import sys
 from typing import BinaryIO
 
 from hydragraph.cost.costs import Costs
-from hydragraph.train.stragglers.background_replanning import Question, Replanned, costs_of, replan
+from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion, costs_of, replan
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
@@ -21,7 +21,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
     costs: Costs | None = None
     while True:
         try:
-            question: Question = pickle.load(source)
+            question: ReplanQuestion = pickle.load(source)
         except EOFError:
             return
         try:

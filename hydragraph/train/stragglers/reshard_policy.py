@@ -22,7 +22,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home, Rule
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5  # of a step, in which a part must arrive
 COOLDOWN = 6  # steps between two decisions
@@ -129,7 +129,7 @@ class Following:
 
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
-    ) -> tuple[Event, ...]:
+    ) -> tuple[RunEvent, ...]:
         """Decide after a step, from the known rates; return the decision, if there is one.
 
         Args:
@@ -195,14 +195,14 @@ class Following:
             room,
         )
 
-    def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> Event:
+    def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:
         went = sum(received(self.home, home, self._ranks, self._buckets))
         why = f"state goes to shares {home} in {len(parts)} parts beside steps: {better.why}"
         if self._dry_run:
             why = f"dry run, not done: {why}"
         else:
             self._parts.extend(parts)
-        return Event(
+        return RunEvent(
             step,
             "migrate",
             tuple(sorted(health.rates)),

@@ -36,7 +36,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """An event of a run.
 
     Attributes:
@@ -99,13 +99,13 @@ def seconds_of(time: str) -> float:
     return datetime.fromisoformat(time).timestamp()
 
 
-def append_event(path: Path, event: Event) -> None:
+def append_event(path: Path, event: RunEvent) -> None:
     """Append an event's line to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(event.line + "\n")
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[RunEvent]:
     """Read a file of events; ignore a truncated last line.
 
     Raises:
@@ -117,11 +117,11 @@ def read_events(path: Path) -> list[Event]:
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: str, place: str) -> Event:
+def _parse(line: str, place: str) -> RunEvent:
     try:
         record = json.loads(line)
         record["ranks"] = tuple(record["ranks"])
         record["rates"] = {int(rank): float(rate) for rank, rate in record.get("rates", {}).items()}
-        return Event(**{each.name: record[each.name] for each in fields(Event) if each.name in record})
+        return RunEvent(**{each.name: record[each.name] for each in fields(RunEvent) if each.name in record})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{place}: no event ({error}): delete the line") from None

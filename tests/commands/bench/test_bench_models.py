@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hydragraph.commands.bench.bench_models import (
     SHAPES,
-    Shape,
+    LlamaShape,
     draw_sequences,
     meta_model,
     mixed_lengths,
@@ -23,7 +23,7 @@ from hydragraph.commands.bench.bench_models import (
 @pytest.mark.parametrize("length", [8, 33])
 def test_operations_are_those_that_pytorch_counts(length: int) -> None:
     """PyTorch counts the whole square of attention; in some versions also positions times frequencies, one product."""
-    shape = Shape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
+    shape = LlamaShape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
     model = shape.build("cpu")
     model.set_attn_implementation("eager")  # type: ignore[operator]
     ids = torch.randint(0, 50, (1, length))

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from hydragraph.commands.bench.bench_picture import write_picture
-from hydragraph.commands.bench.bench_table import Bar, Report, Target, shown, to_csv, to_markdown, to_table
+from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target, shown, to_csv, to_markdown, to_table
 
-REPORT = Report(
+REPORT = BenchReport(
     title="Kernels on a|b",
     columns=("kernel", "ms", "peak MB"),
     rows=(("copy", 1.23456, math.nan), ("a|b", 12345.6, 3.0)),
     notes=("A sentence.",),
     blocks=("1 2\n3 4",),
     targets=(Target.at_least("speed", 0.9, 0.95, "{:.2f}x"), Target.at_most("memory", 0.25, None, "{:.2f}x")),
-    bars=(Bar("copy", "ours", 1.0), Bar("copy", "theirs", 2.0), Bar("add", "ours", 3.0)),
+    bars=(PictureBar("copy", "ours", 1.0), PictureBar("copy", "theirs", 2.0), PictureBar("add", "ours", 3.0)),
     unit="GB/s",
 )
 
@@ -59,11 +59,11 @@ def test_csv_has_all_digits() -> None:
 
 def test_json_is_read_back(tmp_path: Path) -> None:
     REPORT.save(tmp_path / "report.json")
-    assert to_markdown([Report.load(tmp_path / "report.json")], "Benchmarks", ["one fact"]) == PAGE
-    assert Report.load(tmp_path / "report.json").bars == REPORT.bars
+    assert to_markdown([BenchReport.load(tmp_path / "report.json")], "Benchmarks", ["one fact"]) == PAGE
+    assert BenchReport.load(tmp_path / "report.json").bars == REPORT.bars
     (tmp_path / "other.json").write_text('{"title": 1}')
     with pytest.raises(ValueError, match=r"other.json: not a report .*--json"):
-        Report.load(tmp_path / "other.json")
+        BenchReport.load(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(("found", "least", "most"), [(1.0, "met", "met"), (1.1, "met", "MISSED"), (None, "-", "-")])

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.commands.bench.bench_models import SHAPES, Shape, draw_sequences, mixed_lengths
+from hydragraph.commands.bench.bench_models import SHAPES, LlamaShape, draw_sequences, mixed_lengths
 from hydragraph.commands.bench.eager_baselines import baselines, packed_batches, padded_batches
 from hydragraph.commands.bench.step_bench import (
-    Found,
+    SideResult,
     StepSettings,
     bench_step,
     check_same,
@@ -23,7 +23,7 @@ from hydragraph.spec.known_devices import KNOWN
 from hydragraph.spec.strategy import Strategy
 
 CPU = torch.device("cpu")
-SHAPE = Shape(hidden=32, intermediate=48, layers=1, heads=2, kv_heads=1, vocabulary=60)
+SHAPE = LlamaShape(hidden=32, intermediate=48, layers=1, heads=2, kv_heads=1, vocabulary=60)
 STRATEGY = Strategy.parse("<tp1,pp1>", 1)
 
 
@@ -99,7 +99,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 def test_targets() -> None:
     flops = 0.45 * 989e12 * 0.4
-    found = {"hydragraph": Found(0.4, 0, 0, 0), "compiled, packed": Found(0.38, 0, 0, 0)}
+    found = {"hydragraph": SideResult(0.4, 0, 0, 0), "compiled, packed": SideResult(0.38, 0, 0, 0)}
     judged = [(t.found, t.verdict) for t in step_targets(found, flops * 1.001, 2.5)]
     assert judged == [("0.95x", "MISSED"), ("45.0 %", "met"), ("2.50 %", "MISSED")]
     assert {t.met for t in step_targets({}, 0, None)} == {None}

@@ -22,7 +22,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.train.stragglers import background_replanning
-from hydragraph.train.stragglers.background_replanning import Question, Replanned, Replanner, costs_of, replan
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion, costs_of, replan
 from hydragraph.train.stragglers.monitor import predict
 from tests.models import llama
 from tests.thorough import only, thorough
@@ -41,8 +41,10 @@ def request(*strategies: hg.Strategy) -> PlanRequest:
     return PlanRequest(tuple(map(costs.pipelines, strategies)), tuple(map(costs.fixed, strategies)))
 
 
-def question(health: Health) -> Question:
-    return Question(PROFILE, CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None)
+def question(health: Health) -> ReplanQuestion:
+    return ReplanQuestion(
+        PROFILE, CLUSTER, Home(), health, LENGTHS, (RUNNING,), (RUNNING,), request(RUNNING), Policy(), None
+    )
 
 
 @thorough

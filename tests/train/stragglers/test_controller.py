@@ -17,7 +17,7 @@ from hydragraph.runtime.instruction_trace import Exposed, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.stragglers.background_replanning import Question, Replanned
+from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion
 from hydragraph.train.stragglers.controller import Controller, Replanning, Thrift
 from hydragraph.train.stragglers.rate_estimator import Change
 from tests.models import llama, sequences
@@ -73,8 +73,8 @@ class Answering:
     def __init__(
         self, before_s: float = 4.0, after_s: float = 2.0, refused: str = "", better: Replanned | None = None
     ) -> None:
-        self.rehearsed: list[Question] = []
-        self.asked: list[Question] = []
+        self.rehearsed: list[ReplanQuestion] = []
+        self.asked: list[ReplanQuestion] = []
         self._waiting = 0
         self._at_once = answering(before_s, after_s, refused)
         self._better = better or answering(after_s, after_s, refused)
@@ -83,7 +83,7 @@ class Answering:
     def busy(self) -> bool:
         return self._waiting > 0
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ReplanQuestion) -> None:
         self.asked.append(question)
         self._waiting = 2
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hydragraph.train.stragglers.expected_seconds import LEAST, STEPS, Beside, Expectation
+from hydragraph.train.stragglers.expected_seconds import LEAST, STEPS, Expectation, ExpectedAndMeasured
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Step:
     preparing_s: float = 0.0
 
 
-def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, Beside]]:
+def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, ExpectedAndMeasured]]:
     found = [(i, expectation.stepped(step)) for i, step in enumerate(steps, start=1)]
     return [(i, beside) for i, beside in found if beside is not None]
 
@@ -25,7 +25,7 @@ def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, Bes
 def test_it_is_told_once_after_enough_steps_without_those_that_compile() -> None:
     steps = [Step(9.0), *[Step(0.6)] * 9, Step(7.0, strategy="<tp2,pp1>"), *[Step(0.7, preparing_s=0.1)] * 29]
     found = compared(Expectation(), steps)
-    assert found == [(STEPS, Beside(0.5, pytest.approx(0.6), STEPS - 2))]  # type: ignore[arg-type]
+    assert found == [(STEPS, ExpectedAndMeasured(0.5, pytest.approx(0.6), STEPS - 2))]  # type: ignore[arg-type]
     assert str(found[0][1]) == "expected 0.5 s per step, measured 0.6 s (20% more; median of 18 steps)"
 
 
@@ -48,4 +48,4 @@ def test_another_plan_is_compared_again() -> None:
     ("measured", "matters"), [(1.0, False), (1.19, False), (0.84, False), (1.21, True), (0.8, True)]
 )
 def test_a_difference_of_a_fifth_matters(measured: float, matters: bool) -> None:
-    assert Beside(1.0, measured, 18).matters is matters
+    assert ExpectedAndMeasured(1.0, measured, 18).matters is matters

@@ -25,7 +25,7 @@ from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.reshard_plan import StateCosts
 from hydragraph.train.stragglers.reshard_policy import COOLDOWN, MIX, Following, state_costs
-from hydragraph.train.stragglers.run_events import Event, read_events
+from hydragraph.train.stragglers.run_events import RunEvent, read_events
 from tests.cost.priced import cluster, costs, mixed
 from tests.thorough import thorough
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -204,7 +204,7 @@ class Calling:
     def __init__(self, following: Following) -> None:
         self.following = following
 
-    def stepped(self, report: Any) -> tuple[Event, ...]:
+    def stepped(self, report: Any) -> tuple[RunEvent, ...]:
         return self.following.stepped(report.step, SLOW, 1.0)
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.train.stragglers.run_events import Event, append_event, read_events
+from hydragraph.train.stragglers.run_events import RunEvent, append_event, read_events
 
-SLOW = Event(7, "straggler", (2,), 0.0, "rank 2 takes 2.57 times as long as its peers", {2: 2.57})
-SWITCHED = Event(9, "switch", (2,), 0.25, "it pays", {2: 2.57}, before_s=2.0, after_s=1.5, done=False)
+SLOW = RunEvent(7, "straggler", (2,), 0.0, "rank 2 takes 2.57 times as long as its peers", {2: 2.57})
+SWITCHED = RunEvent(9, "switch", (2,), 0.25, "it pays", {2: 2.57}, before_s=2.0, after_s=1.5, done=False)
 
 
 def test_events_are_lines_that_read_back(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""The options of `hydragraph plan`: those for equal devices, those for devices that differ, and those for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import get_annotations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hydragraph.commands.options import (
+    AsJson,
+    ClusterFile,
+    CommonOptions,
+    CorrectionsFile,
+    Efficiency,
+    HealthFile,
+    check_prices,
+    check_written,
+)
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.spec.training_workload import Workload
+
+TOKENS = 100_000  # of a sample mini-batch, by default
+METHODS = "auto|mixed|straggler|search|metis"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualOptions(CommonOptions):
+    """Options for equal devices."""
+
+    PANEL = "Equal devices"
+
+    devices: Annotated[int | None, typer.Option(min=1, help="Number of devices.")] = None
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "--strategies",
+            help="Strategies to compare; default: proposals, improved on samples of the data.",
+        ),
+    ] = None
+    explain: Annotated[bool, typer.Option("--explain", help="List all candidates with the parts of their seconds.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnevenOptions(CommonOptions):
+    """Options for devices that differ."""
+
+    PANEL = "Devices that differ (--cluster)"
+
+    cluster: ClusterFile = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run's YAML file. Its model is captured without weights, memory comes from compiled graphs, and "
+            "without a profile, seconds come from floating-point operations and a datasheet."
+        ),
+    ] = None
+    efficiency: Efficiency = None
+    health: HealthFile = None
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Number of equal sequences per iteration, instead of --lengths.")
+    ] = None
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each of the --sequences; default: --model's data.max_length."),
+    ] = None
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            metavar="scip",
+            help="With --method mixed: group devices as AutoHet published it, by SCIP (pip install "
+            "'hydragraph\\[exact]'); few devices only.",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar=METHODS,
+            help="Search for differences of types (mixed), of speed (straggler), for data parallelism by stage "
+            "(search; metis: by improved Metis's own memory-aware order), or for all of them (auto, the default).",
+        ),
+    ] = None
+    running: Annotated[
+        str | None,
+        typer.Option(
+            help="The strategy that runs now, a text or a YAML file. Among plans that are nearly as good, the one that "
+            "moves the least state is chosen."
+        ),
+    ] = None
+    home: Annotated[
+        str | None,
+        typer.Option(
+            help='The present shares of the state by rank, from which the plan moves it, as in "3,3,1,0 copies=2"; '
+            "default: equal shares, or with --running those of --model."
+        ),
+    ] = None
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds for the whole command, which then prints the best plan so far. Kinds of stages that are not "
+            "compiled in time are left out.",
+        ),
+    ] = None
+    prices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price",
+            metavar="TYPE=DOLLARS",
+            help="Price of an hour of a device of this type, as in h100-sxm=2.5, or 2.5 for all types. Devices without "
+            "work cost nothing. Repeatable.",
+        ),
+    ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DOLLARS",
+            help="Dollars per hour: plan for the nodes that train fastest and together cost no more. The cluster lists "
+            "all nodes that can be rented. Needs --price.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option(help="Write the strategy to this YAML file, which hydragraph train reads.")
+    ] = None
+    report: Annotated[Path | None, typer.Option(help="Write an HTML file: the plan, its timeline, and its rivals.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(EqualOptions, UnevenOptions):
+    """All options of `hydragraph plan`."""
+
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file that hydragraph profile wrote, or constants.json#name for one entry; with --cluster, one for "
+            "each type of device."
+        ),
+    ] = None
+    lengths: Annotated[
+        Path | None, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")
+    ] = None
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest sequence; longer ones are cut.")] = (
+        None
+    )
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}."),
+    ] = None
+    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4
+    seed: Annotated[int, typer.Option(min=0, help="Seed that draws the mini-batches.")] = 0
+    corrections: CorrectionsFile = None
+    as_json: AsJson = False
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw a PNG file: one iteration's pipelines x micro-batches, or with --cluster its nodes and devices."
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Raise a ValueError for options that contradict each other; it names them."""
+        if self.cluster is None:
+            self.refuse(
+                get_annotations(UnevenOptions),
+                "is for devices that differ: also give --cluster with the file that lists them",
+            )
+            if None in (self.profile, self.lengths, self.devices, self.context):
+                raise ValueError(
+                    "plan for equal devices with --profile, --lengths, --devices and --context, or for devices that "
+                    "differ with --cluster, and --model or --profile"
+                )
+            if len(self.profile or ()) > 1:
+                raise ValueError(
+                    "--profile: give only one, or add --cluster with the file that lists the types of devices"
+                )
+            return
+        self.refuse(
+            get_annotations(EqualOptions),
+            "is for equal devices: leave it out; --cluster lists the devices, and all rivals are printed",
+        )
+        if self.model is None and not self.profile:
+            raise ValueError(
+                "--cluster needs --model with a run's config (a datasheet prices it), or --profile with a file of "
+                "hydragraph profile for each type of device, or both"
+            )
+        check_prices(self.profile, self.efficiency)
+        if self.budget is not None and not self.prices:
+            raise ValueError("--budget chooses devices by their price: also give --price")
+        if self.budget is not None and (self.running is not None or self.home is not None):
+            raise ValueError("--budget chooses devices for a new run: leave out --running and --home")
+        check_written("--output", self.output)
+
+    def workload(self, config: TrainConfig | None) -> Workload:
+        """Return the workload for devices that differ; missing values come from the run's config.
+
+        Raises:
+            ValueError: the options are incomplete, or contradict each other.
+        """
+        from hydragraph.report.candidate_comparison import mini_batches
+        from hydragraph.spec.training_workload import Workload
+        from hydragraph.train.plan_input import read_lengths
+
+        tokens = self.tokens or (config.data.tokens_per_step if config else None)
+        longest = config.data.max_length if config else None
+        if self.lengths is not None:
+            if self.sequences or self.length:
+                raise ValueError("--lengths draws mini-batches: leave out --sequences and --length")
+            limit = self.context or longest
+            data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
+            if not data:
+                raise ValueError(f"{self.lengths}: all sequences are empty: give lengths above 0")
+            return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
+        if self.context:
+            raise ValueError("--context cuts the sequences of --lengths: for equal ones give --length")
+        if self.sequences and self.tokens:
+            raise ValueError("--sequences and --tokens both set the size of an iteration: give one of them")
+        length = self.length or longest
+        if length is None or not (self.sequences or tokens):
+            raise ValueError(
+                "the workload is missing: give --sequences 128 --length 2048, or --lengths with a file of lengths, or "
+                "--model with a run's config, which has both"
+            )
+        return Workload(self.sequences or -(-(tokens or 0) // length), length)
