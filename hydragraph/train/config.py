@@ -16,7 +16,7 @@ from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml
 from hydragraph.train.atomic_write import write_whole
-from hydragraph.train.coming_from import HERE
+from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (
     Count,
@@ -670,7 +670,7 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return overridden(load_record(cls, path, "the config", HERE), overrides)
+        return overridden(load_record(cls, path, "the config", remedies()), overrides)
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -679,7 +679,7 @@ class TrainConfig:
         Raises:
             ValueError: naming the field that is unknown, missing or wrong.
         """
-        return overridden(from_record(cls, parse_yaml(text), name="the config", hints=HERE), overrides)
+        return overridden(from_record(cls, parse_yaml(text), name="the config", hints=remedies()), overrides)
 
     def save(self, path: str | Path) -> None:
         """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from hydragraph.spec.record import from_record, to_record
-from hydragraph.train.coming_from import HERE
+from hydragraph.train.coming_from import remedies
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,7 +70,7 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
             if hurdle := _put(data, keys, read):
                 raise ValueError(f"override {text!r}: {hurdle}, which has no fields")
         try:
-            config = from_record(type(config), data, name="the config", hints=HERE)
+            config = from_record(type(config), data, name="the config", hints=remedies())
             failures.append("")
         except ValueError as error:
             failures.append(str(error))

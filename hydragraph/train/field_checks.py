@@ -72,7 +72,8 @@ def check_fields(record: object, *skipped: str) -> None:
     Args:
         skipped: fields that are not checked.
     """
-    for name, hint in _hints(type(record)).items():
+    cls: Any = type(record)
+    for name, hint in _hints(cls).items():
         value = getattr(record, name)
         check = check_of(hint)
         if check is not None and name not in skipped and not (value is None and type(None) in get_args(hint)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hydragraph.checkpoint.shared_directory import leave_mark, see
+from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.processes.stop_requests import Requests, Stopping
 from hydragraph.cluster.rendezvous.member import CALLED, comes_late, elastic, here
@@ -21,7 +22,8 @@ from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
-from hydragraph.data.mini_batches import Drawn
+from hydragraph.data.mini_batches import Drawn, MiniBatches
+from hydragraph.data.mixture import Mixture
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.best_evaluation import lowest
@@ -135,6 +137,55 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
             mark.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """Inputs of a run that every rank builds for itself.
+
+    Attributes:
+        config: with its number of steps, also if it was given by epochs.
+        reference: scores of the model before training, perhaps still unknown; None: the run needs none.
+        anew: returns the run's mini-batches from the start.
+    """
+
+    config: TrainConfig
+    tokens: Tokens
+    model: nn.Module
+    strategies: tuple[Strategy, ...]
+    reference: ReferenceScores | None
+    anew: Callable[[], MiniBatches | Mixture]
+
+    @staticmethod
+    def of(config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder) -> _Prepared:
+        strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
+        config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
+        reference = None
+        if config.objective is not None and config.objective.needs_reference:
+            evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
+            reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation)
+        anew = partial(mini_batches, config, tokens, None if reference is None else reference.of)
+        return _Prepared(config, tokens, model, strategies, reference, anew)
+
+    def evaluation(self) -> dict[str, list[list[Drawn]]]:
+        """Return the mini-batches of every evaluation set."""
+        scores = None if self.reference is None else self.reference.of
+        return evaluation_batches(self.config, self.tokens, scores) if self.config.evaluates else {}
+
+    def run(self, world: World, folder: RunFolder, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
+        """Return the run; `leading` is for the leading rank."""
+        config = self.config
+        return Run(
+            config,
+            world,
+            folder,
+            executor,
+            () if config.plan.choose else self.strategies,
+            evaluate_at=parts_of_epochs(self.anew(), config.evaluate_per_epoch, config.steps),
+            checkpoint_at=parts_of_epochs(self.anew(), config.checkpoint_per_epoch, config.steps),
+            pieces=pieces,
+            **leading,
+        )
+
+
 def _session(
     config: TrainConfig,
     start: _Start,
@@ -152,45 +203,27 @@ def _session(
     together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
-    model = _model(config, tokens)
-    strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
-    given = config
-    config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
-    if start.last is not None and start.last.step > config.steps:
-        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
-    reference = _reference(config, tokens, folder)
-    scores = None if reference is None else reference.of
-    anew = partial(mini_batches, config, tokens, scores)
-    batches = anew()
-    check_budget(given, batches.tokens)
-    if config.evaluates:
-        evaluation_streams(config, tokens)  # raises errors now
+    prepared = _Prepared.of(config, tokens, _model(config, tokens), world.ranks, folder)
+    batches = prepared.anew()
+    _check_inputs(config, prepared, batches, start)
     if leader is not None:
-        for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
+        for sentence in _remarks(config, prepared, batches, world.ranks):
             leader.note(sentence)
-        for sentence in pair_remarks(config, tokens):
-            leader.note(sentence)
-        for sentence in remarks(given, model, strategies, world.ranks, batches, config.steps):
-            leader.note(sentence)
-    executor = _compiled(config, compile, model, strategies, tokens, world)
+    config = prepared.config
+    executor = _compiled(prepared, compile, world)
     if config.model.weights is not None and start.last is None:
         executor.load_pretrained(Path(config.model.weights))
-    with ExitStack() as stack:
-        stack.enter_context(stopping.working())
+    with stopping.working(), ExitStack() as stack:
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         # Only after all checks, because this may remove an earlier run.
         begin = partial(folder.begin, config, start.begin, start.step)
         last = together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
             tokenizer.copy(tokens.directory, folder.tokenizer)
-        unscored = [] if reference is None else reference.missing(config)
-        if config.model.weights is not None and start.last is not None and unscored:
-            executor.load_pretrained(Path(config.model.weights))  # the checkpoint's weights follow
-        asked = reference.complete(unscored, executor, world, stopping, leader) if reference and unscored else 0
-        if asked:
+        if stop := _score(prepared, executor, start, world, stopping, leader):
             executor.close()
-            return RunOutcome(folder, (), asked)
-        evaluation = evaluation_batches(config, tokens, scores) if config.evaluates else {}
+            return RunOutcome(folder, (), stop)
+        evaluation = prepared.evaluation()
         pieces = open_pieces(config, world, folder)
         done = 0
         if last is not None:
@@ -201,81 +234,95 @@ def _session(
                 raise ValueError(
                     f"checkpoint pieces after step {done} are past the last step: set steps to {done} or more"
                 )
-        if leader is not None and last is not None:
-            since = f"; changed since: {changed}" if changed else ""
-            source = "checkpoint pieces" if done > last.step else last.path
-            going_on = f"continuing after step {done} of {config.steps}, from {source}{since}"
-            append_event(folder.happenings, RunEvent(done, "resumed", tuple(range(world.ranks)), 0.0, going_on))
-            leader.note(going_on)
+            if leader is not None:
+                _note_resumed(config, folder, leader, world.ranks, done, last, changed)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
         watches = config.elastic.monitor or (config.replans and world.ranks > 1)  # one rank has no other plan
         controller = controller_of(config, world, executor) if watches and leader is not None else None
-        turns = () if config.plan.choose else strategies
+        if controller is not None:
+            stack.callback(controller.close)
         callbacks = Callbacks.load(config.callbacks if leader is not None else ())
-        run = Run(
-            config,
+        member = here()
+        run = prepared.run(
             world,
             folder,
             executor,
-            turns,
-            evaluation,
-            leader,
-            log,
-            controller,
-            peak_of(config, world),
-            callbacks,
-            evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
-            checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
-            pieces=pieces,
+            pieces,
+            evaluation=evaluation,
+            watcher=leader,
+            log=log,
+            controller=controller,
+            peak_flops_per_s=peak_of(config, world),
+            callbacks=callbacks,
+            watched=() if member is None else member.generation.members,
         )
-        if (member := here()) is not None:
-            run = replace(run, watched=member.generation.members)
         if leader is not None:
             stack.callback(callbacks.call, "on_end")
             callbacks.call("on_start", config)
-            for sentence in executor.planning.explanation:
+            for sentence in (*executor.planning.explanation, *filter(None, [executor.decision])):
                 leader.note(sentence)
-            if executor.decision:
-                leader.note(executor.decision)
             leader.started(done, config.steps)
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         saved = 0 if last is None else last.step
-        state = TrainState(
-            watcher, batches, anew, ahead_of(run, batches), done, saved, positions, owns=leader is not None
-        )
+        coming = ahead_of(run, batches)
+        state = TrainState(watcher, batches, prepared.anew, coming, done, saved, positions, owns=leader is not None)
         state.kept = last is not None
         state.began = folder.began
         executor.spans = [] if trace else None
-        if controller is not None:
-            stack.callback(controller.close)
         write_run_ranks(run)
-        return _follow(run, state, stopping, owned, model, tokens)
+        return _follow(run, state, stopping, owned, prepared.model, tokens)
 
 
-def _reference(config: TrainConfig, tokens: Tokens, folder: RunFolder) -> ReferenceScores | None:
-    """Return the scores of the model before training, none of them known yet; None: the run needs none."""
-    if config.objective is None or not config.objective.needs_reference:
-        return None
-    evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
-    return ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation)
+def _check_inputs(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mixture, start: _Start) -> None:
+    """Check the data against the config, which was `given` before its epochs were counted."""
+    config = prepared.config
+    if start.last is not None and start.last.step > config.steps:
+        raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
+    check_budget(given, batches.tokens)
+    if config.evaluates:
+        evaluation_streams(config, prepared.tokens)  # raises errors now
 
 
-def _compiled(
-    config: TrainConfig,
-    compile: Callable[..., Any],
-    model: nn.Module,
-    strategies: tuple[Strategy, ...],
-    tokens: Tokens,
-    world: World,
-    **joining: bool,
-) -> Any:
+def _remarks(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
+    """Yield sentences about settings and data that are possible, but perhaps not intended."""
+    config = prepared.config
+    yield from data_remarks((*config.data.sources, *config.data.evaluation.values()))
+    yield from pair_remarks(config, prepared.tokens)
+    yield from remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
+
+
+def _score(
+    prepared: _Prepared, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
+) -> int:
+    """Score answers under the model before training, as far as they are not yet; return the stop signal, or 0."""
+    reference, weights = prepared.reference, prepared.config.model.weights
+    missing = [] if reference is None else reference.missing(prepared.config)
+    if reference is None or not missing:
+        return 0
+    if weights is not None and start.last is not None:
+        executor.load_pretrained(Path(weights))  # the checkpoint's weights follow
+    return reference.complete(missing, executor, world, stopping, leader)
+
+
+def _note_resumed(
+    config: TrainConfig, folder: RunFolder, leader: Watcher, ranks: int, done: int, last: Checkpoint, changed: str
+) -> None:
+    since = f"; changed since: {changed}" if changed else ""
+    source = "checkpoint pieces" if done > last.step else last.path
+    sentence = f"continuing after step {done} of {config.steps}, from {source}{since}"
+    append_event(folder.happenings, RunEvent(done, "resumed", tuple(range(ranks)), 0.0, sentence))
+    leader.note(sentence)
+
+
+def _compiled(prepared: _Prepared, compile: Callable[..., Any], world: World, **joining: bool) -> Any:
     """Return the compiled model of a run; `joining` is for ranks that join."""
+    config = prepared.config
     return compile(
-        model,
-        optimizer=optimizer_factory(config.optimizer, model, world.device),
-        **_chosen_from(config, strategies, tokens),
+        prepared.model,
+        optimizer=optimizer_factory(config.optimizer, prepared.model, world.device),
+        **_chosen_from(prepared),
         **captured_loss(config),
         max_grad_norm=config.max_grad_norm,
         dtype=getattr(torch, config.dtype),
@@ -303,39 +350,20 @@ def _join_run(
 ) -> RunOutcome:
     """Prepare alone while other ranks are already training; then join them between two steps."""
     tokens = open_tokens(config, prepare(config))
-    model = (
-        skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
-        if config.adapter is None
-        else _model(config, tokens)
-    )
-    strategies = () if config.automatic else read_strategies(config.strategies, model, config.ranks)
-    config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
-    reference = _reference(config, tokens, folder)
-    scores = None if reference is None else reference.of
-    if reference is not None:
-        reference.read()
-    anew = partial(mini_batches, config, tokens, scores)
-    batches = anew()
-    evaluation = evaluation_batches(config, tokens, scores) if config.evaluates else {}
-    executor = _compiled(config, compile, model, strategies, tokens, world, joining=True)
+    if config.adapter is None:
+        model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
+    else:
+        model = _model(config, tokens)
+    prepared = _Prepared.of(config, tokens, model, config.ranks, folder)
+    if prepared.reference is not None:
+        prepared.reference.read()
+    batches = prepared.anew()
+    evaluation = prepared.evaluation()
+    executor = _compiled(prepared, compile, world, joining=True)
     executor.watched = config.watches
-    turns = () if config.plan.choose else strategies
-    run = Run(
-        config,
-        world,
-        folder,
-        executor,
-        turns,
-        evaluation,
-        None,
-        None,
-        None,
-        None,
-        evaluate_at=parts_of_epochs(anew(), config.evaluate_per_epoch, config.steps),
-        checkpoint_at=parts_of_epochs(anew(), config.checkpoint_per_epoch, config.steps),
-        pieces=open_pieces(config, apart(config.device), folder),
-    )
-    state = TrainState(watcher, batches, anew, ahead_of(run, batches), -1, -1, {})
+    pieces = open_pieces(config, apart(config.device), folder)
+    run = prepared.run(world, folder, executor, pieces, evaluation=evaluation)
+    state = TrainState(watcher, batches, prepared.anew, ahead_of(run, batches), -1, -1, {})
     with ExitStack() as owned, stopping.working(), naming_the_checkpoint(folder):
         return _follow(run, state, stopping, owned, model, tokens)
 
@@ -491,28 +519,27 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
 
 
-def _chosen_from(config: TrainConfig, strategies: tuple[Strategy, ...], tokens: Tokens) -> dict[str, Any]:
+def _chosen_from(prepared: _Prepared) -> dict[str, Any]:
     """Return the strategy arguments of `compile`: the first of those that take turns, or all to choose from."""
+    config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:
         return {"strategy": strategies[0]}
-    plan = config.plan
-    batches = mini_batches(config, tokens)
+    batches = mini_batches(config, prepared.tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,
-        "profile": read_costs(plan, config.ranks),
-        "lengths": [list(batches.skip()) for _ in range(plan.sample)],
+        "profile": read_costs(config.plan, config.ranks),
+        "lengths": [list(batches.skip()) for _ in range(config.plan.sample)],
         "policy": policy_of(config),
     }
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     """Return the model, on the meta device if each rank reads its own part of the weights."""
-    vocabulary = tokens.vocabulary
-    end_of_text = tokens.end_of_text
+    sizes = (tokens.vocabulary, tokens.end_of_text)
     if config.model.weights is None:
-        return adapted(build_model(config.model, vocabulary, end_of_text, config.seed), config.adapter, config.seed)
-    model = skeleton(config.model, vocabulary, end_of_text)
-    check_vocabulary(config.model, model, vocabulary)
+        return adapted(build_model(config.model, *sizes, config.seed), config.adapter, config.seed)
+    model = skeleton(config.model, *sizes)
+    check_vocabulary(config.model, model, tokens.vocabulary)
     return model
 
 

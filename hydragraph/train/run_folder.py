@@ -37,87 +37,41 @@ class Checkpoint:
     step: int
 
 
+class _Entry:
+    """The path of an entry of a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths in a run folder."""
+    """Paths in a run folder, and how a run begins and continues in it."""
 
     path: Path
 
-    @property
-    def owner(self) -> Path:
-        """The process that owns the folder, and when its run began."""
-        return self.path / "owner.json"
-
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics as JSON lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def happenings(self) -> Path:
-        """Events and decisions about ranks, as JSON lines."""
-        return self.path / "events.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        """The processes of the run, by rank."""
-        return self.path / "ranks.json"
-
-    @property
-    def slow(self) -> Path:
-        """The slow ranks known to the leading rank."""
-        return self.path / "slow.json"
-
-    @property
-    def picture(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.png"
-
-    @property
-    def trace(self) -> Path:
-        """The times of each rank's instructions, for Perfetto."""
-        return self.path / "trace.json"
-
-    @property
-    def corrections(self) -> Path:
-        """Measured errors of the cost model, as `hydragraph compare` writes them."""
-        return self.path / "corrections.json"
-
-    @property
-    def model(self) -> Path:
-        """The final model, readable by transformers."""
-        return self.path / "model"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer, readable by transformers."""
-        return self.path / "tokenizer"
-
-    @property
-    def reference(self) -> Path:
-        """Scores of pairs' answers under the model before training (`reference_scores`)."""
-        return self.path / "reference.npz"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of all checkpoints."""
-        return self.path / "checkpoints"
+    owner = _Entry("owner.json")  # the process that owns the folder, and when its run began
+    config = _Entry("config.yaml")  # resolved
+    metrics = _Entry("metrics.jsonl")
+    events = _Entry("tensorboard")
+    happenings = _Entry("events.jsonl")  # events and decisions about ranks
+    ranks = _Entry("ranks.json")  # the processes of the run
+    slow = _Entry("slow.json")  # slow ranks known to the leading rank
+    picture = _Entry("loss.png")
+    trace = _Entry("trace.json")  # times of each rank's instructions, for Perfetto
+    corrections = _Entry("corrections.json")  # measured errors of the cost model, from `hydragraph compare`
+    model = _Entry("model")  # the final model, readable by transformers
+    tokenizer = _Entry("tokenizer")  # readable by transformers
+    reference = _Entry("reference.npz")  # scores of pairs' answers under the model before training
+    checkpoints = _Entry("checkpoints")
 
     def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Return the checkpoint that a run continues from, if any, without changing anything.
 
         Args:
-            config: of the run.
             how: "new" rejects a folder that holds a run, "overwrite" replaces that run, "resume" continues it, and
                 "auto" continues it if it has a checkpoint, and otherwise begins it.
             step: resume from the checkpoint after this step; None: from the latest.
@@ -141,8 +95,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder for a run, write its resolved config, and return the result of `check`.
 
-        Checkpoints after `step` are set aside: they belong to a course that this run leaves, and would count as its
-        latest.
+        Checkpoints after `step` are set aside: they would count as the latest of this run.
         """
         last = self.check(config, how, step)
         if how == "overwrite" or (how == "auto" and last is None):
@@ -181,9 +134,7 @@ class RunFolder:
             ValueError: another run is active in the folder; the error names its host and process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(
-            self.path, os.O_RDONLY | os.O_DIRECTORY
-        )  # the folder itself, which a refused run leaves as it was
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)  # a refused run leaves no file
         try:
             if not _locked(lock):
                 owner = _read(self.owner)
@@ -200,11 +151,9 @@ class RunFolder:
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
         """Own a folder that a lost rank of the same run owned, at most for the lifetime of this process.
 
-        A lost process whose machine has stopped still holds its lock; after `patience_s` the run continues without the
-        lock.
-
         Args:
-            patience_s: time for the lost process to end.
+            patience_s: time for the lost process to end. If its machine has stopped it still holds its lock, and the
+                run continues without the lock.
             began: value of `began` that this run read before; None: it read none.
 
         Raises:
@@ -301,11 +250,10 @@ class RunFolder:
     def _chosen(self, step: int | None) -> Checkpoint | None:
         if step is None:
             return self.last()
-        there = self._all()
-        for place in there:
-            if place.step == step:
-                return place
-        steps = " or ".join(f"step-{place.step}" for place in there) or "none"
+        found = {checkpoint.step: checkpoint for checkpoint in self._all()}
+        if step in found:
+            return found[step]
+        steps = " or ".join(f"step-{number}" for number in found) or "none"
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
@@ -320,17 +268,8 @@ class RunFolder:
         """Remove an earlier run, but not cached data or files that runs do not write."""
         for path in (self.checkpoints, self.events, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (
-            self.metrics,
-            self.happenings,
-            self.ranks,
-            self.slow,
-            self.picture,
-            self.trace,
-            self.corrections,
-            self.reference,
-            self.config,
-        ):
+        files = (self.metrics, self.happenings, self.ranks, self.slow, self.picture, self.trace, self.corrections)
+        for path in (*files, self.reference, self.config):
             path.unlink(missing_ok=True)
 
 

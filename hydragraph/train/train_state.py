@@ -50,9 +50,9 @@ class Run:
     executor: Trainable
     strategies: tuple[Strategy, ...]  # that steps take in turn; empty if the executor chooses
     evaluation: Mapping[str, list[list[Drawn]]]  # the mini-batches of every set, by its name
-    watcher: Watcher | None  # on rank 0 only, as is the log
-    log: MetricsLog | None
-    controller: Controller | None  # on rank 0, if ranks are watched
+    watcher: Watcher | None = None  # on rank 0 only, as is the log
+    log: MetricsLog | None = None
+    controller: Controller | None = None  # on rank 0, if ranks are watched
     peak_flops_per_s: float | None = None  # of all ranks together, if each one's is known
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
