@@ -215,13 +215,11 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
         ValueError: the file's name ends otherwise, or matplotlib is not installed.
     """
     check_drawn(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     grids = {each.name: schedule(each, outline) for each in strategies}
     heights = [0.7 + 0.28 * min(len(_of_rank(rows, rank)), _TALLEST) for rows in grids.values()]  # inches
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (name, rows) in zip(panels[:, 0], grids.items(), strict=True):
         _draw(axes, name, _of_rank(rows, rank), max((row.tasks[-1].end for row in rows if row.tasks), default=1))

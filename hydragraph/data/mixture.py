@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from hydragraph.data.mini_batches import Drawn, MiniBatches
@@ -43,10 +42,6 @@ class Mixture(Iterator[list[Drawn]]):
         """Skip the next mini-batch without reading it, and return the lengths of its sequences."""
         self._fill()
         return self.lengths
-
-    def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk of every corpus once, one corpus after the other; the endless stream does not advance."""
-        return chain.from_iterable(member.single_pass() for member in self.members)
 
     @property
     def tokens(self) -> int:

@@ -119,10 +119,13 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
             continue  # the leader changed, and its machine has another clock
-        paused_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in pauses)
         broken = any(since < end and till >= begin for since, till in pauses)
-        away_s = sum(max(0.0, min(end, till) - max(begin, since)) for since, till in stops)
+        away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
         yield _Gap(begin, end, tokens, away_s, paused_s, broken, not broken and _undisturbed(events, end))
+
+
+def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(end, till) - max(begin, since)) for since, till in intervals)
 
 
 def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:

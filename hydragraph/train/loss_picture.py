@@ -42,7 +42,6 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
             switched strategies and moved state; with the seconds of pauses, and goodput.
     """
     # Not pyplot: the object interface needs no display and leaves the user's backend unchanged.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [event for event in events if event.event in _SIGNS and event.done]
@@ -50,7 +49,6 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
     pauses = [event for event in events if event.event == "resumed" and event.seconds > 0]
     rows = len(kinds) + bool(pauses)
     figure = Figure(figsize=(9, 5 + 0.28 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     if rows:
         axes, below = figure.subplots(2, sharex=True, height_ratios=(5, 0.28 * rows + 0.15))
         _draw_events(axes, below, shown, kinds, pauses)
@@ -72,17 +70,18 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return weighted means over neighbours, with weights `weight`^distance, that neither lag nor lead the curve.
 
-    A mean uses as many values after a point as before it, so it follows a steep start of the curve. Near the end fewer
-    later values exist, and earlier ones dominate.
+    A mean uses as many values after a point as before it, so it follows a steep start of the curve; near the end,
+    earlier values dominate.
 
     Args:
-        values: to smooth.
         weight: of the next neighbour, in [0, 1).
     """
     given = np.asarray(values, dtype=np.float64)
     sums = given.copy()
     weights = np.ones(len(given))
-    for distance in range(1, _reach(weight, len(given)) + 1):
+    # More distant neighbours have less than a thousandth of the weight.
+    reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
+    for distance in range(1, min(reach, len(given) - 1) + 1):
         part = weight**distance
         sums[distance:] += part * given[:-distance]
         weights[distance:] += part
@@ -92,30 +91,17 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return [float(value) for value in sums / weights]
 
 
-def _reach(weight: float, count: int) -> int:
-    """Return how far neighbours count: more distant ones have less than a thousandth of the weight."""
-    far = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
-    return min(far, count - 1)
-
-
 def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
     strategies = sorted({m.strategy for m in metrics})
     names = [strategy.partition("@")[0] for strategy in strategies]
     for i, strategy in enumerate(strategies):
         chosen = [m for m in metrics if m.strategy == strategy]
-        axes.plot(
-            [m.step for m in chosen],
-            [m.loss for m in chosen],
-            ".",
-            color=f"C{i}",
-            alpha=0.6,
-            markersize=5,
-            # A fingerprint is meaningless to people, unless only it distinguishes two strategies.
-            label=names[i] if names.count(names[i]) == 1 else strategy,
-        )
-    axes.plot(
-        [m.step for m in metrics], smoothed([m.loss for m in metrics]), color="0.25", linewidth=1.2, label="smoothed"
-    )
+        steps, losses = [m.step for m in chosen], [m.loss for m in chosen]
+        # A fingerprint is meaningless to people, unless only it distinguishes two strategies.
+        label = names[i] if names.count(names[i]) == 1 else strategy
+        axes.plot(steps, losses, ".", color=f"C{i}", alpha=0.6, markersize=5, label=label)
+    smooth = smoothed([m.loss for m in metrics])
+    axes.plot([m.step for m in metrics], smooth, color="0.25", linewidth=1.2, label="smoothed")
 
 
 def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
@@ -128,14 +114,7 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
 def _draw_events(
     axes: Any, below: Any, shown: Sequence[RunEvent], kinds: Sequence[Name], pauses: Sequence[RunEvent]
 ) -> None:
-    """Draw a row of signs for each kind and one of pauses, with thin lines up through the losses.
-
-    Args:
-        axes, below: of the losses, and of the rows.
-        shown: the events with signs.
-        kinds: of the rows, from the top.
-        pauses: events that took time.
-    """
+    """Draw a row of signs for each kind and one of pauses `below`, with thin lines up through the losses."""
     names = [TITLES[kind] for kind in kinds]
     for row, kind in enumerate(kinds):
         steps = [event.step for event in shown if event.event == kind]

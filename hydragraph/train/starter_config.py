@@ -98,13 +98,7 @@ def _remedy(path: Path) -> str:
 
 
 def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
-    """Return a config with comments.
-
-    Args:
-        found: result of `look`.
-        devices: to train on.
-        output: the run folder.
-    """
+    """Return a config with comments, for what `look` found; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
@@ -116,10 +110,11 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
         "# docs/config.md lists every field.",
         *_model(found, longest),
         *_data(found, longest, per_step),
-        *_objective(found),
-        *_strategies(devices),
-        *_length(found, chat),
-        *_optimizer(found),
+        *(_OBJECTIVE if found.format == "preference" else ()),
+        "strategies: auto  # measured and planned when training starts; or yours, such as 2*<tp1,pp1>",
+        f"ranks: {devices.ranks}  # {devices.text}",
+        f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000" if found.data else "steps: 100",
+        *(_FINE_TUNING if found.model is not None else _PRETRAINING),
         *(["dtype: bfloat16  # what the model computes in; weights stay float32"] if devices.cuda else []),
         f"device: {'cuda' if devices.cuda else 'cpu'}",
         "evaluate_every: 50  # steps between evaluations on held-out documents; or evaluate_per_epoch: 1",
@@ -154,10 +149,7 @@ def _fields(data: Sequence[Path]) -> Fields:
 
 def _model(found: InspectedPaths, longest: int) -> list[str]:
     if found.model is not None:
-        return [
-            "model:",
-            f"  path: {json.dumps(str(found.model))}  # trained whole; see adapter below",
-        ]
+        return ["model:", f"  path: {json.dumps(str(found.model))}  # trained whole; see adapter below"]
     return [
         "model:  # a new one of about 10 M parameters",
         "  architecture: LlamaForCausalLM  # or any other causal class of transformers",
@@ -171,23 +163,23 @@ def _model(found: InspectedPaths, longest: int) -> list[str]:
     ]
 
 
+# The fields of a record that a config may have to name, by format; their usual names are those of `Fields`.
+_NAMED: dict[Format, tuple[str, ...]] = {
+    "text": ("text",),
+    "chat": ("messages",),
+    "completion": ("prompt", "completion"),
+    "preference": ("prompt",),
+}
+
+
 def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
-    paths = [str(path) for path in found.data] or (
-        ["your-data.jsonl"] if found.model is not None else ["python-stdlib"]
-    )
+    default = "your-data.jsonl" if found.model is not None else "python-stdlib"
+    paths = [str(path) for path in found.data] or [default]
     lines = ["data:", f"  paths: {json.dumps(paths)}{_paths_comment(found)}"]
-    named = {
-        "text": [("text_field", found.fields.text, "text")],
-        "chat": [("messages_field", found.fields.messages, "messages")],
-        "completion": [
-            ("prompt_field", found.fields.prompt, "prompt"),
-            ("completion_field", found.fields.completion, "completion"),
-        ],
-        "alpaca": [],
-        "tokens": [],
-        "preference": [("prompt_field", found.fields.prompt, "prompt")],
-    }
-    lines += [f"  {name}: {json.dumps(value)}" for name, value, usual in named[found.format] if value != usual]
+    for name in _NAMED.get(found.format, ()):
+        value = getattr(found.fields, name)
+        if value != name:
+            lines.append(f"  {name}_field: {json.dumps(value)}")
     if found.fields.format != "auto":
         lines.append(f"  format: {found.fields.format}")
     if found.format == "chat":
@@ -220,36 +212,16 @@ def _paths_comment(found: InspectedPaths) -> str:
     return f"  # {what}, about {max(found.tokens, 1):,} tokens" if found.data else "  # this Python's own sources"
 
 
-def _objective(found: InspectedPaths) -> list[str]:
-    if found.format != "preference":
-        return []
-    return ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; docs/preferences.md"]
-
-
-def _strategies(devices: AvailableDevices) -> list[str]:
-    return [
-        "strategies: auto  # measured and planned when training starts; or yours, such as 2*<tp1,pp1>",
-        f"ranks: {devices.ranks}  # {devices.text}",
-    ]
-
-
-def _length(found: InspectedPaths, chat: bool) -> list[str]:
-    if not found.data:
-        return ["steps: 100"]
-    return [f"epochs: {3 if chat else 1}  # passes over the data; or steps: 1000"]
-
-
-def _optimizer(found: InspectedPaths) -> list[str]:
-    if found.model is None:
-        return [
-            "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
-            "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
-        ]
-    return [
-        "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # with adapters about 2e-4",
-        "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
-        "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train adapters only: less memory",
-    ]
+_OBJECTIVE = ["objective: {dpo: {beta: 0.1}}  # or simpo, which needs no reference, or orpo; docs/preferences.md"]
+_PRETRAINING = [
+    "optimizer: {name: AdamW, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1}",
+    "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+]
+_FINE_TUNING = [
+    "optimizer: {name: AdamW, lr: 1.0e-5, weight_decay: 0.0}  # with adapters about 2e-4",
+    "schedule: {warmup: 10, decay: cosine, min_lr_ratio: 0.1}",
+    "# adapter: {lora: {r: 16, alpha: 32, targets: all-linear}}  # train adapters only: less memory",
+]
 
 
 def _positions(model: Path) -> int:

@@ -19,20 +19,11 @@ import torch
 
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.train.atomic_write import write_whole
-from hydragraph.train.stragglers.run_events import RunEvent
+from hydragraph.train.stragglers.run_events import RunEvent, complete_lines
 
 _SCALARS = (
-    *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"),
-    *(
-        "exposed_pull_s",
-        "exposed_push_s",
-        "exposed_p2p_s",
-        "planning_s",
-        "planning_hidden_s",
-        "expected_s",
-        "peak_memory_bytes",
-        "mfu",
-    ),
+    *("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss", "exposed_pull_s", "exposed_push_s", "exposed_p2p_s"),
+    *("planning_s", "planning_hidden_s", "expected_s", "peak_memory_bytes", "mfu"),
 )
 
 
@@ -119,23 +110,15 @@ def perplexity(loss: float) -> float:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read a file of metrics; ignore a truncated last line.
-
-    Raises:
-        ValueError: another line cannot be read.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    """Read a file of metrics, without a truncated last line; a ValueError names a line that cannot be read."""
+    return [_parse(line, place) for line, place in complete_lines(path)]
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until a new event file's name sorts after the existing ones.
+    """Wait until a new event file's name, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts after existing ones.
 
-    TensorBoard reads a folder's files in the order of their names, "events.out.tfevents.<second>.<host>.<pid>.<n>", and
-    treats a later file as a restart. If two files start in one second, "10" would sort before "9", and the steps of a
-    resumed run would be hidden by those of the run before.
+    TensorBoard treats a later file as a restart. In one second "10" would sort before "9", and the earlier run would
+    hide the steps of the resumed one.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
@@ -214,14 +197,14 @@ class MetricsLog:
         if self._events is None:
             return
         self._events.add_text(f"ranks/{event.title}", event.why, event.step)
+        scalars: dict[str, float] = {}
         if event.event == "resumed":
-            self._events.add_scalar("ranks/count", len(event.ranks), event.step)
-            self._events.add_scalar("ranks/pause_s", event.seconds, event.step)
-            self._events.add_scalar("ranks/lost_steps", event.lost_steps, event.step)
-            self._events.add_scalar("ranks/moved_bytes", event.moved_bytes, event.step)
+            scalars = {"count": len(event.ranks), "pause_s": event.seconds}
+            scalars |= {"lost_steps": event.lost_steps, "moved_bytes": event.moved_bytes}
         if event.event in ("straggler", "recovered"):
-            for rank in event.ranks:
-                self._events.add_scalar(f"ranks/rate_of_{rank}", event.rates.get(rank, 1.0), event.step)
+            scalars = {f"rate_of_{rank}": event.rates.get(rank, 1.0) for rank in event.ranks}
+        for name, value in scalars.items():
+            self._events.add_scalar(f"ranks/{name}", value, event.step)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -26,7 +26,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
         return
-    beside = run.expectation.stepped(report)
+    beside = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)
     pairs = report.pairs if isinstance(report, PairReport) else {}
     seconds = report.seconds + pairs.get("scoring_s", 0.0)
     metrics = Metrics(
@@ -65,15 +65,16 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     if beside is not None:
         again = beside.matters and run.controller is not None and run.controller.correct()
         run.watcher.note(f"step {step}: {beside}{'; planning again with measured seconds' if again else ''}")
-    if run.controller is not None:
-        before = run.controller.slow if run.watched else {}
-        for event in run.controller.stepped(report):
-            tell(run, event)
-            if event.event == "switch" and event.done:
-                run.expectation.restart()
-        slow = run.controller.slow if run.watched else {}
-        if slow != before:
-            write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
+    if run.controller is None:
+        return
+    before = run.controller.slow if run.watched else {}
+    for event in run.controller.stepped(report):
+        tell(run, event)
+        if event.event == "switch" and event.done:
+            run.expectation.restart()
+    slow = run.controller.slow if run.watched else {}
+    if slow != before:
+        write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:

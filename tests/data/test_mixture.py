@@ -52,7 +52,7 @@ def test_each_corpus_has_its_own_order_and_a_pass_reads_all_once() -> None:
     with token_file([5, 6, 7]) as first, token_file([4, 8]) as second:
         mixture = Mixture(members([first, second]), [1, 1], BUDGET)
         before = mixture.state_dict()
-        read = [sequence for batch in mixture.single_pass() for sequence in plain(batch)]
+        read = [sequence for member in mixture.members for batch in member.single_pass() for sequence in plain(batch)]
         assert read == [tokens.tolist() for file in (first, second) for tokens in file]
         assert mixture.state_dict() == before
 

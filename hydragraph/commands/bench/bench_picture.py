@@ -10,13 +10,11 @@ from hydragraph.commands.bench.bench_table import BenchReport
 def write_picture(report: BenchReport, path: Path) -> None:
     """Draw a report's bars to a PNG file, which is replaced only when the new one is complete."""
     # Not pyplot: the object interface needs no display and leaves the user's backend alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))
     sides = list(dict.fromkeys(bar.side for bar in report.bars))
     figure = Figure(figsize=(9, 1.6 + 0.22 * len(report.bars) + 0.2 * len(groups)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     at = 0.0
     ticks = []

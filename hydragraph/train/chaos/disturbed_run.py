@@ -11,6 +11,7 @@ import math
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,14 +104,9 @@ MARGIN = 10.0  # times the effect measured in an undisturbed run
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
     """Return the first step whose loss differs by more than rounding explains; None: there is none.
 
-    With `deterministic: true` rounding explains no difference, and every bit of every loss must be the same.
-
-    Training amplifies rounding, without bounds at a high learning rate: two sums in another order change losses visibly
-    a hundred steps later. A third, undisturbed run on one rank therefore bounds the effect up to each step.
-
-    Args:
-        disturbed, undisturbed: the runs to compare.
-        control: an undisturbed run on other ranks; None: losses must be the same.
+    Training amplifies rounding: two sums in another order change losses visibly a hundred steps later. An undisturbed
+    run on other ranks, `control`, therefore bounds the effect up to each step; without it losses must be the same bit
+    for bit.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -125,9 +121,8 @@ def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed |
 
 def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return the config of the run on one rank."""
-    return replace(
-        config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=str(folder / "alone")
-    )
+    output = str(folder / "alone")
+    return replace(config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=output)
 
 
 def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
@@ -329,17 +324,15 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
         yield "state that moved", f"{found.moved_bytes / 1e6:,.0f} MB"
         restores = [event for event in disturbed.events if sum(event.read_bytes.values())]
         if restores:
-            places = {
-                place: sum(event.read_bytes.get(place, 0) for event in restores) for place in restores[0].read_bytes
-            }
+            places = Counter[str]()
+            for event in restores:
+                places.update(event.read_bytes)
             sizes = ", ".join(f"{size / 1e6:,.1f} MB from {place}" for place, size in places.items())
             seconds = median(event.seconds for event in restores)
             yield "read in pieces", f"{sizes}; {len(restores)} times, median {seconds:.2f} s"
         yield "wall time", f"{found.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
-        parts = (
-            f"{found.full_s:.1f} s at full speed, {found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"
-        )
-        yield "of it", f"{parts}, {found.slower_s:.1f} s by slower steps"
+        stopped = f"{found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"
+        yield "of it", f"{found.full_s:.1f} s at full speed, {stopped}, {found.slower_s:.1f} s by slower steps"
         yield "goodput", f"{found.tokens_per_s:,.0f} tokens/s, {found.goodput or 0.0:.0%} of {found.rate:,.0f}"
     yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
     yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from hydragraph.train.chaos.machines import Machines
+from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
@@ -90,12 +89,10 @@ class Victim:
     def _below(self, levels: int) -> list[int]:
         """Return the live processes `levels` levels below the launcher, the newest last."""
         above, born = {}, {}
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                above[int(entry.name)] = int(fields[1])
-                if fields[0] not in "ZX":
-                    born[int(entry.name)] = int(fields[19])
+        for pid, fields in all_stats():
+            above[pid] = int(fields[1])
+            if fields[0] not in "ZX":
+                born[pid] = int(fields[19])
         found = {self.launcher.pid}
         for _ in range(levels):
             found = {pid for pid, parent in above.items() if parent in found}
@@ -149,16 +146,14 @@ def send(pid: int, which: signal.Signals) -> None:
 
 def lives(pid: int) -> bool:
     """Return whether a process runs and is not a zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+    fields = stat_of(pid)
+    return bool(fields) and fields[0] not in "ZX"
 
 
 def parent(pid: int) -> int | None:
     """Return a process's parent; None if the process is gone."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
+    fields = stat_of(pid)
+    return int(fields[1]) if fields else None
 
 
 def ended(pid: int, limit_s: float) -> bool:
@@ -262,14 +257,14 @@ def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
     """Kill a rank while a checkpoint is being written."""
     run.until(run.saving, _MOMENT_S)
     time.sleep(chance.uniform(0, 0.03))
-    _end(target if lives(target) else chance.choice(run.ranks() or [target]))
+    _end_one(run, target, chance)
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
     """Kill a rank right after a step, before the next begins."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
-    _end(target if lives(target) else chance.choice(run.ranks() or [target]))
+    _end_one(run, target, chance)
 
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
@@ -292,6 +287,11 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
     machines.replace(number)
     if not run.until(lambda: {*run.ranks()} & {*machines.processes(number)}, _JOINED_S) and run.alive:
         run.problems.append(f"a new machine did not join within {_JOINED_S:g} s")
+
+
+def _end_one(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank, or any other one if it is gone."""
+    _end(target if lives(target) else chance.choice(run.ranks() or [target]))
 
 
 def _another(run: Victim, chance: random.Random) -> None:

@@ -80,14 +80,10 @@ class Machines:
         return _in_sessions(self.sessions)
 
     def _started(self, number: int) -> subprocess.Popen[bytes]:
-        place = {
-            "RANK": str(number),
-            "WORLD_SIZE": str(self.count),
-            "GROUP_RANK": str(number),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
-        }
-        place = place if self.count > 1 else {}
+        place: dict[str, str] = {}
+        if self.count > 1:
+            place = {name: str(number) for name in ("RANK", "GROUP_RANK")} | {"WORLD_SIZE": str(self.count)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
         command = [sys.executable, "-m", "hydragraph", "train", str(self.config), "--overwrite"]
         with self.log.with_suffix(f".{number}.log" if number else ".log").open("ab" if number else "wb") as out:
             started = subprocess.Popen(
@@ -126,14 +122,20 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of a process's /proc/PID/stat after its name, the state first; none if it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def all_stats() -> Iterator[tuple[int, list[str]]]:
+    """Yield each process of this machine with its fields, see `stat_of`."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (fields := stat_of(int(entry.name))):
+            yield int(entry.name), fields
+
+
 def _in_sessions(sessions: set[int]) -> list[int]:
     """Return the processes of these sessions, without zombies."""
-    return [pid for pid, session in _sessions() if session in sessions]
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError, IndexError):
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX":
-                yield int(entry.name), int(fields[3])
+    return [pid for pid, fields in all_stats() if fields[0] not in "ZX" and int(fields[3]) in sessions]

@@ -35,8 +35,8 @@ _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this, the best plan so far is taken
 ATTEMPTS = 2  # per question: the system may kill a process when others exhaust the memory
-# Errors of a pipe to a terminated process.
-_GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
+_GONE = (EOFError, OSError, pickle.UnpicklingError)  # errors of a pipe to a terminated process
+_NONE_FITS = "no strategy fits the ranks there are"
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,18 @@ class Replanned:
         refused: why the question has no answer; "" if it has one.
     """
 
-    strategies: tuple[Strategy, ...]
-    request: PlanRequest | None
-    static: int | None
-    before_s: float
-    after_s: float
-    took_s: float
+    strategies: tuple[Strategy, ...] = ()
+    request: PlanRequest | None = None
+    static: int | None = None
+    before_s: float = 0.0
+    after_s: float = 0.0
+    took_s: float = 0.0
     refused: str = ""
+
+    @property
+    def chosen(self) -> tuple[Strategy, ...]:
+        """The strategies that will run: all, or the one to keep."""
+        return self.strategies if self.static is None else (self.strategies[self.static],)
 
 
 def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
@@ -131,20 +136,16 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
     try:
         found = plan_at_once(costs, workload, others)
     except Unsupported as error:
-        return _refusal(str(error))
+        return Replanned(refused=str(error))
     if found is None:
-        return _refusal("no strategy fits the ranks there are")
+        return Replanned(refused=_NONE_FITS)
     choice = question.request.choose(sample(workload))
     try:
         before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
     except Unsupported:
         before = math.inf  # it uses a lost rank
     request = PlanRequest((found.pipelines,), (found.charge,), question.policy.seed)
-    return Replanned((found.strategy,), request, 0, before, found.seconds, 0.0)
-
-
-def _refusal(why: str) -> Replanned:
-    return Replanned((), None, None, 0.0, 0.0, 0.0, why)
+    return Replanned((found.strategy,), request, 0, before, found.seconds)
 
 
 def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
@@ -168,7 +169,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     every = tuple(dict.fromkeys((*question.running, *question.first, *found)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
-        return _refusal("no strategy fits the ranks there are")
+        return Replanned(refused=_NONE_FITS)
     request = PlanRequest(
         tuple(costs.pipelines(s) for s in able), tuple(costs.fixed(s) for s in able), question.policy.seed
     )
@@ -176,7 +177,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     count = len(question.lengths[: question.policy.sample])
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
     static = None if decision.dynamic else decision.static
-    return Replanned(able, request, static, _as_now(question, costs), after, 0.0)
+    return Replanned(able, request, static, _as_now(question, costs), after)
 
 
 def _takes(costs: Costs, strategy: Strategy) -> bool:
@@ -194,10 +195,9 @@ def _as_now(question: ReplanQuestion, costs: Costs) -> float:
     for each in lengths:
         choice = question.request.choose(each)
         try:
-            strategy = question.running[choice.index]
-            total += costs.seconds(strategy, choice.assignment)
+            total += costs.seconds(question.running[choice.index], choice.assignment)
         except Unsupported:
-            return float("inf")
+            return math.inf
     return total / len(lengths)
 
 
@@ -270,7 +270,7 @@ class Replanner:
                 self._answer = cast(Replanned, pickle.load(cast(IO[bytes], process.stdout)))
                 return
             except _GONE as error:
-                self._answer = _refusal(f"the process that plans has ended ({error!r})")
+                self._answer = Replanned(refused=f"the process that plans has ended ({error!r})")
                 self._end(process)
                 if self._closing or self._unwanted:
                     return
@@ -278,28 +278,17 @@ class Replanner:
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         self._process = None
         process.kill()
-        _reap(process)
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # buffered data has no reader any more
-            cast(IO[bytes], pipe).close()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # buffered data has no reader any more
+                cast(IO[bytes], pipe).close()
 
 
 def _started() -> subprocess.Popen[bytes]:
     # The process must import this package, installed or not.
     package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "hydragraph.train.stragglers.replanning_worker",
-        ],  # -P: do not import from the current directory
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    # -P: do not import from the current directory.
+    command = [sys.executable, "-P", "-m", "hydragraph.train.stragglers.replanning_worker"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

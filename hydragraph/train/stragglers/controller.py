@@ -17,7 +17,7 @@ Measured step times correct the seconds of plans: if a plan predicts 3 s instead
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
@@ -75,9 +75,6 @@ class PlanningService(Protocol):
         """Stop the service."""
 
 
-Switch = Callable[[Replanned], None]
-
-
 @dataclass(frozen=True)
 class Thrift:
     """Conditions for a switch.
@@ -118,7 +115,7 @@ class Replanning:
     request: PlanRequest
     policy: Policy
     planner: PlanningService
-    switch: Switch | None
+    switch: Callable[[Replanned], None] | None
     steps: int
     thrift: Thrift = Thrift()
     changing: Callable[[], bool] = lambda: False
@@ -341,9 +338,9 @@ class Controller:
         terms = f"steps of {now_s:.3g} s would take {after_s:.3g} s ({saved:.0%} less), which {gained}; {cost}"
         planned = f"planned in {answer.took_s:.2g} s beside {step - self._asked_at} steps"
         pays = left * (now_s - after_s) > self._cost_s
-        what = _names(answer)
+        what = _text(answer.chosen)
         if saved < given.thrift.gain or not pays:
-            why = f"stays {_running(given)}: with {what} {terms}; {planned}"
+            why = f"stays {_text(given.strategies)}: with {what} {terms}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:
@@ -356,9 +353,8 @@ class Controller:
             return RunEvent(step, "replan", ranks, answer.took_s, f"stays: {error}", rates, now_s, after_s, done=False)
         assert answer.request is not None, "an answer that is not refused has a request"
         request = answer.request if answer.static is None else answer.request.only(answer.static)
-        strategies = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
         event = RunEvent(step, "switch", ranks, self._cost_s, why, rates, now_s, after_s)
-        self._coming = _Coming(event, self._asked_for, strategies, request)
+        self._coming = _Coming(event, self._asked_for, answer.chosen, request)
         return event
 
     def _waited_for(self) -> str:
@@ -370,13 +366,8 @@ class Controller:
         )
 
 
-def _names(answer: Replanned) -> str:
-    chosen = answer.strategies if answer.static is None else (answer.strategies[answer.static],)
-    return " or ".join(map(str, chosen))
-
-
-def _running(given: Replanning) -> str:
-    return " or ".join(map(str, given.strategies))
+def _text(strategies: Sequence[Strategy]) -> str:
+    return " or ".join(map(str, strategies))
 
 
 def _event_of(change: Change, step: int) -> RunEvent:

@@ -11,31 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 STEPS = 20  # of a session, or since another plan runs, after which they are compared
 LEAST = 5  # steps that can be compared, at least; more steps are awaited
 MATTERS = 1.2  # plans are made again if measured and expected seconds differ by this factor
-
-
-class Timed(Protocol):
-    """The part of a step's report that is compared (`executable.StepReport`)."""
-
-    @property
-    def seconds(self) -> float:
-        """Wall time."""
-
-    @property
-    def strategy(self) -> str:
-        """The strategy that ran."""
-
-    @property
-    def preparing_s(self) -> float:
-        """Seconds of it spent compiling graphs."""
-
-    @property
-    def expected_s(self) -> float:
-        """Expected seconds; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +55,19 @@ class Expectation:
         self._steps: list[tuple[float, float]] = []
         self._done = False
 
-    def stepped(self, report: Timed) -> ExpectedAndMeasured | None:
-        """Record a step; return the comparison after enough of them."""
+    def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
+        """Record a step; return the comparison after enough of them.
+
+        Args:
+            expected_s: 0: unknown.
+            measured_s: without the time that graphs were compiled.
+        """
         if self._done:
             return None
         self._count += 1
-        if report.strategy in self._seen and report.expected_s > 0:
-            self._steps.append((report.expected_s, report.seconds - report.preparing_s))
-        self._seen.add(report.strategy)
+        if strategy in self._seen and expected_s > 0:
+            self._steps.append((expected_s, measured_s))
+        self._seen.add(strategy)
         if self._count < STEPS or len(self._steps) < LEAST:
             return None
         self._done = True

@@ -135,11 +135,6 @@ class Estimator:
         return dict(self._held)
 
     @property
-    def calibrated(self) -> bool:
-        """Whether any kind of work is known."""
-        return any(kind.known for kind in self._kinds.values())
-
-    @property
     def scatter(self) -> float:
         """Approximate standard deviation of the logarithms of healthy ranks' residuals."""
         by_rank: dict[int, list[float]] = {}

@@ -28,7 +28,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
             costs = costs_of(question, costs)
             answer = replan(question, costs)
         except Exception as error:  # training continues unchanged and reports the error
-            answer = Replanned((), None, None, 0.0, 0.0, 0.0, f"{type(error).__name__}: {error}")
+            answer = Replanned(refused=f"{type(error).__name__}: {error}")
         pickle.dump(answer, target)
         target.flush()
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,8 +76,8 @@ class RunEvent:
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)
         record["rates"] = {str(rank): round(rate, 3) for rank, rate in self.rates.items()}
-        first = ("time", "step", "event", "ranks", "seconds", "why")
-        return json.dumps({name: record[name] for name in first} | {k: v for k, v in record.items() if k not in first})
+        first = {name: record.pop(name) for name in ("time", "step", "event", "ranks", "seconds", "why")}
+        return json.dumps(first | record)
 
     @property
     def at(self) -> float:
@@ -105,16 +105,17 @@ def append_event(path: Path, event: RunEvent) -> None:
         file.write(event.line + "\n")
 
 
-def read_events(path: Path) -> list[RunEvent]:
-    """Read a file of events; ignore a truncated last line.
-
-    Raises:
-        ValueError: another line cannot be read.
-    """
+def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file, each with its place, "path:number", but no truncated last one; none without a file."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("\n"):
+            yield line, f"{path}:{number}"
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Read a file of events; a ValueError names a line that cannot be read."""
+    return [_parse(line, place) for line, place in complete_lines(path)]
 
 
 def _parse(line: str, place: str) -> RunEvent:

@@ -18,7 +18,10 @@ class Step:
 
 
 def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, ExpectedAndMeasured]]:
-    found = [(i, expectation.stepped(step)) for i, step in enumerate(steps, start=1)]
+    found = [
+        (i, expectation.stepped(step.strategy, step.expected_s, step.seconds - step.preparing_s))
+        for i, step in enumerate(steps, start=1)
+    ]
     return [(i, beside) for i, beside in found if beside is not None]
 
 
