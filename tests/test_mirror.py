@@ -64,6 +64,7 @@ ELSEWHERE = {
     "cost/stage_costs.py": ("cost/test_costs.py", "pipelines take what is simulated"),
     "cost/traffic.py": ("cost/test_costs.py", "pull and push"),
     "cost/what_if.py": ("cost/test_costs.py", "one number changed"),
+    "data/json_object.py": ("data/test_tokenizer.py", "files of a tokenizer that are not what they should be"),
     "engine/collective_call.py": ("engine/test_api.py", "calls in a wrong order, and their arguments"),
     "engine/compiled_model.py": ("runtime/test_deterministic_sums.py", "what runs of one degree have in common"),
     "engine/executable.py": (

@@ -201,10 +201,9 @@ class Fields:
             return _text(record[self.text], self.text, place)
         if format == "chat":
             said = _messages(_field(record, self.messages, place), self.messages, place)
-            system = record.get(_SYSTEM)
-            if isinstance(system, str) and system and said[0]["role"] != "system":
-                said = ({"role": "system", "content": system}, *said)
-            return Conversation(said, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
+            if said[0]["role"] != _SYSTEM:
+                said = (*self._system(record), *said)
+            return self._conversation(record, said, place)
         if format == "alpaca":
             return _instruction(record, place)
         if format == "tokens":
@@ -219,11 +218,15 @@ class Fields:
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
-            return Conversation(turns, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
+            return self._conversation(record, turns, place)
         raise ValueError(
             f"{place}: {self.prompt!r} is a {type(prompt).__name__} and {self.completion!r} a "
             f"{type(completion).__name__}: give two texts, or two lists of messages"
         )
+
+    def _conversation(self, record: Mapping[str, Any], messages: Messages, place: str) -> Conversation:
+        """Return messages as a conversation, with the tools and arguments of their record."""
+        return Conversation(messages, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
 
     def _preference(self, record: Mapping[str, Any], place: str) -> Preference:
         """Return the two answers in a record. Messages that both answers start with are not trained."""
@@ -247,9 +250,8 @@ class Fields:
             said = (*before, *answer) if answer[0]["role"] == ASSISTANT else answer
             return said if said[0]["role"] == _SYSTEM else (*system, *said)
 
-        tools, arguments = _tools(record.get(self.tools), self.tools, place), _arguments(record, place)
         untrained = _prompts_untrained(whole(chosen), whole(rejected))
-        return Preference(*(Conversation(messages, tools, arguments) for messages in untrained))
+        return Preference(*(self._conversation(record, messages, place) for messages in untrained))
 
     def _answer(self, record: Mapping[str, Any], name: str, place: str) -> str | Messages:
         """Return one answer of a pair: a text, or messages."""
@@ -287,9 +289,7 @@ class Fields:
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
         """Return a pair of texts that both begin with the prompt."""
-        differs = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
-        same = next(differs, min(len(chosen), len(rejected)))
-        blanks = [blank.start() for blank in re.finditer(r"\s", chosen[:same])]
+        blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
         # Words are not cut, and tokenizers join a blank with the word behind it.
@@ -522,6 +522,12 @@ def _json(text: str, name: str, place: str) -> object:
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give a list") from error
     return found
+
+
+def shared_length(first: str, second: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    differing = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, min(len(first), len(second)))
 
 
 def texts_of(document: Document) -> list[str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydragraph.data.compressed import suffix_of
+from hydragraph.data.json_object import read_object
 
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
 _ROWS = 4096  # in memory at a time
 _CSV_BYTES = 1 << 24  # in memory at a time, and the most that a row can have
-
+_REMEDY = "save the dataset again"
 
 Row = Mapping[str, Any]
 
@@ -53,27 +53,17 @@ def saved_files(folder: Path) -> list[Path] | None:
     """
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = _json(splits).get("splits", [])
+        names = read_object(splits, _REMEDY).get("splits", [])
         named = " or ".join(str(folder / name) for name in names)
         raise ValueError(f"{folder} holds the splits {', '.join(names)} of a dataset: name one, such as {named}")
     state = folder / "state.json"
     if not state.is_file() or not (folder / "dataset_info.json").is_file():
         return None
-    found = [folder / part["filename"] for part in _json(state).get("_data_files", [])]
+    found = [folder / part["filename"] for part in read_object(state, _REMEDY).get("_data_files", [])]
     missing = [str(path) for path in found if not path.is_file()]
     if missing or not found:
-        raise ValueError(f"{state} names {', '.join(missing) or 'no file'}, which is not there: save the dataset again")
+        raise ValueError(f"{state} names {', '.join(missing) or 'no file'}, which is not there: {_REMEDY}")
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}): save the dataset again") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: a {type(data).__name__}, not an object: save the dataset again")
-    return data
 
 
 @contextmanager

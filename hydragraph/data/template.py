@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
-from hydragraph.data.documents import Conversation
-
-ASSISTANT = "assistant"
+from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Special tokens, if the tokenizer's are not known.
@@ -255,11 +254,10 @@ class _Written:
 
     def _window(self, i: int) -> Span:
         """Return the part of the text that contains message `i`, between the contents of its neighbours."""
-        before = [region for j in range(i) if (region := self._region(self._messages, j))]
-        after = next(
-            (region for j in range(i + 1, len(self._messages)) if (region := self._region(self._messages, j))), None
-        )
-        return before[-1][1] if before else 0, after[0] if after else len(self.text)
+        regions = [self._region(self._messages, j) for j in range(len(self._messages))]
+        before = [region[1] for region in regions[:i] if region]
+        after = [region[0] for region in regions[i + 1 :] if region]
+        return before[-1] if before else 0, after[0] if after else len(self.text)
 
     def turn(self, i: int) -> Span:
         """Return the generated span of message `i`: its content and the token that ends it.
@@ -284,13 +282,10 @@ class _Written:
         """Find a turn that is rendered differently at the end of a conversation than before other turns.
 
         Templates write thoughts, default system messages and end tokens depending on the position of a message. The
-        turn is
-        therefore located in the final text: from the position of its content, extended to the left by the header of the
-            prompt
-        to generate, and to the right by its ending.
+        turn is therefore its content in the final text, extended to the left by the header of the prompt to generate,
+        and to the right by its ending.
 
         Args:
-            i: of the message.
             before, after: the text of the messages before it, with the prompt to generate; the text up to it.
         """
         messages = self._messages
@@ -318,7 +313,7 @@ class _Written:
 
     def _common(self, first: str, second: str) -> int:
         """Return the length of the common beginning of two texts, without cutting a special token."""
-        size = _shared(first, second)
+        size = shared_length(first, second)
         for mark in self._pattern.finditer(first):
             if mark.start() < size < mark.end():
                 return mark.start()
@@ -337,13 +332,13 @@ class _Written:
             return None
         if text == other:
             return None
-        start = _shared(text, other)
+        start = shared_length(text, other)
         most = min(len(text), len(other)) - start
-        same = _shared(text[len(text) - most :][::-1], other[len(other) - most :][::-1])
+        same = shared_length(text[len(text) - most :][::-1], other[len(other) - most :][::-1])
         return start, len(text) - same
 
     def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        if not prompt and len(messages) == len(self._messages) and all(map(_is, messages, self._messages)):
+        if not prompt and len(messages) == len(self._messages) and all(map(is_, messages, self._messages)):
             return self.text
         return self._template.render(messages, self._conversation, self._place, prompt)[0]
 
@@ -356,16 +351,6 @@ class _Written:
 
 def _with(messages: Sequence[Message], i: int, message: Message) -> list[Message]:
     return [*messages[:i], message, *messages[i + 1 :]]
-
-
-def _shared(first: str, second: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    differing = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-    return next(differing, min(len(first), len(second)))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _said(message: Message) -> str:

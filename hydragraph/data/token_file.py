@@ -19,7 +19,7 @@ import struct
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -80,17 +80,7 @@ class _Header:
 
     def pack(self) -> bytes:
         """Return the header's bytes."""
-        fields = _FIELDS.pack(
-            _MAGIC,
-            _VERSION,
-            self.item_bytes,
-            self.documents,
-            self.tokens,
-            self.vocabulary,
-            self.end_of_text,
-            self.targeted,
-            self.digest,
-        )
+        fields = _FIELDS.pack(_MAGIC, _VERSION, *astuple(self))
         return (fields + hashlib.sha256(fields).digest()).ljust(_HEADER_BYTES, b"\0")
 
 
@@ -318,8 +308,8 @@ def encode_texts(
                 "str): read them with corpus.documents, which leaves such documents out"
             ) from error
         done += len(batch)
-        begun = (ids if ids[: len(begins)] == begins else [*begins, *ids] for ids in (e.ids for e in encodings))
-        yield [Encoded([*ids, end]) for ids in begun]
+        every = (encoding.ids for encoding in encodings)
+        yield [Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, end]) for ids in every]
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from hydragraph.data.json_object import read_object
+
 END_OF_TEXT = "<|endoftext|>"
 
 # The files of a Hugging Face tokenizer; the first is enough.
@@ -137,6 +139,12 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
+def end_id(tokenizer: Tokenizer, directory: Path) -> int:
+    """Return the id that ends a text, of a tokenizer from a directory; errors as for `end_of_text_token`."""
+    declared = special_tokens(directory).get("eos_token")
+    return id_of(tokenizer, end_of_text_token(tokenizer, declared=declared))
+
+
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's configuration declares, by names such as "eos_token"."""
     found: dict[str, str] = {}
@@ -161,12 +169,4 @@ def chat_template(directory: Path) -> str | None:
 
 def _configuration(path: Path) -> dict[str, Any]:
     """Read a JSON file that accompanies a tokenizer.json; {} if it is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}): give one saved by Hugging Face") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: a {type(data).__name__}, not an object: give one saved by Hugging Face")
-    return data
+    return read_object(path, "give one saved by Hugging Face") if path.is_file() else {}

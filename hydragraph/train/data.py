@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from hydragraph.data import corpus, tokenizer
 from hydragraph.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, DocumentEncoder, chatml
+from hydragraph.data.documents import Fields
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import EncodedParts
@@ -81,7 +83,7 @@ def check_data(config: TrainConfig) -> None:
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
-        found = corpus.formats(_paths(source), source.suffixes, source.fields)
+        found = corpus.formats(*_read_from(source))
         if source.format in ("chat", "completion") and "text" in found:
             raise ValueError(
                 f"data.format is {source.format}, which .jsonl files and tables hold, and there are text files: leave "
@@ -114,7 +116,7 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
     for i, file in enumerate(tokens.files if config.objective is not None else ()):
         where = f" of data.mixture[{i}]" if config.data.mixture else ""
         longer = int((file.lengths > most).sum())
-        kept = sum(len(_stream(config, i, file, split).chunks) for split in _splits(config.data))
+        kept = sum(len(_training_stream(config, i, file, split).chunks) for split in _splits(config.data))
         if out := (len(file) - kept) // 2:
             yield (
                 f"{out:,} of {len(file) // 2:,} pairs{where} are left out: within data.max_length, {most} tokens, an "
@@ -190,7 +192,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
         reading = corpus.CorpusReport()
-        placed = corpus.placed_documents(_paths(source), source.suffixes, source.fields, reading, source.max_samples)
+        placed = corpus.placed_documents(*_read_from(source), reading, source.max_samples)
         parts = EncodedParts(partial / f"{name}.parts")
 
         def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
@@ -208,16 +210,11 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
 
 def _without_text(data: DataConfig, name: str) -> str:
     """Describe the corpus without text, given the name of its token file."""
-    fields = [
-        *(f"data.mixture[{i}]" for i in range(len(data.mixture))),
-        *(f"data.evaluation.{n}" for n in data.evaluation),
-    ]
-    names = list(_token_files(data))
-    if not data.mixture:
-        names = names[1:]
-    if name in names:
-        return f"{fields[names.index(name)]} holds no text: look into its paths, suffixes and text_field"
-    return _NO_TEXT
+    training = [f"data.mixture[{i}]" for i in range(len(data.mixture))] or ["data"]
+    fields = dict(zip(_token_files(data), (*training, *(f"data.evaluation.{n}" for n in data.evaluation)), strict=True))
+    if fields[name] == "data":
+        return _NO_TEXT
+    return f"{fields[name]} holds no text: look into its paths, suffixes and text_field"
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:
@@ -232,20 +229,16 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         else:
             tokenizer.save(encoder, directory)
     else:
-        chats = any("chat" in corpus.formats(_paths(s), s.suffixes, s.fields) for s in data.sources)
+        chats = any("chat" in corpus.formats(*_read_from(s)) for s in data.sources)
         special = (tokenizer.END_OF_TEXT, *(CHATML_TOKENS if chats else ()))
         readings = [(s, corpus.CorpusReport()) for s in data.sources]
-        texts = chain.from_iterable(
-            corpus.texts(_paths(s), s.suffixes, s.fields, report, s.max_samples) for s, report in readings
-        )
+        texts = chain.from_iterable(corpus.texts(*_read_from(s), report, s.max_samples) for s, report in readings)
         sizes = sum(path.stat().st_size for s in data.sources for path in corpus.files(_paths(s), s.suffixes))
-        counted = _counted(
-            texts,
-            "training a tokenizer",
-            progress,
-            lambda: min(sum(report.read for _, report in readings) / max(sizes, 1), 1.0),
-        )
-        encoder = tokenizer.train_bpe(counted, data.vocab_size, special)
+
+        def part() -> float:
+            return min(sum(report.read for _, report in readings) / max(sizes, 1), 1.0)
+
+        encoder = tokenizer.train_bpe(_counted(texts, progress, part), data.vocab_size, special)
         tokenizer.save(encoder, directory)
         template = template or ("chatml" if chats else None)
     if template is not None:
@@ -260,13 +253,12 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
 def _encoder(config: TrainConfig, directory: Path) -> DocumentEncoder:
     """Return the encoder of documents, with the tokenizer of a prepared directory."""
     encoder = tokenizer.load(directory)
-    special = tokenizer.special_tokens(directory)
-    end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=special.get("eos_token")))
     text = tokenizer.chat_template(directory)
-    template = (
-        None if text is None else ChatTemplate(text, special, config.data.train_on, config.data.template_arguments)
-    )
-    return DocumentEncoder(encoder, end, template)
+    template = None
+    if text is not None:
+        special = tokenizer.special_tokens(directory)
+        template = ChatTemplate(text, special, config.data.train_on, config.data.template_arguments)
+    return DocumentEncoder(encoder, tokenizer.end_id(encoder, directory), template)
 
 
 def _template_text(config: TrainConfig, existing: Path | None, chats: bool) -> str | None:
@@ -315,8 +307,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
     if existing is None:
         return None
     encoder = tokenizer.load(existing)
-    declared = tokenizer.special_tokens(existing.parent).get("eos_token")
-    return vocabulary_of(encoder), tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=declared))
+    return vocabulary_of(encoder), tokenizer.end_id(encoder, existing.parent)
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
@@ -379,21 +370,24 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
     Raises:
         ValueError: a document is longer than `data.max_length` and must be refused, or the corpus is empty.
     """
-    members = [_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
+    members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
     return members[0] if len(members) == 1 else Mixture(members, config.data.weights, config.data.tokens_per_step)
 
 
-def _stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniBatches:
+def _stream(config: TrainConfig, source: SourceConfig, file: TokenFile, **split: Any) -> MiniBatches:
+    """Return the stream of a corpus; `split` has arguments of `MiniBatches` about its documents and their order."""
     data = config.data
     if data.overlong == "refuse":
-        _refuse_overlong(data, data.sources[i], file)
+        _refuse_overlong(data, source, file)
     overlong = "drop" if data.overlong == "drop" else "cut"
     pairs = config.objective is not None
-    return MiniBatches(
-        file, data.tokens_per_step, data.max_length, config.seed, split, data.held_out, 0, overlong, pairs
-    )
+    return MiniBatches(file, data.tokens_per_step, data.max_length, overlong=overlong, pairs=pairs, **split)
+
+
+def _training_stream(config: TrainConfig, i: int, file: TokenFile, split: Split) -> MiniBatches:
+    return _stream(config, config.data.sources[i], file, seed=config.seed, split=split, heldout=config.data.held_out)
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
@@ -401,7 +395,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
     longer = (file.lengths > data.max_length).nonzero()[0]
     if len(longer):
         first = int(longer[0])
-        placed = next(islice(corpus.placed_documents(_paths(source), source.suffixes, source.fields), first, None))
+        placed = next(islice(corpus.placed_documents(*_read_from(source)), first, None))
         raise ValueError(
             f"{placed.place}: {file.lengths[first]} tokens, and data.max_length is {data.max_length} "
             f"({len(longer)} of {len(file)} documents are longer): raise it, or set data.overlong to cut or drop"
@@ -423,16 +417,11 @@ def evaluation_batches(
 
 def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
     """Return the streams of every evaluation set of a run, by its name."""
-    data = config.data
     streams: dict[str, list[MiniBatches]] = {}
-    if data.held_out:
-        streams["heldout"] = [_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
-    overlong = "drop" if data.overlong == "drop" else "cut"
+    if config.data.held_out:
+        streams["heldout"] = [_training_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
     for name, file in tokens.evaluation.items():
-        if data.overlong == "refuse":
-            _refuse_overlong(data, data.evaluation[name], file)
-        pairs = config.objective is not None
-        streams[name] = [MiniBatches(file, data.tokens_per_step, data.max_length, overlong=overlong, pairs=pairs)]
+        streams[name] = [_stream(config, config.data.evaluation[name], file)]
     return streams
 
 
@@ -486,10 +475,12 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
 
 def _paths(source: SourceConfig) -> list[Path]:
     """Return a corpus's paths, the special name replaced by its files."""
-    paths: list[Path] = []
-    for name in source.paths:
-        paths += stdlib_files() if name == STDLIB else [Path(name)]
-    return paths
+    return [path for name in source.paths for path in (stdlib_files() if name == STDLIB else [Path(name)])]
+
+
+def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None, Fields]:
+    """Return the first arguments of the readers in `data.corpus`."""
+    return _paths(source), source.suffixes, source.fields
 
 
 def _known_tokenizer(config: TrainConfig) -> Path | None:
@@ -524,24 +515,20 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        [name, corpus.fingerprint(_paths(source), source.suffixes, source.fields), *_limits(source)]
+        # No entry without a limit, so that older caches stay valid.
+        [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]
     content = json.dumps([_ENCODING, corpora, how, template, data.train_on, dict(data.template_arguments)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _limits(source: SourceConfig) -> list[int]:
-    """Return the limit of a corpus for the cache key; no entry without a limit, so that older caches stay valid."""
-    return [] if source.max_samples is None else [source.max_samples]
-
-
-def _counted(texts: Iterable[str], what: str, progress: Progress, part: Callable[[], float]) -> Iterator[str]:
-    """Yield texts, reporting every hundredth and the fraction of all texts read."""
+def _counted(texts: Iterable[str], progress: Progress, part: Callable[[], float]) -> Iterator[str]:
+    """Yield texts for training a tokenizer, reporting every hundredth and the fraction of all texts read."""
     count = 0
     for count, text in enumerate(texts, start=1):
         if count % 100 == 0:
-            progress(what, count, part())
+            progress("training a tokenizer", count, part())
         yield text
-    progress(what, count, 1.0)
+    progress("training a tokenizer", count, 1.0)
     progress("merging what the tokenizer found", 0, 0.0)

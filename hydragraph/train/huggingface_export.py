@@ -81,8 +81,7 @@ def write_model(
     """Write the model of a checkpoint in place of what the directory holds; arguments as for `export_checkpoint`."""
     config = TrainConfig.load(folder.config)
     encoder = tokenizer.load(folder.tokenizer)
-    declared = tokenizer.special_tokens(folder.tokenizer).get("eos_token")
-    end = tokenizer.id_of(encoder, tokenizer.end_of_text_token(encoder, declared=declared))
+    end = tokenizer.end_id(encoder, folder.tokenizer)
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
     shell = check_shell(Shell.of(model), merged)
     tensors = {**initial_buffers(model), **read_weights(checkpoint)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydragraph.data import corpus
 from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
+from hydragraph.data.json_object import read_object
 from hydragraph.train.config_schema import SCHEMA
 
 _BYTES_PER_TOKEN = 4  # approximate, for English text
@@ -225,7 +226,7 @@ _FINE_TUNING = [
 
 
 def _positions(model: Path) -> int:
-    config = _read(model / "config.json")
+    config = read_object(model / "config.json", "name a directory that save_pretrained wrote")
     found = config.get("max_position_embeddings") or config.get("n_positions") or 0
     return found if isinstance(found, int) else 0
 
@@ -234,11 +235,3 @@ def _has_template(model: Path) -> bool:
     from hydragraph.data.tokenizer import chat_template
 
     return chat_template(model) is not None
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}): name a directory that save_pretrained wrote") from error
-    return data if isinstance(data, dict) else {}

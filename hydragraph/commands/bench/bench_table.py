@@ -14,6 +14,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from hydragraph.commands.text_table import new_table
+
 Cell = str | float
 
 
@@ -39,20 +41,21 @@ class Target:
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that a number is at least another; None: not measured.
+        """Return the target that a number is at least another.
 
         Args:
+            found: None: not measured.
             form: how to write both numbers.
             text: replaces what is wanted.
         """
-        wish = text or f">= {form.format(wanted)}"
-        return cls(name, wish, "-" if found is None else form.format(found), None if found is None else found >= wanted)
+        met = None if found is None else found >= wanted
+        return cls(name, text or f">= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
     @classmethod
-    def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
+    def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}") -> Target:
         """Return the target that a number is at most another; arguments as for `at_least`."""
-        wish = text or f"<= {form.format(wanted)}"
-        return cls(name, wish, "-" if found is None else form.format(found), None if found is None else found <= wanted)
+        met = None if found is None else found <= wanted
+        return cls(name, f"<= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,8 @@ def shown(cell: Cell) -> str:
 
 def to_table(report: BenchReport) -> Table:
     """Return the rows for the terminal."""
-    table = Table(title=escape(report.title), title_justify="left")
-    for i, column in enumerate(report.columns):
-        numbers = any(not isinstance(row[i], str) for row in report.rows)
-        table.add_column(escape(column), justify="right" if numbers else "left", overflow="fold")
+    texts = [c for i, c in enumerate(report.columns) if all(isinstance(row[i], str) for row in report.rows)]
+    table = new_table(report.title, report.columns, left=texts)
     for row in report.rows:
         table.add_row(*(escape(shown(cell)) for cell in row))
     return table

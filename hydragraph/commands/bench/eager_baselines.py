@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,11 +130,14 @@ def baselines(
     def packed(sequences: Sequence[Tensor]) -> list[Batch]:
         return packed_batches(sequences, strategy, device)
 
-    def forced() -> AbstractContextManager[None]:
-        return _Both(autocast(), attention_backend("torch" if device.type == "cuda" else "loop"))
+    @contextmanager
+    def forced() -> Iterator[None]:
+        with autocast(), attention_backend("torch" if device.type == "cuda" else "loop"):
+            yield
 
     def with_packed_attention() -> nn.Module:
-        model = _sharing(build(), first)
+        model = build()
+        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # the same Parameter objects
         _use_attention(model)
         return model
 
@@ -147,12 +150,6 @@ def baselines(
         model = with_packed_attention()
         sides["compiled, packed"] = Baseline(model, optimizer, packed, _compiled_loss(model), forced)
     return sides
-
-
-def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
-    """Replace a model's weights by another's: the same Parameter objects."""
-    model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-    return model
 
 
 def _use_attention(model: nn.Module) -> None:
@@ -206,19 +203,3 @@ def _compiled_loss(model: nn.Module) -> Loss:
         return value
 
     return loss
-
-
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one."""
-
-    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
-        self._outer = outer
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        self._outer.__exit__(*error)

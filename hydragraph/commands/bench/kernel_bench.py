@@ -96,10 +96,8 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
     rows = []
     for name, call in sides.items():
         rate = case.work / seconds[name]
-        peak = peak_bytes(call, device) / 1e6
-        rows.append(
-            KernelRow(case.kernel, case.size, name, seconds[name] * 1e3, rate / scale, 100 * rate / ceiling, peak)
-        )
+        numbers = (seconds[name] * 1e3, rate / scale, 100 * rate / ceiling, peak_bytes(call, device) / 1e6)
+        rows.append(KernelRow(case.kernel, case.size, name, *numbers))
     return rows, refused
 
 
@@ -109,13 +107,11 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
     Raises:
         ValueError: a side computes something else.
     """
-    first, *_ = case.sides
-    expected = case.sides[first]().detach().float().clone()
-    sides = {first: case.sides[first]}
+    (first, reference), *others = case.sides.items()
+    expected = reference().detach().float().clone()
+    sides = {first: reference}
     refused = []
-    for name, call in case.sides.items():
-        if name == first:
-            continue
+    for name, call in others:
         try:
             result = call().detach().float()
         except (Unsupported, RuntimeError, TypeError) as error:

@@ -54,14 +54,8 @@ def measure_rank(
         home: who owns state.
     """
     skeleton = meta_model(model)
-    exe = api.compile(
-        skeleton,
-        strategies[0],
-        lambda named: torch.optim.AdamW(named, lr=1e-4),
-        device="cpu",
-        check="off",
-        home=home,
-    )
+    factory = partial(torch.optim.AdamW, lr=1e-4)
+    exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)
     sent = _count_bytes(exe)
     config: Any = skeleton.config
     seen: list[list[_Step]] = [[] for _ in strategies]
@@ -104,38 +98,29 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 def _count_bytes(exe: Executable) -> Counter[Channel]:
     """Have the communicators count the bytes that they are given for other ranks, by role."""
     sent: Counter[Channel] = Counter()
-    rank = exe.rank
-    ranks = exe.ranks
-    groups = exe.groups
-    exchange = groups.all_to_all
-    gather = groups.all_gather
-    scatter = groups.reduce_scatter
+    rank, ranks = exe.rank, exe.ranks
+    sizes: dict[str, Callable[..., int]] = {
+        "all_to_all": lambda out, inp, _, splits: (sum(splits) - splits[rank]) * inp.element_size(),
+        "all_gather": lambda out, inp: inp.nbytes * (ranks - 1),
+        "reduce_scatter": lambda out, inp: inp.nbytes * (ranks - 1) // ranks,
+    }
 
-    def add(role: Channel, size: int) -> None:
-        sent[role] += size
+    def counted(call: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
+        def run(role: Channel, *arguments: Any) -> Any:
+            sent[role] += size(*arguments)
+            return call(role, *arguments)
 
-    def all_to_all(role: Channel, out: Any, inp: Any, out_splits: Any, in_splits: Any) -> Any:
-        add(role, (sum(in_splits) - in_splits[rank]) * inp.element_size())
-        return exchange(role, out, inp, out_splits, in_splits)
+        return run
 
-    def all_gather(role: Channel, out: Any, inp: Any) -> Any:
-        add(role, inp.nbytes * (ranks - 1))
-        return gather(role, out, inp)
-
-    def reduce_scatter(role: Channel, out: Any, inp: Any) -> Any:
-        add(role, inp.nbytes * (ranks - 1) // ranks)
-        return scatter(role, out, inp)
-
-    for name, counted in (("all_to_all", all_to_all), ("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
-        setattr(groups, name, counted)
+    for name, size in sizes.items():
+        setattr(exe.groups, name, counted(getattr(exe.groups, name), size))
     return sent
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
     """Return the median seconds of all transfers of one direction to this rank, alone."""
     buffers = Buffers(exe.world.device)
-    rank = exe.rank
-    ranks = exe.ranks
+    rank, ranks = exe.rank, exe.ranks
     starts: list[Callable[[], Finish]] = []
     for bucket_layouts in placed:
         weights = exe.home.weights[bucket_layouts.bucket.name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +26,8 @@ from hydragraph.spec.home import EQUAL, Home
 from hydragraph.spec.strategy import Strategy
 
 COLUMNS = (
-    "link",
-    "how",
-    "MB between ranks",
-    "MB kept local",
-    "most MB in or out of a rank",
-    "ms alone",
-    "ms exposed",
-    "ms of the step",
-    "% overlapped",
+    *("link", "how", "MB between ranks", "MB kept local", "most MB in or out of a rank"),
+    *("ms alone", "ms exposed", "ms of the step", "% overlapped"),
 )
 HOME = "home"
 MATRIX_RANKS = 8
@@ -136,15 +128,11 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
 
 def _strategies(settings: LinkSettings, program: Program) -> list[tuple[Direction, Strategy]]:
     ends: tuple[tuple[Direction, str], ...] = (("push", settings.source), ("pull", settings.target))
-    chosen = [(d, _strategy(text, program.layers)) for d, text in ends if text != HOME]
+    chosen = [(d, Strategy.read(text, program.layers)) for d, text in ends if text != HOME]
     ranks = 1 + max(device for _, strategy in chosen for device in strategy.devices)
     for _, strategy in chosen:
         strategy.check(program.layers, ranks, program.heads)
     return chosen
-
-
-def _strategy(text: str, layers: int) -> Strategy:
-    return Strategy.load(text) if Path(text).is_file() else Strategy.parse(text, layers)
 
 
 def _ranks(settings: LinkSettings, strategies: Sequence[Strategy]) -> int:

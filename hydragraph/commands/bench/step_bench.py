@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +46,7 @@ class StepSettings:
         rounds: that count.
         device: what it computes on; in bf16 on CUDA, fp32 on the CPU.
         compiled: add the side under torch.compile.
-        backend: what hydragraph compiles its graphs with, where its compile() lets one choose; None: its default.
+        backend: of hydragraph.compile; None: its default.
     """
 
     shape: LlamaShape
@@ -142,18 +140,16 @@ def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
-    """Compile the model for one rank, with AdamW over fp32 master weights.
-
-    Raises:
-        ValueError: a backend was named and hydragraph.compile takes none.
-    """
-    options: dict[str, Any] = {"check": "off"} if "check" in inspect.signature(api.compile).parameters else {}
-    if settings.backend is not None:
-        if "backend" not in inspect.signature(api.compile).parameters:
-            raise ValueError(f"--backend {settings.backend}: this version compiles in one way only; leave it out")
-        options["backend"] = settings.backend
-    factory = lambda named: AdamW(named, lr=1e-4)  # noqa: E731
-    return api.compile(model, strategy, factory, dtype=settings.dtype, device=settings.device, **options)
+    """Compile the model for one rank, with AdamW over fp32 master weights."""
+    return api.compile(
+        model,
+        strategy,
+        lambda named: AdamW(named, lr=1e-4),
+        dtype=settings.dtype,
+        device=settings.device,
+        check="off",
+        backend=settings.backend,
+    )
 
 
 def _measure(

@@ -1,0 +1,18 @@
+"""JSON files that hold an object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the object in a JSON file; a ValueError says what else the file holds, and the remedy."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}): {remedy}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a {type(data).__name__}, not an object: {remedy}")
+    return data
