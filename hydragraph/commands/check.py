@@ -137,7 +137,6 @@ def _look_at_data(config: TrainConfig) -> None:
 
 
 def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tuple[tuple[Strategy, ...], Costs, Program]:
-    """Return the strategies, their costs from the compiled graphs, and the model."""
     import torch
 
     from hydragraph.commands.captured_model import captured, costs_of_run

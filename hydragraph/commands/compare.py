@@ -56,9 +56,8 @@ def compare_command(options: CompareOptions) -> None:
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
     trace = read_trace(folder.trace)
-    costs = run_costs(
-        TrainConfig.load(folder.config), len(trace.ranks), options.profile, options.cluster, options.corrections
-    )
+    config = TrainConfig.load(folder.config)
+    costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
     found = compare(costs, trace)
     found.corrections.save(folder.corrections)
     if options.as_json:

@@ -137,12 +137,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 def compile_quietly(
     config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
 ) -> Summary:
-    """Compile and write; show progress on a terminal, print no result.
-
-    Args:
-        trust: write Inductor's code.
-        arch: GPU architecture to compile for; None: that of this machine's device.
-    """
+    """Compile and write; show progress on a terminal, print no result."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
@@ -207,7 +202,6 @@ def compile_quietly(
 
 
 def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractContextManager[None]:
-    """Return the context in which Inductor compiles for an architecture, if one is named."""
     if arch is None or built is None:
         return nullcontext()
     from hydragraph.kernels.gpu_arch import arch_of
@@ -232,7 +226,6 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
 
 
 def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
-    """Read a strategy; where that fails, return its record."""
     from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
     from hydragraph.spec.strategy import Strategy
 

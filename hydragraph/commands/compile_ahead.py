@@ -37,11 +37,8 @@ class VariantRecord:
 
     Attributes:
         name: its files are `graphs/{name}.forward.py` and `.backward.py`.
-        template: the template's name.
         blocks: the blocks of the model that it serves.
-        tp, sequence_parallel, recompute: the kind of stage.
         indices: the places in the stage whose ranks run it; there are several variants if a parameter's shards differ.
-        forward_nodes, backward_nodes: numbers of operators.
         saved_values: number of values that its forward saves for its backward.
         saved_bytes_per_token: bytes of those that are neither an input nor the output, per token of the micro-batch.
         seconds: compile time, almost 0 if this process had compiled it before.
@@ -74,10 +71,7 @@ class StrategyRecord:
     Attributes:
         strategy: its text with its fingerprint; as written by the user if it does not fit.
         folder: the folder of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" if it does not fit.
-        micro_batches: number of micro-batches of each pipeline.
-        instructions: number of instructions in all ranks' programs.
         pull_bytes, push_bytes: bytes between ranks in one iteration in which all pipelines have work.
-        variants: names of the variants that it needs.
         problem: why it does not fit; "" if every rank's program is proven complete and free of deadlocks.
     """
 
@@ -123,10 +117,8 @@ class Compiler:
     """Compiles one program for strategies, each variant once.
 
     Args:
-        program: the captured model.
         owners: the home layouts of the state, over all ranks of the world.
         backend: "eager", or "inductor", which fills its cache on disk.
-        device: the device that Inductor compiles for.
         tell: called with the name of each part before it is compiled.
         built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
 
@@ -200,7 +192,6 @@ class Compiler:
         return CompiledStrategy(record, programs)
 
     def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
-        """Return the templates and kinds of stage that a strategy needs, in the order of the model's blocks."""
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = stage.kind

@@ -51,9 +51,7 @@ class ModelData:
     """A model's sizes and the memory of its blocks, which can be read without the model or a trace.
 
     Attributes:
-        sizes: sizes of blocks and buckets.
         home: owners of the state, as text, with nodes if copies need them.
-        ranks: the world size.
         templates: block -> template.
         blocks: template -> its compiled variants.
         aux: bytes of a micro-batch's auxiliary values, as a line over its tokens.
@@ -207,7 +205,6 @@ def _block(compiled: CompiledVariant) -> BlockData:
 
 
 def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
-    """Yield the parameters whose gradient is the same on all ranks of a stage, and that so travels once."""
     from hydragraph.ir.layout import GradientKind
     from hydragraph.passes.weight_layouts import bucket_kinds, kinds_once
 
@@ -236,9 +233,8 @@ def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
         kinds = []
         for members in stages:
             same = replicas.get(placement.stage_of[members[0]].kind.text, frozenset())
-            kinds.append(
-                {p.name: GradientKind.REPLICA if p.name in same else GradientKind.PARTIAL for p in bucket.parameters}
-            )
+            kind_of = {True: GradientKind.REPLICA, False: GradientKind.PARTIAL}
+            kinds.append({p.name: kind_of[p.name in same] for p in bucket.parameters})
         key = (bucket.form, stages, tuple(tuple(each.values()) for each in kinds))
         if key not in known:
             known[key] = propagation(bucket, stages, kinds)

@@ -39,13 +39,7 @@ class Summary:
     """Contents of `summary.json`.
 
     Attributes:
-        hydragraph, torch: versions.
-        model, dtype, layers, parameters: those of the program.
         fingerprint: hash of the program, which ranks compare before they run.
-        ranks: the world size.
-        backend, device: the backend and the device that graphs were compiled for.
-        capture_seconds: seconds that the capture of the model took.
-        variants, strategies: see their classes.
     """
 
     hydragraph: str
@@ -92,9 +86,7 @@ def summarise(
 def check_folder(folder: Path) -> None:
     """Raise ValueError if a folder holds other files, which must not be overwritten."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
-        raise ValueError(
-            f"--output {folder} holds other files: name a new folder, or one that hydragraph compile wrote"
-        )
+        raise ValueError(f"--output {folder} holds other files: name a new folder, or one by hydragraph compile")
 
 
 def write_folder(

@@ -37,11 +37,8 @@ class KernelRecord:
     """One kernel of a graph.
 
     Attributes:
-        name: name of its function.
-        cubin: its file in the folder.
         launches: number of launches in one run of the graph.
         configurations: number of configurations that a GPU chooses from; the rest of the record is of the first.
-        registers: per thread.
         spilled_bytes: per thread.
         shared_bytes: per block of threads.
         bytes: device memory that one launch reads and writes.
@@ -63,7 +60,6 @@ class GraphRecord:
 
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
-        kernels: kernels that Inductor wrote.
         library_launches: operators that Inductor did not compile: products, lookups, attention, the fused head
             and others.
         flops: floating-point operations of products, attention and the fused head.
@@ -127,8 +123,6 @@ def graph_records(
     """Return the records of a variant's two graphs.
 
     Args:
-        name: name of the variant.
-        part: a part of a stage that runs it.
         traced, compiled: the variant before and after Inductor.
         built: source of a kernel -> the kernel.
     """
@@ -149,7 +143,6 @@ def _digest(kernel: BuiltKernel) -> str:
 
 
 def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple[int, list[KernelRecord]]:
-    """Return the number of a graph's library calls, and its kernels."""
     library = 0
     counts: dict[tuple[str, str], int] = {}
     for node in module.graph.nodes:

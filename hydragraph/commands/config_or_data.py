@@ -25,8 +25,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
     Args:
         paths: one config, or data and at most one model.
-        to: the file that a config for data and a model is written to, by the process that leads. It may exist if it
-            holds just that config.
+        to: the file that a config for data and a model is written to, by the process that leads, if it does not exist.
         overrides: as for `TrainConfig.load`; they are not written.
 
     Raises:
@@ -36,9 +35,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
     if not configs:
         return _written(paths, to, overrides)
     if len(paths) > 1:
-        raise ValueError(
-            f"{configs[0]} is a config, which names its data and model: train it alone, or name only data and a model"
-        )
+        raise ValueError(f"{configs[0]} is a config: train it alone, or name only data and a model")
     return TrainConfig.load(configs[0], overrides)
 
 
@@ -47,7 +44,6 @@ def _is_config(path: Path) -> bool:
 
 
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return the config for data and a model, and write it to `to` if that does not exist."""
     from hydragraph.train.starter_config import look
 
     found = look(paths)
@@ -73,7 +69,6 @@ def first_config(found: InspectedPaths, to: Path) -> str:
     """Return a config with comments for the devices of this process or its launcher.
 
     Args:
-        found: the data and the model.
         to: the file that will hold it; the run folder gets its name.
     """
     from hydragraph.train.starter_config import starter

@@ -10,9 +10,7 @@ import typer
 
 from hydragraph.commands.options import CommonOptions, verb
 
-EXAMPLE = (
-    "Example: hydragraph export runs/demo --step 40 --to demo-model, then AutoModel...from_pretrained('demo-model')."
-)
+EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then from_pretrained('demo-model')."
 
 
 @dataclass(frozen=True, kw_only=True)

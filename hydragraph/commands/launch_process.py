@@ -43,14 +43,11 @@ def restarted() -> int:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the run that the first attempt of this torchrun job found in the folder.
+    """Return when the run began that the first attempt of this torchrun job found in the folder; `began`: now.
 
-    torchrun's store outlives its ranks: the first attempt writes the time there, and later attempts read it. Clocks are
-    not compared, because they may be set during a run. Without a shared store, the age of torchrun's process decides: a
-    run that began earlier belongs to another job.
-
-    Args:
-        began: the current value of `RunFolder.began`.
+    torchrun's store outlives its ranks: the first attempt writes the time there, and later attempts read it; clocks may
+    be set during a run. Without a shared store, the age of torchrun's process decides: a run that began earlier belongs
+    to another job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client

@@ -41,7 +41,7 @@ HealthFile = Annotated[
     typer.Option("--health", help="A YAML file of slow ranks, by their slowdown, and lost ones: {3: 2.57, 5: inf}."),
 ]
 ProfileFile = Annotated[
-    str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
+    str | None, typer.Option("--profile", help="A file by hydragraph profile; default: a datasheet.")
 ]
 Efficiency = Annotated[
     float | None,
@@ -51,9 +51,7 @@ CorrectionsFile = Annotated[
     Path | None,
     typer.Option("--corrections", help="A file that hydragraph compare wrote, such as runs/demo/corrections.json."),
 ]
-MicroBatches = Annotated[
-    str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; one number for all pipelines.")
-]
+MicroBatches = Annotated[str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; or one number for all.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LogLevel = Annotated[
     str | None,
@@ -113,11 +111,11 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
                 kind, info = get_args(hints[field.name])
                 info = copy(info)
                 info.rich_help_panel = cls.__dict__.get("PANEL")
-                default = inspect.Parameter.empty if field.default is MISSING else field.default
-                hint: Any = Annotated[kind, info]  # type: ignore[valid-type]
-                parameters.append(
-                    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-                )
+                parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY)
+                parameter = parameter.replace(annotation=Annotated[kind, info])  # type: ignore[valid-type]
+                if field.default is not MISSING:
+                    parameter = parameter.replace(default=field.default)
+                parameters.append(parameter)
 
     @wraps(function)
     def command(**given: Any) -> None:

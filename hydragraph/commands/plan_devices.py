@@ -125,7 +125,6 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
 
     Args:
         config: the config of a run with the model, for exact memory; None: use the profiles alone.
-        say: called with the current activity.
 
     Raises:
         ValueError: profiles, cluster, health and model do not match.
@@ -166,7 +165,6 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
 
 
 def _backend(config: TrainConfig | None) -> str:
-    """Return the backend of a run with a config; without one, that of GPUs."""
     if config is not None and config.backend is not None:
         return config.backend
     return "eager" if config is not None and config.device == "cpu" else "inductor"
@@ -178,7 +176,6 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
     Plain stages come first, and those of one device are always compiled.
 
     Args:
-        costs: costs of the plan.
         seconds: time after which no further kind is compiled; None: no limit.
     """
     from hydragraph.spec.stage_kind import StagePart
@@ -296,7 +293,6 @@ def _list(paths: Sequence[Path]) -> str:
 
 
 def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
-    """Write the plan as an HTML file, with its simulated iteration."""
     from hydragraph.report.page import write_report
     from hydragraph.report.plan_report import plan_report
     from hydragraph.report.simulation_report import Simulated, panel

@@ -179,9 +179,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
                     "differ with --cluster, and --model or --profile"
                 )
             if len(self.profile or ()) > 1:
-                raise ValueError(
-                    "--profile: give only one, or add --cluster with the file that lists the types of devices"
-                )
+                raise ValueError("--profile: give only one, or add --cluster with a file of the types of devices")
             return
         self.refuse(
             get_annotations(EqualOptions),

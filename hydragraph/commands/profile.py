@@ -107,7 +107,6 @@ def profile_rank(
 
 
 def _read_schemes(text: str) -> tuple[Scheme, ...]:
-    """Read tp1pp1,tp2pp4."""
     matches = [re.fullmatch(r"tp([1-9]\d*)pp([1-9]\d*)", part.strip()) for part in text.split(",")]
     if not all(matches):
         raise ValueError(f"--schemes {text!r}: write schemes as in tp1pp1,tp2pp4")
@@ -115,7 +114,6 @@ def _read_schemes(text: str) -> tuple[Scheme, ...]:
 
 
 def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
-    """Return all schemes of a model that a number of ranks can run."""
     degrees = list(filter(program.allows, range(1, ranks + 1)))
     return tuple((tp, pp) for tp in degrees for pp in range(1, min(ranks // tp, program.layers) + 1))
 
@@ -135,7 +133,6 @@ def _kinds(
 
 
 def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
-    """Print a table of the constants, and what its reader has to know."""
     from hydragraph.cost.schemes import schemes_of
 
     windows = any(k.near for k in profile.schemes.values())

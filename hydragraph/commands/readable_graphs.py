@@ -31,11 +31,7 @@ aten, hydragraph = torch.ops.aten, torch.ops.hydragraph
 
 
 def forward_code(variant: Variant, title: str) -> str:
-    """Return the forward as a function: parameters, buffers and inputs to outputs and saved values.
-
-    Args:
-        title: one line that says what this is.
-    """
+    """Return the forward as a function: parameters, buffers and inputs to outputs and saved values."""
     names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
     results += [f"saved.{i}" for i in range(len(_returned(variant.forward)) - variant.outputs)]
@@ -94,7 +90,6 @@ def _names(module: fx.GraphModule, placeholders: Sequence[str]) -> dict[fx.Node,
 
 
 def _identifier(name: str) -> str:
-    """Return a parameter's or input's name as an identifier."""
     return re.sub(r"\W", "_", name)
 
 

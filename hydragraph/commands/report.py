@@ -83,7 +83,6 @@ def report_command(options: ReportOptions) -> None:
 
 
 def _of_config(options: ReportOptions) -> Report:
-    """Simulate the strategies of a config."""
     from hydragraph.commands.simulate import StepOptions, assigned, strategies_and_costs
     from hydragraph.report.simulation_report import Simulated, simulation_report
 

@@ -124,7 +124,6 @@ def show_command(options: ShowOptions) -> None:
 
 
 def _show_folder(path: Path, options: ShowOptions) -> None:
-    """Print the requested views of a compiled folder, or an overview of it."""
     from hydragraph.commands.show_folder import ShownFolder, wrapped
 
     folder = ShownFolder.open(path)
@@ -144,7 +143,6 @@ def _show_folder(path: Path, options: ShowOptions) -> None:
 
 
 def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOptions) -> Iterator[Iterator[str]]:
-    """Yield the lines of each requested view."""
     from hydragraph.commands.show_kernels import kernel_lines
     from hydragraph.commands.show_memory import memory_lines
     from hydragraph.commands.show_parameter import parameter_lines
@@ -170,7 +168,6 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
 
 
 def _rank_programs(found: Sequence[ShownStrategy], rank: int) -> Iterator[str]:
-    """Yield a rank's full program under each strategy."""
     from hydragraph.ir.rank_program import to_text
 
     return (to_text(each.program(rank)) for each in found)
@@ -219,7 +216,6 @@ def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
 
 
 def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
-    """Print a program, or those of the ranks."""
     from hydragraph.engine import api
     from hydragraph.ir.rank_program import to_text
     from hydragraph.train.config_checks import read_strategies

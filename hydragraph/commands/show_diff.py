@@ -10,6 +10,10 @@ from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, ranks_te
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.report.number_text import bytes_text, counts_text
 
+_SETTINGS = (
+    *("model", "dtype", "layers", "parameters", "fingerprint"),
+    *("ranks", "backend", "device", "hydragraph", "torch"),
+)
 _LONG = 4000  # lines, above which files are compared as wholes
 
 
@@ -21,22 +25,11 @@ def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 
 
 def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    names = {
-        "model": "model",
-        "dtype": "dtype",
-        "layers": "layers",
-        "parameters": "parameters",
-        "fingerprint": "program's fingerprint",
-        "ranks": "ranks",
-        "backend": "backend",
-        "device": "device",
-        "hydragraph": "hydragraph",
-        "torch": "PyTorch",
-    }
-    for field, name in names.items():
-        before, after = getattr(one.summary, field), getattr(other.summary, field)
+    titles = {"fingerprint": "program's fingerprint", "torch": "PyTorch"}
+    for name in _SETTINGS:
+        before, after = getattr(one.summary, name), getattr(other.summary, name)
         if before != after:
-            yield f"  {name}: {before} -> {after}"
+            yield f"  {titles.get(name, name)}: {before} -> {after}"
     if one.data.home != other.data.home:
         yield f"  home: {one.data.home} -> {other.data.home}"
     if (one.path / "program.txt").read_bytes() != (other.path / "program.txt").read_bytes():
@@ -66,12 +59,8 @@ def _lines_changed(before: str, after: str) -> str:
 
 def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
     before, after = ({each.name: each for each in folder.strategies} for folder in (one, other))
-    for name in before:
-        if name not in after:
-            yield f"  strategy gone: {name}"
-    for name in after:
-        if name not in before:
-            yield f"  strategy new: {name}"
+    yield from (f"  strategy gone: {name}" for name in before if name not in after)
+    yield from (f"  strategy new: {name}" for name in after if name not in before)
     for name in before:
         if name in after:
             found = [*_facts(before[name], after[name]), *_programs(before[name], after[name])]
@@ -125,7 +114,6 @@ def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
 
 
 def _programs(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield which ranks run another program under the same strategy."""
     if len(one.programs) != len(other.programs):
         return
     changed: dict[tuple[int, int], list[int]] = {}

@@ -62,9 +62,7 @@ class ShownStrategy:
             return read()
         except FileNotFoundError as error:
             missing = Path(str(error.filename)).name
-            raise ValueError(
-                f"{self.folder}: {missing} is missing: write the folder again by hydragraph compile"
-            ) from None
+            raise ValueError(f"{self.folder}: {missing} is missing: write it again by hydragraph compile") from None
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}") from None
 
@@ -113,7 +111,6 @@ class ShownFolder:
         raise ValueError(unknown("strategy", text, names, f"{self.path} has"))
 
     def _same(self, each: ShownStrategy, text: str) -> bool:
-        """Say whether a text, written otherwise, is a strategy's."""
         try:
             return Strategy.parse(text, self.summary.layers) == each.strategy
         except ValueError:

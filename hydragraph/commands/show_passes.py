@@ -34,7 +34,6 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
     """Yield, for each kind of block in each kind of stage, its template's text and its graphs after each pass.
 
     Args:
-        variants: the compiled variants of the program.
         rank: the rank whose graphs are shown; None: the first of each kind of stage.
     """
     shown = set()
@@ -49,7 +48,6 @@ def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: 
     """Yield one rank's program after each pass, of an iteration of two micro-batches per pipeline.
 
     Args:
-        ranks: the world size.
         rank: the rank shown; None: the first of the last stage, which runs the forward and backward of the loss.
     """
     counts = [2] * len(strategy.pipelines)

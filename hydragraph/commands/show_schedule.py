@@ -56,9 +56,6 @@ class StageRow:
 
     Attributes:
         pipelines: the pipelines that have such a stage, or that share this one.
-        stage: its index in each of them.
-        ranks: the ranks of all these stages.
-        tasks: the tasks in order.
     """
 
     pipelines: tuple[int, ...]
@@ -88,7 +85,6 @@ _Ordered = tuple[Work, int, int, int]  # kind of work, micro-batch, interleaved 
 
 
 def _order(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> list[_Ordered]:
-    """Return a rank's tasks in order."""
     tasks: list[_Ordered] = []
     for instruction in instructions:
         if instruction.op not in (Op.FORWARD, Op.BACKWARD) or instruction.target == "aux":

@@ -29,7 +29,6 @@ def traffic_lines(
 
     Args:
         rank: whose traffic alone; None: all.
-        tokens: of every micro-batch.
         node: ranks of a node, which follow one another.
     """
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
@@ -87,10 +86,8 @@ def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> di
 
 
 def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
-    src, dst, size = (
-        np.concatenate([getattr(each, name) for each in by_kind.values()]) for name in ("src", "dst", "size")
-    )
-    return Traffic(src, dst, size, 0)
+    src, dst, size = zip(*((each.src, each.dst, each.size) for each in by_kind.values()), strict=True)
+    return Traffic(np.concatenate(src), np.concatenate(dst), np.concatenate(size), 0)
 
 
 def _totals(by_kind: Mapping[str, Traffic], ranks: int, node: int) -> Iterator[str]:
@@ -106,15 +103,9 @@ def _of_rank(by_kind: Mapping[str, Traffic], rank: int) -> Iterator[str]:
     rows = [("kind", f"rank {rank} sends", "to ranks", "receives", "from ranks")]
     for kind, each in by_kind.items():
         out, into = each.src == rank, each.dst == rank
-        rows.append(
-            (
-                kind,
-                bytes_text(int(each.size[out].sum())),
-                str(int(out.sum())),
-                bytes_text(int(each.size[into].sum())),
-                str(int(into.sum())),
-            )
-        )
+        sizes = (bytes_text(int(each.size[which].sum())) for which in (out, into))
+        sent, received = zip(sizes, (str(int(out.sum())), str(int(into.sum()))), strict=True)
+        rows.append((kind, *sent, *received))
     yield from table(rows)
 
 

@@ -246,7 +246,6 @@ def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Co
 
 
 def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: int) -> None:
-    """Print a row per strategy."""
     from hydragraph.ir.instruction import Stream
 
     streams = (Stream.PULL, Stream.PUSH, Stream.P2P)

@@ -265,7 +265,6 @@ def _overdue(config: TrainConfig) -> str:
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
-    """Print on the leading rank where a run stopped, and how to continue."""
     if not leads():
         return
     last = outcome.folder.last()
@@ -277,7 +276,6 @@ def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
 
 
 def _print_events(outcome: RunOutcome) -> None:
-    """Print lost, slow and new ranks, decisions and their cost, if there were any."""
     from rich.table import Table
 
     from hydragraph.train.goodput import account

@@ -84,7 +84,6 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
 
 
 def _print_rows(rows: Sequence[ParityRow]) -> None:
-    """Print a table of the comparison with one device."""
     headings = ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", "")
     table = new_table("against one device (gradient error / tolerance: at most 1)", headings, left=headings)
     for row in rows:

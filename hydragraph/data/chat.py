@@ -38,10 +38,6 @@ def chatml(special: Collection[str], end: str) -> str:
     """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token.
 
     Otherwise a base model would never learn the token that ends what it generates.
-
-    Args:
-        special: the texts of the tokenizer's special tokens.
-        end: the text of its end-of-text token.
     """
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 

@@ -24,11 +24,9 @@ class CorpusReport:
     """Report on a reading; `documents` fills it in while it is consumed.
 
     Attributes:
-        documents: number of yielded documents.
         empty: number of documents without text (an empty file or string, or a null), which are left out.
         undecodable: the files, lines and rows that were left out because they are not valid UTF-8 text.
         unread: non-empty fields of records that are not read, in the order of their first occurrence.
-        bytes: of all the corpus's files.
         read: number of these bytes that were read; a table counts when all of it was read.
     """
 
@@ -61,9 +59,8 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
     """List a corpus's files: the paths in the order given, each directory walked in sorted order.
 
     Args:
-        paths: files, taken whatever their suffix, and directories. Inside a directory, hidden entries and
-            `__pycache__` are skipped, and links to directories are not followed; of one that `datasets` saved, its
-            Arrow files are taken.
+        paths: files, whatever their suffix, and directories. Hidden entries, `__pycache__` and links to directories in
+            these are skipped; of a directory that `datasets` saved, its Arrow files are taken.
         suffixes: suffixes of the files to take from a directory, such as `(".py", ".md")`; None: its files of records
             (.jsonl, .parquet, ...) if it has any, and else all files that would be read as text if named.
 
@@ -84,9 +81,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
             reached[absolute] = root
     if not reached:
         suffix_text = f" with a suffix of {', '.join(suffixes)}" if suffixes else ""
-        raise ValueError(
-            f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name at least one file or directory"
-        )
+        raise ValueError(f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name a file or directory")
     return [Path(path) for path in reached]
 
 
@@ -117,7 +112,6 @@ def documents(
     left out, counted in `report`, and logged in one sentence at the end (as a warning if any was undecodable).
 
     Args:
-        paths, suffixes: as for `files`.
         fields: names of the fields of a .jsonl object, or columns of a table, by content.
         report: filled in while documents are drawn; None: only logged.
         limit: yield the first so many documents; None: all.
@@ -268,7 +262,6 @@ def _has_records(path: Path) -> bool:
 
 
 def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
-    """Yield all files of a directory in sorted order."""
     for folder, folders, names in os.walk(root, onerror=_raise):
         saved = tables.saved_files(Path(folder))
         if saved is not None:
@@ -309,7 +302,6 @@ def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int 
 
 
 def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[_Found]:
-    """Yield the documents of the files, counting what is left out."""
     sizes = [path.stat().st_size for path in paths]
     report.bytes += sum(sizes)
     behind = report.read
@@ -325,7 +317,6 @@ def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[_
 
 
 def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
-    """Yield the documents of one file."""
     suffix = suffix_of(path)
     if suffix in _LINES:
         return _read_jsonl(path, fields, report)
@@ -335,7 +326,6 @@ def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
 
 
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
-    """Yield a whole file as one text."""
     try:
         # From bytes: reading in text mode would rewrite line ends.
         with opened(path) as file:
@@ -384,7 +374,6 @@ def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
 
 
 def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:
-    """Return the record of one .jsonl line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

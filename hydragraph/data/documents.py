@@ -57,7 +57,6 @@ class Conversation:
 
     Attributes:
         messages: a message with `weight` 0 is not trained, even if it is the assistant's.
-        tools: available in the conversation.
         arguments: of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -107,7 +106,6 @@ class Fields:
 
     Attributes:
         format: one of `Format`; "auto": derived from the fields of a file's first record.
-        text: of a text.
         messages: of a conversation: a list of {role, content}, or of ShareGPT's {from, value}.
         tools: of the tools available in it; optional in a record.
         prompt, completion: both texts or both lists of messages.
@@ -254,7 +252,6 @@ class Fields:
         return Preference(*(self._conversation(record, messages, place) for messages in untrained))
 
     def _answer(self, record: Mapping[str, Any], name: str, place: str) -> str | Messages:
-        """Return one answer of a pair: a text, or messages."""
         value = record.get(name)
         if isinstance(value, Mapping):  # a single message
             value = [value]
@@ -265,7 +262,6 @@ class Fields:
         return value if isinstance(value, str) else _messages(value, name, place)
 
     def _texts(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
-        """Return a pair of answers that are texts."""
         prompt = record.get(self.prompt)
         if record.get(_INSTRUCTION) and not prompt:
             return _of_instructions([{**record, _OUTPUTS[0]: text} for text in (chosen, rejected)], place)
@@ -288,7 +284,6 @@ class Fields:
         )
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
-        """Return a pair of texts that both begin with the prompt."""
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
@@ -297,7 +292,6 @@ class Fields:
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
     def _no_prompt(self, record: Mapping[str, Any], place: str) -> str:
-        """Return advice for a pair of answers without a prompt."""
         other = next((name for name in PROMPTS if record.get(name)), None)
         remedy = f"set prompt_field to {other!r}" if other else "or begin both answers with it"
         return f"{place}: the pair has no prompt: give it as {self.prompt!r}, {remedy}"
@@ -315,7 +309,6 @@ class Fields:
         return ({"role": _SYSTEM, "content": system},) if isinstance(system, str) and system else ()
 
     def _no_text(self, record: Mapping[str, Any], place: str) -> str:
-        """Return advice for a record without a text field."""
         lacks = f"{place}: no field {self.text!r}"
         if "conversations" in record:
             return f"{lacks}: set messages_field to 'conversations'"
@@ -399,7 +392,6 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
 
 
 def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a record's arguments for its chat template."""
     arguments = record.get(_TEMPLATE_ARGUMENTS)
     if isinstance(arguments, str):
         arguments = _json(arguments, _TEMPLATE_ARGUMENTS, place)
@@ -456,9 +448,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
             found["weight"] = 0
     role = found.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(
-            f"{where} has no role (it has {sorted(map(str, message))}): give user, assistant, system or tool"
-        )
+        raise ValueError(f"{where} has no role, but {sorted(map(str, message))}: give user, assistant, system or tool")
     content = found.get("content")
     if isinstance(content, list):
         content = found["content"] = _parts(content, where)
@@ -474,7 +464,6 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
 
 
 def _parts(parts: Sequence[object], where: str) -> str:
-    """Return the text of a content given as parts."""
     texts: list[str] = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None

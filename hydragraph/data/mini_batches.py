@@ -26,7 +26,6 @@ class Chunks:
     """Pieces of documents that are short enough to train on, in file order; three int64 arrays of one length.
 
     Attributes:
-        documents: the document of each piece.
         starts: its first token in the document.
         lengths: its tokens, from 2 to the maximum.
     """
@@ -47,8 +46,6 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
     Args:
         lengths: tokens of every document of the file.
-        documents: those to cut.
-        max_length: at least 2.
     """
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
@@ -62,7 +59,6 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     """Return the pieces of one split of a single-document corpus, in file order: the last ones are held out.
 
     Args:
-        chunks: of the document.
         split, heldout: as for `split_documents`, of pieces.
 
     Raises:
@@ -80,8 +76,6 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     """Return the documents of one split, in file order: the last ones of a seeded shuffle are held out.
 
     Args:
-        count: documents in the file.
-        split: "train" or "heldout".
         heldout: fraction of documents held out, rounded, but at least one on each side; 0: none, all are for training.
         split_seed: another seed holds out other documents.
 
@@ -115,7 +109,6 @@ class MiniBatches(Iterator[list[Drawn]]):
     necessary. The stream depends on nothing else, so every process with the same file and settings sees the same one.
 
     Args:
-        file: the tokens.
         tokens: the budget of one mini-batch, never exceeded.
         max_length: longer documents are cut into chunks of this many tokens (see `cut`).
         seed: of the order; not below 0.
@@ -130,7 +123,6 @@ class MiniBatches(Iterator[list[Drawn]]):
     Attributes:
         chunks: what one epoch draws; of pairs, the two answers are neighbours.
         lengths: of the sequences in the last mini-batch; empty before the first.
-        drawn: the chunks of the last mini-batch.
         scores: a number for each chunk, which mini-batches then hold as "reference"; None: there are none.
 
     Raises:
@@ -152,9 +144,8 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._together = 2 if pairs else 1
         _check_settings(tokens, max_length, seed, split, split_seed, self._together)
         if pairs:
-            self.chunks = _pairs(
-                file, max_length, overlong, split_documents(len(file) // 2, split, heldout, split_seed)
-            )
+            chosen = split_documents(len(file) // 2, split, heldout, split_seed)
+            self.chunks = _pairs(file, max_length, overlong, chosen)
         elif len(file) == 1 and heldout:
             self.chunks = split_pieces(cut(file.lengths, np.zeros(1, np.int64), max_length), split, heldout)
         else:
@@ -167,9 +158,8 @@ class MiniBatches(Iterator[list[Drawn]]):
             what = "pair has answers" if pairs else "document has two tokens"
             remedy = "give a corpus with longer texts"
             if overlong == "drop" and len(file):
-                remedy = (
-                    f"raise data.max_length (the shortest has {int(file.lengths.min())} tokens), or cut longer ones"
-                )
+                shortest = int(file.lengths.min())
+                remedy = f"raise data.max_length (the shortest has {shortest} tokens), or cut longer ones"
             raise ValueError(f"{file.path}: no {split} {what}{short}: {remedy}")
         self.lengths: tuple[int, ...] = ()
         self.drawn: tuple[int, ...] = ()
@@ -287,14 +277,10 @@ class MiniBatches(Iterator[list[Drawn]]):
         epoch = state.get("epoch")
         position = state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int)):
-            raise ValueError(
-                f"mini-batch state: epoch {epoch!r}, position {position!r}: load what state_dict() returned"
-            )
+            raise ValueError(f"mini-batch state: epoch {epoch!r}, position {position!r}: load a result of state_dict()")
         if epoch < 0 or not 0 <= position < len(self._order):
-            raise ValueError(
-                f"mini-batch state: epoch {epoch}, position {position} of {len(self._order)}: "
-                "load what state_dict() returned"
-            )
+            place = f"epoch {epoch}, position {position} of {len(self._order)}"
+            raise ValueError(f"mini-batch state: {place}: load a result of state_dict()")
         if epoch != self._epoch:
             self._order = self._epoch_order(epoch)
         self._epoch = epoch
@@ -302,7 +288,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         self.lengths = ()
 
     def _fill(self) -> list[int]:
-        """Take the chunks of the next mini-batch, and record their lengths."""
         chosen: list[int] = []
         lengths: list[int] = []
         room = self._budget
@@ -315,7 +300,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         return chosen
 
     def _epoch_order(self, epoch: int) -> _Indices:
-        """Return the permutation of chunks of one epoch."""
         return _shuffle(len(self.chunks) // self._together, _EPOCH_STREAM, self._seed, epoch)
 
 
@@ -343,16 +327,13 @@ def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> 
 
 
 def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int, together: int) -> None:
-    """Raise a ValueError for a setting that is out of range."""
     if max_length < 2:
         raise ValueError(f"max_length {max_length}: a sequence needs a token and a target: choose at least 2")
     if tokens < together * max_length:
-        least, what = (
-            (f"twice max_length {max_length}", "pair") if together > 1 else (f"max_length {max_length}", "sequence")
-        )
+        twice, what = ("twice ", "pair") if together > 1 else ("", "sequence")
         raise ValueError(
-            f"tokens {tokens} is below {least}: a whole {what} must fit into a mini-batch: raise tokens or lower "
-            "max_length"
+            f"tokens {tokens} is below {twice}max_length {max_length}: a whole {what} must fit into a mini-batch: "
+            "raise tokens or lower max_length"
         )
     if split not in ("train", "heldout"):
         raise ValueError(f"split {split!r}: choose 'train' or 'heldout'")

@@ -17,7 +17,6 @@ class Mixture(Iterator[list[Drawn]]):
     Args:
         members: streams of the corpora; their budgets are ignored.
         weights: of their tokens, above 0, in any unit.
-        tokens: the budget of one mini-batch, never exceeded.
 
     Attributes:
         lengths: of the sequences in the last mini-batch; empty before the first.
@@ -66,14 +65,13 @@ class Mixture(Iterator[list[Drawn]]):
                 f"{list(self._weights)}: resume with the same mixture, or start a new run"
             )
         if not isinstance(states, list) or not isinstance(drawn, list) or not len(states) == len(drawn) == len(weights):
-            raise ValueError("mini-batch state: it is not of a mixture: load what state_dict() returned")
+            raise ValueError("mini-batch state: it is not of a mixture: load a result of state_dict()")
         for member, own in zip(self.members, states, strict=True):
             member.load_state_dict(own)
         self._drawn = [int(count) for count in drawn]
         self.lengths = ()
 
     def _fill(self) -> list[tuple[int, int]]:
-        """Take the next mini-batch: pairs of a corpus and one of its chunks."""
         chosen: list[tuple[int, int]] = []
         lengths: list[int] = []
         room = self._budget

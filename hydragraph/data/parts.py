@@ -24,7 +24,6 @@ class EncodedParts:
 
     Args:
         directory: created if missing; each file in it is complete.
-        every_s: minimum seconds of encoding per file.
     """
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
@@ -41,7 +40,6 @@ class EncodedParts:
 
         Args:
             documents: of the whole corpus, always the same ones in the same order.
-            encoder: converts them to tokens.
             progress: called from time to time with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)
@@ -93,7 +91,6 @@ class EncodedParts:
             return len(part["lengths"])
 
     def _write(self, documents: list[Encoded], before: int) -> int:
-        """Write a part; return the number of documents including it."""
         lengths = np.array([len(document.ids) for document in documents], np.int64)
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
         masked = any(document.targets is not None for document in documents)

@@ -43,8 +43,6 @@ class ChatTemplate:
         """Return a conversation's text, and the disjoint spans of trained characters, in order.
 
         Args:
-            conversation: any.
-            place: its place, for errors.
             marks: the texts of the tokenizer's special tokens, which no span may cut.
 
         Raises:
@@ -62,7 +60,6 @@ class ChatTemplate:
         return _GENERATION.search(self.text) is not None
 
     def _trained(self, conversation: Conversation, place: str) -> list[int]:
-        """Return the indices of trained messages."""
         messages = conversation.messages
         says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not says:
@@ -106,10 +103,6 @@ class ChatTemplate:
         """Return the template's output for messages, and the spans that it marks as generated.
 
         Args:
-            messages: in the form of the template.
-            conversation: provides tools and arguments.
-            place: for errors.
-            prompt: add the prompt to generate.
             mask: return the marks; the template must have some.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -168,11 +161,7 @@ def _ways(messages: Sequence[Message]) -> Iterator[_Way]:
 
 
 class _Written:
-    """A conversation rendered by a template.
-
-    Attributes:
-        text: the whole text.
-    """
+    """A conversation rendered by a template."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, place: str, way: _Way, marks: re.Pattern[str]

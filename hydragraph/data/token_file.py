@@ -20,6 +20,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -28,8 +29,6 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-
-from hydragraph.data.tokenizer import end_of_text_token, id_of
 
 T = TypeVar("T")
 
@@ -54,10 +53,7 @@ class _Header:
     Attributes:
         item_bytes: of one token: 2 or 4.
         documents, tokens: counts; the end-of-text tokens are included.
-        vocabulary: the tokenizer's highest id + 1.
-        end_of_text: the id that ends every text.
         targeted: 1 if tokens store whether they are targets, else 0.
-        digest: sha256 of all bytes after the header.
     """
 
     item_bytes: int
@@ -89,7 +85,6 @@ class TokenFile:
     """Documents of token ids, memory-mapped and read-only; open it with `TokenFile.open`.
 
     Attributes:
-        path: the file.
         lengths: tokens of each document, int64 [documents], the end-of-text token included.
         vocabulary: exclusive upper bound of all tokens: the minimum vocabulary of a model for this file.
         end_of_text: the id that ends every text.
@@ -108,7 +103,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file written by `write_tokens`, checking everything except the tokens themselves (see `verify`).
+        """Map a file written by `write_encoded`, checking everything except the tokens themselves (see `verify`).
 
         Raises:
             ValueError: the file is missing, not a token file, of another version, truncated, or corrupt.
@@ -216,41 +211,11 @@ class Encoded:
     """A document as tokens.
 
     Attributes:
-        ids: of the tokens.
         targets: whether each of them is a target, of the same length; None: all are.
     """
 
     ids: Sequence[int]
     targets: Sequence[bool] | None = None
-
-
-def write_tokens(
-    path: Path,
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None = None,
-    end_of_text: str | None = None,
-) -> TokenFile:
-    """Encode texts, end each with the end-of-text token, and write them to a token file.
-
-    The file appears under its name only when it is complete, replacing an older one. No other token is added to a
-    document; a special token spelled out in a text becomes that token, as everywhere in Hugging Face.
-
-    Args:
-        path: the file; its directory is created if missing.
-        documents: drawn once, never all in memory.
-        tokenizer: without truncation and padding, as `tokenizer.load` returns it.
-        progress: called from time to time, and at the end, with documents and tokens written so far.
-        end_of_text: as for `tokenizer.end_of_text_token`.
-
-    Raises:
-        ValueError: no documents, a tokenizer that truncates or pads, or that has no end-of-text token.
-    """
-    if tokenizer.truncation is not None or tokenizer.padding is not None:
-        raise ValueError("the tokenizer truncates or pads: call no_truncation() and no_padding() on it first")
-    end = id_of(tokenizer, end_of_text_token(tokenizer, end_of_text))
-    encoded = encode_texts(documents, tokenizer, end)
-    return write_encoded(path, encoded, vocabulary_of(tokenizer), end, False, progress)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
@@ -259,20 +224,17 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 
 def write_encoded(
-    path: Path,
-    batches: Iterable[Sequence[Encoded]],
-    vocabulary: int,
-    end: int,
-    targeted: bool,
-    progress: Callable[[int, int], None] | None = None,
+    path: Path, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write documents that are already tokens; arguments and errors as for `write_tokens`.
+    """Write batches of documents; the file appears under its name only when it is complete.
 
     Args:
-        batches: of documents.
         vocabulary: exclusive upper bound of all tokens.
         end: the id that ends texts.
         targeted: whether any document may have tokens that are not targets.
+
+    Raises:
+        NoText: there are no documents.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that the rename is atomic; unique, so that two writers never share it.
@@ -280,7 +242,7 @@ def write_encoded(
     try:
         with partial.open("xb") as file:
             file.write(bytes(_HEADER_BYTES))
-            header = _write_payload(file, batches, vocabulary, end, targeted, progress)
+            header = _write_payload(file, batches, vocabulary, end, targeted)
             if not header.documents:
                 raise NoText("the corpus holds no text")
             file.seek(0)
@@ -328,12 +290,7 @@ def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterat
 
 
 def _write_payload(
-    file: BinaryIO,
-    batches: Iterable[Sequence[Encoded]],
-    vocabulary: int,
-    end: int,
-    targeted: bool,
-    progress: Callable[[int, int], None] | None,
+    file: BinaryIO, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> _Header:
     """Write tokens, padding and offsets at the file's position, and return the header that describes them."""
     item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
@@ -345,15 +302,12 @@ def _write_payload(
         digest.update(data)
         file.write(data)
 
-    for batch in batches:
-        for document in batch:
-            offsets.append(offsets[-1] + len(document.ids))
-            items = np.asarray(document.ids, f"<u{item_bytes}")
-            if document.targets is not None:
-                items = items | np.where(document.targets, 0, no_target).astype(items.dtype)
-            write(items.tobytes())
-        if progress is not None:
-            progress(len(offsets) - 1, offsets[-1])
+    for document in chain.from_iterable(batches):
+        offsets.append(offsets[-1] + len(document.ids))
+        items = np.asarray(document.ids, f"<u{item_bytes}")
+        if document.targets is not None:
+            items = items | np.where(document.targets, 0, no_target).astype(items.dtype)
+        write(items.tobytes())
     write(bytes(-offsets[-1] * item_bytes % 8))
     write(np.asarray(offsets, dtype="<i8").tobytes())
     return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, int(targeted), digest.digest())
@@ -362,14 +316,12 @@ def _write_payload(
 def _read_header(path: Path) -> _Header:
     """Read and check a file's header, and the file's size against it."""
     if not path.is_file():
-        raise ValueError(f"token file {path} does not exist: write it first with write_tokens")
+        raise ValueError(f"token file {path} does not exist: write it first")
     size = path.stat().st_size
     with path.open("rb") as file:
         data = file.read(_HEADER_BYTES)
     if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
-        raise ValueError(
-            f"{path} is not a token file: it starts with {data[:8]!r}, expected {_MAGIC!r}; check the path"
-        )
+        raise ValueError(f"{path} is not a token file: it starts with {data[:8]!r}, not {_MAGIC!r}; check the path")
     if len(data) < _HEADER_BYTES:
         raise ValueError(_corrupt(path, f"expected at least {_HEADER_BYTES} bytes, found {size}"))
     _, version, *fields = _FIELDS.unpack_from(data)
@@ -384,5 +336,4 @@ def _read_header(path: Path) -> _Header:
 
 
 def _corrupt(path: Path, what: str) -> str:
-    """Return the error message for an unusable file."""
     return f"token file {path} is truncated or corrupt: {what}; delete it and rerun"

@@ -30,8 +30,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     Args:
         texts: documents, drawn once.
-        vocab_size: tokens in all, special ones and the 256 bytes included; fewer are made when the texts run out of
-            pairs to merge, so size models by `get_vocab_size()`.
+        vocab_size: tokens in all, special ones and the 256 bytes included; fewer if the texts run out of pairs to
+            merge.
         special_tokens: they get the first ids, in order.
 
     Raises:
@@ -72,15 +72,9 @@ def load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, directory: Path, end_of_text: str | None = None) -> None:
-    """Write tokenizer.json, and the configuration for `transformers.AutoTokenizer` to load the directory.
-
-    Args:
-        tokenizer: any; its end-of-text token becomes the directory's `eos_token`.
-        directory: created if missing; other files in it are left alone.
-        end_of_text: as for `end_of_text_token`.
-    """
-    end = end_of_text_token(tokenizer, end_of_text)
+def save(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write tokenizer.json, and the configuration for `transformers.AutoTokenizer` to load the directory."""
+    end = end_of_text_token(tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
@@ -106,19 +100,13 @@ def files(directory: Path) -> list[Path]:
     return [path for name in FILES if (path := directory / name).is_file()]
 
 
-def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: str | None = None) -> str:
-    """Return the token that ends a document: `token`, or `declared`, or the first well-known one in the vocabulary.
-
-    Args:
-        tokenizer: any.
-        token: the only accepted token.
-        declared: the end token in its configuration.
+def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
+    """Return the token that ends a document: the one declared in its configuration, or else the first well-known one.
 
     Raises:
-        ValueError: the tokenizer does not have `token`, or has no well-known one.
+        ValueError: the tokenizer has neither.
     """
-    known = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
-    candidates = known if token is None else (token,)
+    candidates = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
             return candidate
@@ -126,9 +114,8 @@ def end_of_text_token(tokenizer: Tokenizer, token: str | None = None, declared: 
     shown = f" ({', '.join(special[:8])})" if special else ""
     name = json.dumps({"eos_token": special[0] if special else "..."})
     raise ValueError(
-        f"the tokenizer has no end-of-text token {' or '.join(candidates)}: name one of its tokens"
-        f"{shown} in a tokenizer_config.json beside its tokenizer.json, "
-        f"as in {name}"
+        f"the tokenizer has no end-of-text token {' or '.join(candidates)}: name one of its tokens{shown} in a "
+        f"tokenizer_config.json beside its tokenizer.json, as in {name}"
     )
 
 

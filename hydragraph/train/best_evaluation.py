@@ -15,7 +15,6 @@ def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> i
     """Return the first step with the lowest evaluation loss; None if no step has one.
 
     Args:
-        history: of the steps so far.
         among: the only steps that count; None: all of them.
     """
     losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]

@@ -20,9 +20,6 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 class Callbacks:
     """Calls those of `on_start(config)`, `on_step(metrics)`, `on_evaluate(metrics)`, `on_checkpoint(step, path)` and
     `on_end()` that objects define.
-
-    Args:
-        objects: any.
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:

@@ -550,15 +550,12 @@ class TrainConfig:
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.adapter is not None and self.model.weights is not None:
-            raise ValueError(
-                "adapter: adapters need the model in memory: name its directory with model.path, not model.weights"
-            )
+            raise ValueError("adapter needs the model in memory: name its directory with model.path, not weights")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     def _check_length(self) -> None:
-        """Check that either `steps` or `epochs` is given."""
         if self.epochs is None:
             if self.steps == 0 and not isinstance(self.steps, bool):
                 raise ValueError("steps is 0: give a whole number of at least 1, or epochs")

@@ -30,10 +30,6 @@ _PASSES = 1000  # over all the data in one step: more is a mistake
 def check_settings(config: TrainConfig, ranks: int) -> None:
     """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, named files.
 
-    Args:
-        config: of the run.
-        ranks: number of ranks.
-
     Raises:
         ValueError: naming the field.
         OSError: a named file cannot be read.
@@ -132,9 +128,7 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
             strategy = Strategy.read(text, layers)
             strategy.check(layers, ranks, () if heads is None else (heads,))
         except FileNotFoundError:
-            raise ValueError(
-                f"strategies[{i}]: the file {text} does not exist: correct the path or give a text"
-            ) from None
+            raise ValueError(f"strategies[{i}]: the file {text} does not exist: correct the path") from None
         except (ValueError, OSError) as error:
             raise ValueError(f"strategies[{i}]: {error}") from None
         strategies.append(strategy)
@@ -143,10 +137,6 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 def check_budget(config: TrainConfig, tokens: int) -> None:
     """Check that a mini-batch is not an absurd multiple of the data, which would fill the memory.
-
-    Args:
-        config: as it was given.
-        tokens: of all the data.
 
     Raises:
         ValueError: a step would pass over the data more than a thousand times.
@@ -169,18 +159,12 @@ def remarks(
     """Yield one sentence for each setting that is possible, but perhaps not intended.
 
     Args:
-        config: as it was given.
-        model, strategies: of the run.
-        ranks: number of ranks.
-        batches: of the run.
         steps: number of steps, also for a config with epochs.
     """
     tokens = batches.tokens
     if config.schedule.warmup >= steps:
-        yield (
-            f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps: the learning rate is still "
-            "rising when it ends"
-        )
+        warmup = f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps"
+        yield f"{warmup}: the learning rate is still rising when it ends"
     if config.data.tokens_per_step > tokens:
         passes = config.data.tokens_per_step / tokens
         yield (

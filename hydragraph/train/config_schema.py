@@ -139,7 +139,6 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one field."""
     if (cls, name) == (TrainConfig, "strategies"):
         one = {"type": ["string", "object"]}
         return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
@@ -188,7 +187,6 @@ def _choices(cls: type, name: str) -> tuple[str, ...]:
 
 
 def _words(hint: Any) -> str:
-    """Return a type in words."""
     words = {str: "text", bool: "true or false", int: "whole number", float: "number"}
     if hint in words:
         return words[hint]

@@ -44,9 +44,6 @@ class Tokens:
 
     Attributes:
         directory: contains the tokenizer's files and the token files.
-        tokenizer: of all of them.
-        files: of the training corpora.
-        evaluation: of the evaluation corpora, by name.
     """
 
     directory: Path
@@ -149,7 +146,6 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     An interrupted preparation keeps its results, and the next call continues from there.
 
     Args:
-        config: of the run.
         progress: called with the current activity, the number of finished documents and the finished fraction (or 0).
 
     Raises:
@@ -178,7 +174,6 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
 
 
 def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: Progress) -> None:
-    """Write missing tokenizer and token files to a directory."""
     if not (partial / _TOKENIZER).is_file():
         made = partial / "tokenizer"
         shutil.rmtree(made, ignore_errors=True)
@@ -209,7 +204,6 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
 
 
 def _without_text(data: DataConfig, name: str) -> str:
-    """Describe the corpus without text, given the name of its token file."""
     training = [f"data.mixture[{i}]" for i in range(len(data.mixture))] or ["data"]
     fields = dict(zip(_token_files(data), (*training, *(f"data.evaluation.{n}" for n in data.evaluation)), strict=True))
     if fields[name] == "data":
@@ -218,7 +212,6 @@ def _without_text(data: DataConfig, name: str) -> str:
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:
-    """Write a run's tokenizer as a directory that transformers can read."""
     data = config.data
     template = data.chat_template
     if existing is not None:
@@ -251,7 +244,6 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
 
 
 def _encoder(config: TrainConfig, directory: Path) -> DocumentEncoder:
-    """Return the encoder of documents, with the tokenizer of a prepared directory."""
     encoder = tokenizer.load(directory)
     text = tokenizer.chat_template(directory)
     template = None
@@ -262,7 +254,6 @@ def _encoder(config: TrainConfig, directory: Path) -> DocumentEncoder:
 
 
 def _template_text(config: TrainConfig, existing: Path | None, chats: bool) -> str | None:
-    """Return the chat template that a run uses, if any."""
     if config.data.chat_template is not None:
         return _read_template(config.data.chat_template)
     if existing is None:
@@ -311,14 +302,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Read all that `prepare` made, to detect later changes by a disk or a copy; once per run and host is enough.
-
-    Without this check, a changed token would silently train the model on other text.
-
-    Args:
-        config: of the run.
-        directory: returned by `prepare`.
-        progress: as for `prepare`.
+    """Read all that `prepare` made, once per run and host: a changed token would silently train on other text.
 
     Raises:
         ValueError: a token file differs from what was written; once it is deleted, `prepare` makes it again.
@@ -334,7 +318,6 @@ def verify(config: TrainConfig, directory: Path, progress: Progress | None = Non
 
 
 def _token_files(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return the corpora of a run by the names of their token files."""
     single = len(data.sources) == 1
     train = {f"{_TOKENS}.bin" if single else f"{_TOKENS}-{i}.bin": source for i, source in enumerate(data.sources)}
     return {**train, **{f"evaluation-{name}.bin": source for name, source in data.evaluation.items()}}
@@ -364,7 +347,6 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
     """Return the endless stream of a run's training mini-batches.
 
     Args:
-        config, tokens: of the run.
         scores: of pairs' answers under the model before training, which mini-batches then hold.
 
     Raises:
@@ -391,7 +373,6 @@ def _training_stream(config: TrainConfig, i: int, file: TokenFile, split: Split)
 
 
 def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) -> None:
-    """Raise an error that names the first document longer than the context."""
     longer = (file.lengths > data.max_length).nonzero()[0]
     if len(longer):
         first = int(longer[0])
@@ -447,7 +428,6 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
     Args:
         batches: of the run, from the start; a separate stream, which is consumed.
         parts: of each pass; 0: return no step.
-        steps: of the run.
     """
     complete = set[int]()
     drawn = 0
@@ -460,11 +440,7 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """List the source files of this Python's standard library, without tests and installed packages.
-
-    Args:
-        root: another library's directory.
-    """
+    """List the source files of this Python's standard library, without tests and installed packages."""
     folder = root or Path(sysconfig.get_path("stdlib"))
     # Entry by entry: installed packages may have many more files than the library itself.
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
@@ -479,7 +455,6 @@ def _paths(source: SourceConfig) -> list[Path]:
 
 
 def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None, Fields]:
-    """Return the first arguments of the readers in `data.corpus`."""
     return _paths(source), source.suffixes, source.fields
 
 

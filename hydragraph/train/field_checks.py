@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -57,6 +58,12 @@ def check_fraction(name: str, value: object, one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
 
 
+def similar(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a remedy for an unknown name: the most similar known one, or else `otherwise`."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 # Types of fields with a check that `check_fields` calls.
 Texts = Annotated[tuple[str, ...], check_texts]
 Count = Annotated[int, partial(check_whole, least=0)]
@@ -67,11 +74,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, each perhaps with None.
-
-    Args:
-        skipped: fields that are not checked.
-    """
+    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, each perhaps with None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)

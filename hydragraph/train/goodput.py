@@ -7,11 +7,9 @@ tokens between two ends and an undisturbed rate of r tokens a second:
 
 Pauses are the seconds of `resumed` events: from a rank's failure until training continued. If there was a pause, the
 rest is lost work (undone steps, the unfinished step, the time until the failure was noticed); otherwise it is the extra
-time of the step because ranks were fewer or slow. Goodput is the part at full speed. It is 1 for an undisturbed run,
-since the undisturbed rate comes from the steps with all ranks present, none known to be slow, and no pause.
-
-A run that was asked to stop, saved, and was resumed later, perhaps the next morning, did not run in between: the time
-from the `saved` event to the `resumed` one is left out.
+time of the step because ranks were fewer or slow. Goodput is the part at full speed; the undisturbed rate is that of
+the steps with all ranks present, none known to be slow, and no pause. The time from a `saved` event to the `resumed`
+one that continues from it is left out.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ class WallTime:
     """Where the wall time of a run went, in seconds that sum up to `seconds`.
 
     Attributes:
-        seconds: wall time from the end of the first step to the end of the last, without the time the run was stopped.
+        seconds: from the end of the first step to the end of the last, without the time the run was stopped.
         tokens: of the steps that count, without the first; each step counts once.
         rate: tokens per second of undisturbed steps; 0: there was none.
         full_s: time for the tokens at that rate.
         paused_s: from failures until training continued.
         lost_s: repeated work, and the time until failures were noticed.
         slower_s: extra time of steps relative to full speed; negative if they were faster.
-        pauses: seconds of each pause, in order.
-        lost_steps: number of undone steps.
-        moved_bytes: bytes of state moved between ranks.
     """
 
     seconds: float
@@ -84,8 +79,6 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     """Return where the time of a run went; None if fewer than two steps have an end time.
 
     Args:
-        metrics: of the steps that count, in order.
-        events: of the run.
         rate: undisturbed tokens per second, for example of another run; None: the run's own.
     """
     gaps = list(_gaps(metrics, events))
@@ -156,7 +149,6 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
 
 
 def _joined(pauses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping intervals."""
     found: list[tuple[float, float]] = []
     for since, till in sorted(pauses):
         if found and since <= found[-1][1]:

@@ -30,7 +30,6 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
         model: the Hugging Face model, on the CPU or without weights; it receives the weights of `state`.
         state: every key of its `state_dict`.
         tokens: a directory with the tokenizer.
-        directory: created if missing.
 
     Raises:
         OSError: writing failed.
@@ -46,26 +45,19 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Write the model of a run's checkpoint, and its tokenizer, using only the run's folder.
+    """Write the model of a run's checkpoint, and its tokenizer, using only the run's folder; return the checkpoint.
 
     Args:
-        folder: of the run.
         step: the last step before it was taken; None: the latest checkpoint.
         directory: new or empty.
         merged: for a run with adapters, write the whole model with them merged, instead of the adapters.
-        dtype: of the written weights; training keeps weights in float32. Weights that the model's classes keep in
-            float32 stay float32.
-
-    Returns:
-        The chosen checkpoint.
+        dtype: of the written weights, except those that the model's classes keep in float32.
 
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.
     """
     if not folder.config.is_file():
-        raise ValueError(
-            f"{folder.path} is not a run, because it has no {folder.config.name}: name a run's output folder"
-        )
+        raise ValueError(f"{folder.path} is not a run: it has no {folder.config.name}: name a run's output folder")
     chosen = folder.chosen(step)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--to {directory} is not empty: name a directory that is, or does not exist")

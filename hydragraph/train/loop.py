@@ -84,9 +84,7 @@ def train(
     """Run a whole training on every launched rank, or on this process alone.
 
     Args:
-        config: the same on every rank.
         begin: a new run, a resumed one, or one that replaces the contents of the folder.
-        compile: `hydragraph.compile`.
         watcher: receives the progress on rank 0.
         trace: record the times of all instructions of the first steps, and write them as a picture for Perfetto.
         step: resume from the checkpoint after this step; None: from the latest complete one.
@@ -286,7 +284,6 @@ def _check_inputs(given: TrainConfig, prepared: _Prepared, batches: MiniBatches 
 
 
 def _remarks(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
-    """Yield sentences about settings and data that are possible, but perhaps not intended."""
     config = prepared.config
     yield from data_remarks((*config.data.sources, *config.data.evaluation.values()))
     yield from pair_remarks(config, prepared.tokens)
@@ -435,7 +432,6 @@ def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
 
 
 def _stop_early(run: Run, state: TrainState) -> None:
-    """Save, and report that the evaluation loss no longer falls."""
     if state.saved < state.done:
         checkpoint(run, state)
     if run.watcher is not None and run.log is not None:
@@ -474,7 +470,6 @@ def _rehome(run: Run) -> None:
 
 
 def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) -> None:
-    """Train on one mini-batch, evaluate if it is due, and log both."""
     config = run.config
     strategy = run.strategy_of(step)
     following = state.coming.following

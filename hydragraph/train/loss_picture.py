@@ -36,8 +36,6 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
     """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
 
     Args:
-        metrics: of all steps so far, at least one.
-        path: of the file.
         events: marked below the losses, one row per kind: lost, leaving and joining ranks, slow and recovered ones,
             switched strategies and moved state; with the seconds of pauses, and goodput.
     """

@@ -45,11 +45,7 @@ class Ahead:
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
-        """Return the next mini-batch.
-
-        Args:
-            left: number of mini-batches still needed, this one included.
-        """
+        """Return the next mini-batch."""
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

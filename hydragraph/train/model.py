@@ -16,6 +16,7 @@ from torch import nn
 
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
+from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
 # Settings that are rates of dropout in training; other heads' rates do not count.
@@ -72,7 +73,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     except ValueError as error:
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
-            f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or to all-linear"
+            f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or all-linear"
         ) from error
     return found
 
@@ -83,9 +84,8 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                known = {name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()}
-                close = get_close_matches(target, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"set it to some of {sorted(known)}"
+                known = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
+                hint = similar(target, known, f"set it to some of {known}")
                 raise ValueError(f"adapter.lora.{field}: no layer of the model is called {target!r}: {hint}")
 
 
@@ -93,7 +93,6 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     """Return the model with fp32 weights, the same in every process; a new model's are drawn from the seed.
 
     Args:
-        config: describes the model.
         vocabulary: exclusive upper bound of all tokens; a new model's default `vocab_size`.
         end_of_text: a new model's default `eos_token_id`.
         seed: of a new model's weights; the global generator is left unchanged.
@@ -151,16 +150,13 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
     """Raise ValueError if a model has fewer tokens than the tokenizer; arguments as for `build_model`."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
-        new = config.architecture is not None
-        where = "model.config.vocab_size" if new else f"{_field(config)} {config.directory}: vocab_size"
-        way = (
-            "set it to that or more"
-            if new
-            else (
+        where, way = "model.config.vocab_size", "set it to that or more"
+        if config.architecture is None:
+            where = f"{_field(config)} {config.directory}: vocab_size"
+            way = (
                 "name the tokenizer that belongs to the model, or enlarge the model in Python with "
                 f"resize_token_embeddings({vocabulary}) and save_pretrained"
             )
-        )
         raise ValueError(f"{where} is {size}, but the tokenizer's ids need {vocabulary}: {way}")
 
 
@@ -177,11 +173,8 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
         "pad_token_id": None,
         "use_cache": False,
     }
-    try:
+    with _refused_by(kind):
         return kind(**{**defaults, **settings})
-    except Exception as error:  # transformers has its own error types
-        said = " ".join(str(error).split())
-        raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
 
 
 def _build(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
@@ -212,9 +205,8 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
             ignore_mismatched_sizes=bool(config.config),
         )
     # Transformers would initialise tensors that the directory does not have, and skip those that the model lacks.
-    other = sorted(
-        {str(key) for keys in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in loaded[keys]}
-    )
+    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
+    other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
         raise ValueError(
             f"model.config: with {dict(config.config)} the model's tensors are not those in model.path {config.path} "
@@ -224,7 +216,6 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
 
 
 def _changed_config(config: ModelConfig) -> Any:
-    """Return the transformers config of a directory, with the changes of `model.config`."""
     from transformers import AutoConfig
 
     with _read_by_transformers(config):
@@ -238,22 +229,25 @@ def _changed_config(config: ModelConfig) -> Any:
     _check_known(changes, given, aliases, kind.__name__)
     # Mappings are merged: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
     merged = {n: {**given[n], **v} if isinstance(v, Mapping) and given[n] else v for n, v in changes.items()}
-    try:
+    with _refused_by(kind):
         return kind.from_dict({**given, **merged})
+
+
+@contextmanager
+def _refused_by(kind: type[Any]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # transformers has its own error types
         said = " ".join(str(error).split())
         raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
 
 
 def _check_known(changes: Mapping[str, Any], given: Mapping[str, Any], aliases: Iterable[str], label: str) -> None:
-    """Reject changes of settings that the directory's config does not have."""
     for name in changes:
         if name in _IDENTITY:
             raise ValueError(f"model.config: {name} says which model is in model.path: leave it out")
         if name not in given:
-            known = sorted(({*given, *aliases}) - _IDENTITY)
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            hint = similar(name, sorted({*given, *aliases} - _IDENTITY), "leave it out")
             raise ValueError(f"model.config: the {label} in model.path has no setting {name!r}: {hint}")
 
 
@@ -303,7 +297,6 @@ def _field(config: ModelConfig) -> str:
 
 
 def _model_class(name: str) -> Any:
-    """Return a model class of transformers by its name."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -322,12 +315,10 @@ def _model_class(name: str) -> Any:
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
     """Reject settings that the config class does not declare; transformers itself would silently ignore them."""
-    label = kind.__name__
     if not is_dataclass(kind):
         return
     names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}
     for name in settings:
         if name not in names:
-            close = get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise ValueError(f"model.config: {label} has no field {name!r}: {hint}")
+            hint = similar(name, names, "leave it out")
+            raise ValueError(f"model.config: {kind.__name__} has no field {name!r}: {hint}")

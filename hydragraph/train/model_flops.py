@@ -44,10 +44,6 @@ def step_flops(program: Program, lengths: Sequence[int]) -> float:
     """Return the operations of one step's forwards and backwards, without recomputation.
 
     A backward takes twice as many operations as a forward: it computes the gradients of both operands of a product.
-
-    Args:
-        program: of the model.
-        lengths: tokens of every sequence.
     """
     blocks = [operations(program, block, 1) for block in program.blocks]
     linear = sum(block.linear for block in blocks)

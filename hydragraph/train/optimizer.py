@@ -77,9 +77,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
     Args:
         step: from 1 to `steps`.
-        steps: of the whole run.
         peak: reached at the end of the warm-up.
-        schedule: the shape.
     """
     warmup = schedule.warmup_of(steps)
     if step < warmup:

@@ -73,12 +73,10 @@ class PairedSteps:
 
 
 def _answers(sequences: Sequence[Drawn]) -> list[dict[str, Tensor]]:
-    """Return the sequences of a mini-batch, each with labels."""
     return [one if isinstance(one, dict) else {"input_ids": one, "labels": one} for one in sequences]
 
 
 def _plain(answer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the model reads of an answer."""
     return {"input_ids": answer["input_ids"], "labels": answer["labels"]}
 
 

@@ -40,10 +40,6 @@ def read_profile(text: str) -> Profile:
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
     """Read the costs for a run's choices: a profile for equal devices, or costs of the devices of a cluster.
 
-    Args:
-        plan: of a config.
-        ranks: number of ranks of the run.
-
     Returns:
         The costs, or None if no profile is named.
 

@@ -85,11 +85,10 @@ class PairResult:
         pairs: their number.
         loss: mean of their losses.
         weights: of each sequence's token losses -log p, in the order of the scores; the sum of the weighted token
-            losses over all sequences has the gradient of the sum of the pairs' losses.
+            losses has the gradient of the sum of the pairs' losses.
         figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (their difference), `accuracy` (the
             fraction of pairs whose preferred answer has the higher reward; equal rewards count half) and, with a
-            reference, `log_ratio` (log p - log p_ref of an answer; where answers are the model's own, this estimates
-            the KL divergence).
+            reference, `log_ratio` (log p - log p_ref of an answer).
     """
 
     pairs: int
@@ -107,7 +106,6 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     """Return the losses of pairs of answers, and the factor of each answer in their gradient.
 
     Args:
-        loss: of pairs.
         scores: log-probability of each answer, [2n]: the preferred one of each pair and then the other.
         targets: number of tokens of each answer, [2n].
         reference: scores under the model before training, [2n].

@@ -122,7 +122,6 @@ class ReferenceScores:
             yield from islice(passes, batches)
 
     def _write(self, world: World) -> None:
-        """Write all scores, on rank 0."""
         if world.rank:
             return
         partial = self._path.with_suffix(".partial")

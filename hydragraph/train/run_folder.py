@@ -29,7 +29,6 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: its directory.
         step: the last step before it was taken.
     """
 
@@ -152,8 +151,8 @@ class RunFolder:
         """Own a folder that a lost rank of the same run owned, at most for the lifetime of this process.
 
         Args:
-            patience_s: time for the lost process to end. If its machine has stopped it still holds its lock, and the
-                run continues without the lock.
+            patience_s: time for the lost process to release its lock; if its machine has stopped, the run continues
+                without.
             began: value of `began` that this run read before; None: it read none.
 
         Raises:
@@ -175,7 +174,6 @@ class RunFolder:
             os.close(lock)
 
     def _refuse_another(self, began: float | None) -> None:
-        """Raise an error if the folder no longer holds this run."""
         now = self.began
         if not now:
             raise OSError(
@@ -292,7 +290,6 @@ def _lock(descriptor: int) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the contents of a small JSON file; empty if it is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

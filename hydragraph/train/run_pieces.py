@@ -32,7 +32,6 @@ def check_places(config: TrainConfig) -> None:
 
 
 def _try(what: str, make: Callable[[], Pieces]) -> None:
-    """Write a small file, and delete it."""
     try:
         (shelf,) = make().shelves.values()
         folder = f"probe-{uuid.uuid4().hex[:8]}"

@@ -97,8 +97,6 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     """Become or stay the leading rank, which writes the run's files.
 
     Args:
-        run, state, survived: the state of the run.
-        owned: closes what this rank opens.
         watching: this rank's controller of the previous ranks; its planning process is kept.
     """
     log = run.log
@@ -146,7 +144,6 @@ def _find_position(run: Run, state: TrainState) -> None:
 
 
 def _write_down(run: Run, state: TrainState) -> None:
-    """Evaluate and log the last step, if the previous leader did not."""
     missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < state.done
     mine = state.last if state.last is not None and state.last[0] == state.done else None
     told = run.world.gather((missing, mine))
@@ -196,7 +193,6 @@ def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
 
 
 def _written(folder: RunFolder) -> tuple[int, float]:
-    """Return the last logged step and the seconds since then; 0 and 0 if there is none."""
     with suppress(FileNotFoundError):
         done = [metrics.step for metrics in read_metrics(folder.metrics)[-1:]]
         return done[0] if done else 0, max(0.0, time.time() - folder.metrics.stat().st_mtime)
@@ -215,10 +211,7 @@ def resumed(
 
     Args:
         told: how ranks met, the last time successfully.
-        ranks: number of ranks.
         undone: the last step before, if all returned to a checkpoint.
-        moved: bytes of state moved between ranks.
-        seconds: time without training.
         read: bytes of checkpoint pieces that all ranks read, by kind of place.
     """
     survived, _ = told[-1]
@@ -233,7 +226,5 @@ def resumed(
         source = f" (read in pieces: {places})" if places else ""
         state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
-    everybody = tuple(range(ranks))
-    return RunEvent(
-        step, "resumed", everybody, seconds, why, lost_steps=lost, moved_bytes=moved, read_bytes=dict(read or {})
-    )
+    numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read or {})}
+    return RunEvent(step, "resumed", tuple(range(ranks)), seconds, why, **numbers)

@@ -39,9 +39,6 @@ def load(
     """Load a checkpoint, or if it is damaged the newest intact one before it; return it with its extra.
 
     Args:
-        world, folder, executor: of the run.
-        last: the checkpoint.
-        fall_back: whether an earlier one may be loaded.
         leader: receives a note about damage, on rank 0.
         pieces: loaded instead where they are newer; their extra has the `step`.
     """
@@ -53,9 +50,8 @@ def load(
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
-        earlier = together(world, "setting a checkpoint aside", world.rank == 0, partial(folder.replace_damaged, last))[
-            0
-        ]
+        aside = partial(folder.replace_damaged, last)
+        earlier = together(world, "setting a checkpoint aside", world.rank == 0, aside)[0]
         if earlier is None:
             raise reason
         last = earlier
@@ -124,7 +120,6 @@ def forget_unsaved(run: Run) -> None:
 
 
 def _prune(run: Run) -> None:
-    """Keep the newest checkpoints, and the best one if the config says so."""
     if run.log is not None:
         prune(run.folder.checkpoints, run.config.keep, _best_saved(run) if run.config.keep_best else None)
 

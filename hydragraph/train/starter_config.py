@@ -128,7 +128,6 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
 
 
 def _fields(data: Sequence[Path]) -> Fields:
-    """Return the usual fields, or those that the first record has instead."""
     fields = Fields()
     try:
         corpus.formats(data, None, fields)

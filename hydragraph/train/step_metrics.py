@@ -32,23 +32,17 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        step: from 1.
         loss: token mean over the global mini-batch, before the update.
         grad_norm: the global norm before clipping.
-        lr: the learning rate.
         tokens: targets in the mini-batch.
         tokens_per_s: targets per second.
-        seconds: duration of the step.
-        strategy: the strategy in use.
-        sequences: number of sequences in the mini-batch.
-        micro_batches: of each pipeline.
         eval_loss: on the held-out documents after the update, or, without any, on the first set of `data.evaluation`;
             None if this step did not evaluate.
         padding: tokens added to micro-batches.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: average seconds that ranks waited for weights, gradients and
             activations.
         planning_s, planning_hidden_s: seconds of planning that the step waited for, and that were hidden.
-        expected_s: expected seconds of computing in its plan; 0 without a profile.
+        expected_s: seconds of computing that its plan expects; 0 without a profile.
         peak_memory_bytes: of rank 0's process so far, or of its GPU if it has one.
         eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
         mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
@@ -57,7 +51,7 @@ class Metrics:
             seconds of scoring them, which `seconds` contains.
         eval_pairs: with an objective, the figures of every evaluation set, by its name.
         time: when it was logged, in UTC; "" in runs of earlier versions.
-        beside: on the step after which expected and measured seconds of steps are compared, the result in words.
+        beside: on one step, the comparison of expected and measured seconds of steps, in words.
         plan: on the first step after a start with `strategies: auto`, the explanation of the plan, line by line.
     """
 
@@ -136,7 +130,6 @@ class MetricsLog:
 
     Attributes:
         history: all metrics, including those of earlier sessions.
-        written: whether this session has written any.
     """
 
     def __init__(self, path: Path, events: Path | None, after: int) -> None:

@@ -18,11 +18,7 @@ from hydragraph.train.stragglers.straggler_state import Slow
 
 
 def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
-    """Replace the file.
-
-    Args:
-        slow: by member.
-    """
+    """Replace the file."""
     members = {str(member): asdict(each) for member, each in sorted(slow.items())}
     write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
 

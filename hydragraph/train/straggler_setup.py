@@ -33,7 +33,6 @@ def controller_of(
     """Return the controller of the ranks; without measured costs, it assumes the model's operations on equal devices.
 
     Args:
-        config, world, executor: of the run.
         before: controller of the previous ranks: its knowledge of those that stay and its planning process are kept.
         numbers: new rank numbers by old ones, for the ranks that stay.
         hurried: whether the running plan was found in a hurry, so that the best one should be searched for.

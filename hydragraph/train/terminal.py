@@ -19,12 +19,7 @@ _TELLING_S = 5.0
 
 
 class Screen:
-    """Shows a run on a console; a context manager.
-
-    Args:
-        console: the output.
-        clock: returns seconds.
-    """
+    """Shows a run on a console; a context manager."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -178,5 +173,4 @@ def _numbers(metrics: Metrics) -> tuple[str, ...]:
 
 
 def _strategy(metrics: Metrics) -> str:
-    """Return the strategy without its fingerprint, which is meaningless to people."""
     return metrics.strategy.partition("@")[0]

@@ -30,7 +30,6 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        folder: of the run.
         history: the metrics of all its steps, earlier sessions included; on rank 0 only.
         stopped: the signal that ended it early, after saving; 0 if it completed.
     """
@@ -94,16 +93,15 @@ class TrainState:
     Attributes:
         watcher: receives the progress, on whichever rank leads.
         batches, anew: source of mini-batches, and a function that returns it from the start again.
-        coming: the next mini-batches.
         done: number of steps applied to the state.
         saved: the step of the last checkpoint.
         kept: whether there is a checkpoint; one from before the first step counts.
-        positions: position of `batches` after the mini-batch of a step, for steps since the checkpoint before the last.
+        positions: position of `batches` after a step, for steps since the checkpoint before the last.
         last: the last step finished by this rank, and its report, which may not be logged yet.
         owns: whether this process owns the run's folder: a takeover may fail half way, and is then tried again.
-        untold: meetings without reported events, because another rank was lost first, each with the number of ranks
-            before it.
-        began: when the run in the folder began; None: this process has not been one of its ranks yet.
+        untold: meetings without reported events, because another rank was lost first, with the number of ranks before
+            each.
+        began: when the run in the folder began; None: this process was none of its ranks yet.
         callbacks: started ones, of a rank that came to lead; None: it never did.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """

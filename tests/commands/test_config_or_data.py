@@ -86,7 +86,7 @@ def test_a_named_config_is_read(data: Path, tmp_path: Path) -> None:
     config = write(tmp_path)
     assert config_of([config], tmp_path / "unused.yaml") == TrainConfig.load(config)
     assert not (tmp_path / "unused.yaml").exists()
-    with pytest.raises(ValueError, match=r"is a config, which names its data and model: train it alone"):
+    with pytest.raises(ValueError, match=r"is a config: train it alone"):
         config_of([config, data], tmp_path / "unused.yaml")
 
 

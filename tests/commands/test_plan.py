@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands.plan_devices import _compile_first
-from hydragraph.data.token_file import write_tokens
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
@@ -22,6 +21,7 @@ from hydragraph.train.model import skeleton
 from hydragraph.train.plan_input import read_candidates, read_lengths
 from tests.commands.tiny import run, write
 from tests.cost import priced
+from tests.data.written import write_tokens
 from tests.planner.examples import ENTRY, PROFILE, lengths
 
 SIZES = lengths(400, 0, 6000)

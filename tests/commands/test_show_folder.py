@@ -219,7 +219,7 @@ def test_a_mistake_is_a_sentence(folder: Path, arguments: tuple[str, ...], sente
         ("strategies/model.json", "model.json is missing: write the folder again by hydragraph compile"),
         ("strategies/*/ranks.txt", "ranks.txt is missing"),
         ("strategies/*/program_0.txt", "program_0.txt is missing"),
-        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write the folder again by hydragraph compile"),
+        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write it again by hydragraph compile"),
     ],
 )
 def test_a_file_that_is_missing_is_named(folder: Path, tmp_path: Path, name: str, sentence: str) -> None:

@@ -56,7 +56,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
         ("hi", "f:3: 'messages' is a text that is not JSON"),
         (7, "f:3: 'messages' is a int"),
         (["hi"], r"f:3: messages\[0\] is a str: give a mapping with role and content"),
-        ([{"content": "hi"}], r"f:3: messages\[0\] has no role \(it has \['content'\]\)"),
+        ([{"content": "hi"}], r"f:3: messages\[0\] has no role, but \['content'\]"),
         ([{"role": "", "content": "hi"}], r"f:3: messages\[0\] has no role"),
         ([*HI, {"role": "user"}], r"f:3: messages\[2\]: a message of user without content"),
         ([{"role": "user", "content": 7}], r"f:3: messages\[0\]: its content is a int: give a text"),

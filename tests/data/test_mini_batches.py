@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split, cut, split_documents
-from hydragraph.data.token_file import Encoded, TokenFile, write_encoded, write_tokens
+from hydragraph.data.token_file import Encoded, TokenFile, write_encoded
 from hydragraph.data.tokenizer import train_bpe
+from tests.data.written import write_tokens
 
 BYTES = train_bpe(["x"], 257)  # one token per byte
 Stream = list[list[list[int]]]
@@ -202,7 +203,7 @@ def test_a_state_of_another_file_is_refused(file: TokenFile) -> None:
 def test_a_state_out_of_range_is_refused_and_changes_nothing(file: TokenFile, change: dict[str, Any]) -> None:
     batches = MiniBatches(file, 512, 128)
     before = batches.state_dict()
-    with pytest.raises(ValueError, match=r"load what state_dict\(\) returned"):
+    with pytest.raises(ValueError, match=r"load a result of state_dict\(\)"):
         batches.load_state_dict({**before, **change})
     assert batches.state_dict() == before
 

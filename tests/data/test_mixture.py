@@ -66,7 +66,7 @@ def test_what_is_of_another_mixture_is_refused(tmp_path: Path) -> None:
             mixture.load_state_dict(Mixture(members([second, first]), [2, 1], BUDGET).state_dict())
         with pytest.raises(ValueError, match="weights of the mixture are None"):
             mixture.load_state_dict(members([first])[0].state_dict())
-        with pytest.raises(ValueError, match=r"load what state_dict\(\) returned"):
+        with pytest.raises(ValueError, match=r"load a result of state_dict\(\)"):
             mixture.load_state_dict({"weights": [2.0, 1.0]})
         for weights in ([1], [1, 0]):
             with pytest.raises(ValueError, match="give one above 0 for each"):

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models
 
 from hydragraph.data import token_file
 from hydragraph.data.corpus import texts
-from hydragraph.data.token_file import TokenFile, write_tokens
+from hydragraph.data.token_file import TokenFile
 from hydragraph.data.tokenizer import train_bpe
+from tests.data.written import write_tokens
 
 SOURCES = list(texts([Path(json.__file__).parent], suffixes=(".py",)))
 TOKENIZER = train_bpe(SOURCES, 600)
@@ -62,11 +63,8 @@ def test_documents_are_copies_and_indexed_like_a_list(path: Path) -> None:
 
 def test_many_small_documents_cross_the_encoding_batches(tmp_path: Path) -> None:
     texts = ["" if i % 7 == 0 else f"document {i}" for i in range(2500)]
-    seen: list[tuple[int, int]] = []
-    file = write_tokens(tmp_path / "f", iter(texts), TOKENIZER, progress=lambda d, t: seen.append((d, t)))
+    file = write_tokens(tmp_path / "f", iter(texts), TOKENIZER)
     assert [TOKENIZER.decode(tokens.tolist()) for tokens in file] == texts
-    assert [done for done, _ in seen] == [1024, 2048, 2500]
-    assert seen[-1][1] == file.tokens
 
 
 @pytest.mark.parametrize(("size", "item_bytes"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
@@ -184,16 +182,3 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(path: Path) -> Non
 def test_text_that_is_not_unicode_names_its_batch(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one of the documents 1024 to 1029 is not Unicode text"):
         write_tokens(tmp_path / "f", ["a"] * 1029 + ["\ud800"], TOKENIZER)
-
-
-def test_a_tokenizer_that_would_truncate_is_refused(tmp_path: Path) -> None:
-    cutting = Tokenizer.from_str(TOKENIZER.to_str())
-    cutting.enable_truncation(max_length=3)
-    with pytest.raises(ValueError, match=r"call no_truncation\(\)"):
-        write_tokens(tmp_path / "f", SOURCES, cutting)
-
-
-def test_the_end_of_text_token_can_be_chosen(tmp_path: Path) -> None:
-    tokenizer = train_bpe(["a"], 258, special_tokens=("<|endoftext|>", "<stop>"))
-    file = write_tokens(tmp_path / "f", ["a"], tokenizer, end_of_text="<stop>")
-    assert file[0].tolist() == [tokenizer.token_to_id("a"), 1]

@@ -91,11 +91,10 @@ def test_a_tokenizer_that_cannot_be_loaded_names_the_file(tmp_path: Path) -> Non
         load(tmp_path)
 
 
-def test_the_end_of_text_token_is_the_given_or_a_known_one() -> None:
+def test_the_end_of_text_token_is_the_declared_or_a_known_one() -> None:
     llama = train_bpe(["a"], 260, special_tokens=("<|eot_id|>", "</s>", "<|end_of_text|>"))
     assert end_of_text_token(llama) == "<|end_of_text|>"
     assert end_of_text_token(llama, "<|eot_id|>") == "<|eot_id|>"
-    with pytest.raises(ValueError, match=r"no end-of-text token <x>: name one of its tokens \(</s>, <\|end_of_text"):
-        end_of_text_token(llama, "<x>")
+    assert end_of_text_token(llama, "<x>") == "<|end_of_text|>"
     with pytest.raises(ValueError, match=r"no end-of-text token <\|endoftext\|> or "):
         end_of_text_token(train_bpe(["a"], 257, special_tokens=("<stop>",)))

@@ -14,12 +14,13 @@ from torch import nn
 from hydragraph.cluster.launch import join
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.token_file import TokenFile, write_tokens
+from hydragraph.data.token_file import TokenFile
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import _size, check_settings, read_strategies, remarks
 from hydragraph.train.data import prepare
 from hydragraph.train.model import skeleton
+from tests.data.written import write_tokens
 
 SIZES = {
     "hidden_size": 32,

@@ -14,11 +14,11 @@ from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.stop_requests import Stopping
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
-from hydragraph.data.token_file import write_tokens
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.reference_scores import ReferenceScores, evaluation_name, train_name
+from tests.data.written import write_tokens
 from tests.train.plain import settings
 
 BYTES = train_bpe(["x"], 257)  # one token per byte

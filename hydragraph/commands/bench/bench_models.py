@@ -88,20 +88,18 @@ def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tenso
 
 
 def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float:
-    """Return what forward and backward of one step cost at least, in floating-point operations.
+    """Return the least floating-point operations of forward and backward of one step.
 
         6 N sum(L) + 12 l H D sum(L^2) / 2
 
-    N counts the weights that tokens are multiplied with: every linear layer and the head, but not the embedding that
-    is looked up. A product costs 2 operations per weight and token forward and twice that backward. Attention costs
-    2 L^2 H D for scores and as much for values, in each of l layers of H query heads of size D, and twice that
-    backward; a causal mask leaves half of it. Nothing is counted that is computed again, nor norms, rotations,
-    softmax or the optimizer.
+    N counts the weights of every linear layer and of the head, but not the embedding. A product costs 2 operations per
+    weight and token forward and twice that backward. Attention costs 2 L^2 H D for scores and as much for values, in
+    each of l layers of H query heads of size D, and twice that backward; a causal mask leaves half of it.
+    Recomputation, norms, rotations, softmax and the optimizer do not count.
 
     Args:
         model: a Hugging Face model with a config like Llama's; on any device, meta too.
         lengths: tokens of every sequence, without padding.
-        causal: whether to halve attention.
     """
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -24,8 +24,6 @@ class Target:
     """A figure that has to be reached.
 
     Attributes:
-        name: of what, and on what.
-        wanted, found: as text.
         met: None where it was not measured in this run.
     """
 
@@ -72,12 +70,10 @@ class BenchReport:
     """The result of one benchmark.
 
     Attributes:
-        title: of the section.
         columns: headings, with units.
         rows: as many cells each; numbers as measured, NaN where there is none.
         notes: sentences on what was measured how, and what was left out.
         blocks: further tables, as text.
-        targets: what has to be reached.
         bars, unit: what the picture shows, and in what.
     """
 

@@ -18,8 +18,6 @@ class Ceilings:
     """A device's limits.
 
     Attributes:
-        device: its name.
-        dtype: of the products.
         copy_bytes_per_s: read and written by one copy.
         product_flops_per_s: of one square matrix product; a multiplication and an addition count as two.
         nominal_flops_per_s: from the datasheet, if the device is known.

@@ -67,10 +67,6 @@ class Baseline:
 
     Attributes:
         model: its weights are fp32, perhaps shared with other baselines.
-        optimizer: over them.
-        batches: makes micro-batches of sequences.
-        loss: of one micro-batch.
-        context: what forward and backward run in.
     """
 
     model: nn.Module
@@ -117,7 +113,6 @@ def baselines(
     """Return the sides beside hydragraph; all train the fp32 weights of `first`, with one optimizer.
 
     Args:
-        first: the model on the device.
         build: makes another one there, whose weights are then replaced by those of `first`.
         dtype: what is computed in: bf16 by autocast over fp32 weights and gradients.
         compiled: add the packed side with every layer and the loss under torch.compile.
@@ -153,7 +148,6 @@ def baselines(
 
 
 def _use_attention(model: nn.Module) -> None:
-    """Make a model call `attention` in every layer."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)

@@ -74,7 +74,6 @@ def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceili
 
 
 def _left_out(sweep: Sweep) -> Iterator[str]:
-    """Say what is not compared, and why."""
     yield "Attention and slice_copy have no compiled side: both eager forms are loops over sequences or ranges."
     if not sweep.compiled:
         yield "torch.compile was left out: --compiled adds its sides."

@@ -28,7 +28,6 @@ class Case:
     """One computation at one size.
 
     Attributes:
-        kernel, size: what the table shows.
         work: bytes moved, or floating-point operations.
         bound: "memory" or "products": which ceiling it has.
         sides: how it can be computed -> call that returns what it computed; the first is the reference.
@@ -48,7 +47,6 @@ class Sweep:
     Attributes:
         device, dtype: of the computations that are not bound to fp32.
         full: sizes for a GPU; otherwise those that a CPU takes a moment for.
-        compiled: add torch.compile'd sides.
     """
 
     device: torch.device
@@ -96,7 +94,6 @@ def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
 
 
 def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    """Run forward and backward; return the first gradient."""
     return torch.autograd.grad(forward(), inputs, grad)[0]
 
 

@@ -34,7 +34,6 @@ class LinkMeasurement:
 
     Attributes:
         sent: bytes that this rank gave its communicator for other ranks in one step.
-        overlap: what they took.
     """
 
     sent: int
@@ -47,11 +46,7 @@ def measure_rank(
     """Measure on this rank, which all ranks call together; return a dict for each strategy.
 
     Args:
-        model: as `shapes.meta_model` takes it.
         strategies: steps run under them in turn, so that each pull and push follows a switch.
-        tokens: of a mini-batch.
-        rounds: that count.
-        home: who owns state.
     """
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
@@ -90,9 +85,8 @@ class _Step:
 
 def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkMeasurement:
     waited = statistics.median(step.waited[direction] for step in steps)
-    return LinkMeasurement(
-        steps[-1].sent[direction], Overlap(alone, waited, statistics.median(s.seconds for s in steps))
-    )
+    seconds = statistics.median(step.seconds for step in steps)
+    return LinkMeasurement(steps[-1].sent[direction], Overlap(alone, waited, seconds))
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
@@ -150,7 +144,6 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
     """Join ranks: all bytes, and the means of their seconds, as a step's report has them."""
     count = len(per_rank)
-    alone, exposed, step = (
-        sum(getattr(m.overlap, name) for m in per_rank) / count for name in ("alone_s", "exposed_s", "step_s")
-    )
-    return LinkMeasurement(sum(m.sent for m in per_rank), Overlap(alone, exposed, step))
+    names = ("alone_s", "exposed_s", "step_s")
+    means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))
+    return LinkMeasurement(sum(m.sent for m in per_rank), means)

@@ -24,7 +24,6 @@ class Overlap:
     Attributes:
         alone_s: seconds of the transfers alone.
         exposed_s: seconds that they add to a step.
-        step_s: the step with it.
     """
 
     alone_s: float
@@ -66,9 +65,8 @@ def simulated(
     without = Without(work, direction)
     alone = Without(work, "computing", "messages", "ending", other)
     idle = Without(work, "computing", "messages", "ending", "pull", "push")
-    whole, less, by_itself, nothing = (
-        simulate(programs, cluster, variant).seconds for variant in (work, without, alone, idle)
-    )
+    variants = (work, without, alone, idle)
+    whole, less, by_itself, nothing = (simulate(programs, cluster, variant).seconds for variant in variants)
     if not moved.total:
         return Overlap(0.0, 0.0, whole)
     return Overlap(by_itself - nothing, max(0.0, whole - less), whole)

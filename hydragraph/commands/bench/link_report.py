@@ -39,15 +39,11 @@ class LinkSettings:
     """The two layouts that a link connects, and how to measure it.
 
     Attributes:
-        model: as `shapes.meta_model` takes it.
         source: the strategy whose step ends, "home" for none: its gradients are pushed.
         target: the strategy whose step begins, "home" for none: its weights are pulled.
-        dtype: of pulled weights.
         cluster: what is simulated; None: `default_cluster`.
         tokens: of one simulated micro-batch; micro_batches: of every pipeline.
         measure: also run it, on local ranks over gloo.
-        measured_tokens, rounds: of that.
-        home: who owns state.
     """
 
     model: str
@@ -79,9 +75,6 @@ class _Leg:
 
 def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
     """Say what a push from one strategy and a pull to another move and take.
-
-    Args:
-        tell: called with what happens next.
 
     Raises:
         ValueError: a strategy does not fit the model or the cluster, or both ends are home.
@@ -180,7 +173,6 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
 
 
 def _matrix(leg: _Leg, ranks: int) -> str:
-    """Return the MB from every rank (row) to every other (column)."""
     lines = [f"{leg.name}: MB from rank (row) to rank (column)", "     " + "".join(f"{r:>9}" for r in range(ranks))]
     for source in range(ranks):
         cells = (leg.traffic.pairs.get((source, target), 0) / 1e6 for target in range(ranks))

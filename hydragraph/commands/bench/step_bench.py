@@ -41,12 +41,8 @@ class StepSettings:
     """Settings of the benchmark.
 
     Attributes:
-        shape: of the model.
         tokens: of one mini-batch; longest, shortest: sequence of it.
-        rounds: that count.
         device: what it computes on; in bf16 on CUDA, fp32 on the CPU.
-        compiled: add the side under torch.compile.
-        backend: of hydragraph.compile; None: its default.
     """
 
     shape: LlamaShape
@@ -74,9 +70,7 @@ class SideResult:
     """Measurements of one side.
 
     Attributes:
-        seconds: median of one step.
         peak_megabytes: allocated beyond what was held.
-        loss, norm: of the first mini-batch.
     """
 
     seconds: float
@@ -87,9 +81,6 @@ class SideResult:
 
 def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
     """Train one rank's model on every side in turn.
-
-    Args:
-        tell: called with what happens next.
 
     Raises:
         ValueError: a side computes something else than the eager model on packed batches.
@@ -270,7 +261,6 @@ def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | N
 
     Args:
         sides: by name; empty if not measured.
-        flops: of one step.
         share: percent of the step that pulls and pushes take.
     """
     ratio = None

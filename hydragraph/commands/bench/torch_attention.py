@@ -52,11 +52,9 @@ def arguments(
 
 @cache
 def _function() -> tuple[Any, frozenset[str]]:
-    """Return the function and the names of its arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
-        raise Unsupported(
-            f"torch.nn.attention.varlen: {error}", where="varlen_attn", remedy="use PyTorch 2.10 or later"
-        ) from error
+        why = f"torch.nn.attention.varlen: {error}"
+        raise Unsupported(why, where="varlen_attn", remedy="use PyTorch 2.10 or later") from error
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

@@ -1,8 +1,8 @@
 """A training run with injected faults: ranks are killed, slowed and removed at random moments, and the run continues.
 
-Two runs of one config are made, one with faults and one without. The faults are a function of the seed, except for the
-instant within a step; their effects are read from the run's own files. The first run continues until all faults have
-hit and some quiet steps have followed; then it is asked to stop, and the second makes the same number of steps.
+Two runs of one config are made. The faults of the first are a function of the seed, except for the instant within a
+step; their effects are read from the run's own files. It continues until all faults have hit and some quiet steps have
+followed; then it is asked to stop, and the undisturbed run makes the same number of steps.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Strike:
     """One injected fault.
 
     Attributes:
-        kind: what is done to a rank.
-        step: the last step before it.
         which: the rank, as a fraction of the number of ranks at that time.
         delay_s: seconds after that step was written down.
     """
@@ -59,11 +57,7 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        code: exit code of its launcher.
-        metrics, events: what it wrote.
-        struck: the strikes that hit a rank.
         left: processes of the run that were still alive at the end.
-        said: the last lines that it printed.
         problems: broken promises that strikes found.
         hung: how long no step came, in words, if the run was ended for that; "": it ended by itself.
     """
@@ -126,12 +120,7 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
-    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step.
-
-    Args:
-        counts: number of strikes by kind.
-        seed: of all draws.
-    """
+    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
@@ -162,14 +151,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configs of the undisturbed run and of the disturbed one, long enough for all strikes.
-
-    Args:
-        config: of the run.
-        folder: of the outputs of both.
-        strikes: number of strikes.
-        preempted: number of those that preempt a machine.
-    """
+    """Return the configs of the undisturbed run and of the disturbed one, long enough for all strikes."""
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
     steps = max(config.steps, most + CALM_STEPS)
     elastic = config.elastic
@@ -194,11 +176,9 @@ def run(
 
     Args:
         config: of the run; its folder is replaced.
-        strikes: in order of their steps.
         stepped: called regularly with the last step and the number of strikes so far.
         until: the last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
             strikes.
-        machines: number of machines to start on this host.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -302,7 +282,6 @@ class _Striker:
 
 
 def _still_there(pids: set[int]) -> tuple[int, ...]:
-    """Return the processes that do not end in time."""
     end = time.monotonic() + _END_S
     while (left := tuple(sorted(filter(lives, pids)))) and time.monotonic() < end:
         time.sleep(0.05)

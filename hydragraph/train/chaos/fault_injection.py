@@ -36,8 +36,6 @@ class Victim:
     """A run to be disturbed.
 
     Args:
-        folder: of the run.
-        launcher: the process that was started for it.
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
         machines: the machines of the run, of which the launcher is the first's; None: it has only this one.
 

@@ -29,14 +29,7 @@ class Machines:
     """The machines of a run.
 
     Args:
-        count: number of machines.
-        config: file of the run's config.
         log: prefix of the files of their output.
-        disks: directory of their disks.
-
-    Attributes:
-        supervisors: the current process of each.
-        sessions: of all processes that were started for them.
     """
 
     count: int
@@ -137,5 +130,4 @@ def all_stats() -> Iterator[tuple[int, list[str]]]:
 
 
 def _in_sessions(sessions: set[int]) -> list[int]:
-    """Return the processes of these sessions, without zombies."""
     return [pid for pid, fields in all_stats() if fields[0] not in "ZX" and int(fields[3]) in sessions]

@@ -1,8 +1,7 @@
 """Replanning for slow ranks in a separate process while training continues.
 
-`replan` is the pure part. It maps a question, which holds all inputs of a plan, to an answer: a good plan at once or
-the best plan later, as the question asks. `Replanner` sends questions to a process that lives as long as the run; a
-thread waits for the answer, and training polls it.
+`replan` is the pure part: it maps a question, which holds all inputs of a plan, to an answer. `Replanner` sends
+questions to a process that lives as long as the run; a thread waits for the answer, and training polls it.
 """
 
 from __future__ import annotations
@@ -45,16 +44,12 @@ class ReplanQuestion:
 
     Attributes:
         profile, cluster, home: of the run, on healthy ranks. State stays in place: only strategies change.
-        health: current rates of the ranks.
         lengths: sequence lengths of the last mini-batches.
         running: the strategies that the run chooses from now.
         first: the strategies it chose from initially, which may be the best again once all ranks are healthy.
         request: how it chooses among `running`, with the rates known at that time.
-        policy: how mini-batches are planned.
-        deadline_s: search time limit; the best plan so far is then taken; None: equal questions have equal
-            answers.
+        deadline_s: search time limit; None: equal questions have equal answers.
         at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
-        corrections: measured errors of the costs.
     """
 
     profile: Profile
@@ -76,12 +71,9 @@ class Replanned:
     """An answer.
 
     Attributes:
-        strategies: to choose from now.
-        request: how to choose among them.
         static: the strategy to keep; None: choose for every mini-batch.
         before_s, after_s: expected average seconds of a step under the health of the question: as planned now, and with
             the answer.
-        took_s: seconds of planning.
         refused: why the question has no answer; "" if it has one.
     """
 
@@ -116,9 +108,6 @@ def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
     """Find strategies for ranks with these rates, and what they gain over the current ones.
 
     The running strategies stay among the candidates: often it is enough to give a slow pipeline fewer sequences.
-
-    Args:
-        costs: see `costs_of`.
     """
     began = time.perf_counter()
     costs = costs or costs_of(question)
@@ -170,9 +159,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
         return Replanned(refused=_NONE_FITS)
-    request = PlanRequest(
-        tuple(costs.pipelines(s) for s in able), tuple(costs.fixed(s) for s in able), question.policy.seed
-    )
+    request = PlanRequest(tuple(map(costs.pipelines, able)), tuple(map(costs.fixed, able)), question.policy.seed)
     decision = static_or_dynamic(request.candidates, request.charges, question.lengths, question.policy)
     count = len(question.lengths[: question.policy.sample])
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count

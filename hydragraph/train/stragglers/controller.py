@@ -3,15 +3,13 @@
     a rate changes     -> request a good plan at once from another process -> training continues
     steps take other times than expected (`expected_seconds`)
                        -> correct the costs by the measured seconds of blocks, and request the best plan
-    an answer arrives  -> switch if the gain until the end of the run exceeds the cost of the switch: the new strategies
-                          are prepared during training, then all ranks switch to them
+    an answer arrives  -> switch if the gain until the end of the run exceeds the cost: the new strategies are prepared
+                          during training, then all ranks switch to them
                        -> request the best plan, which takes longer, and decide again
 
-A change of strategy moves no state: it costs the preparation of its first step. A small gain, or a switch right after
-another one, is declined: rates are noisy, and each switch prepares again.
-
-Measured step times correct the seconds of plans: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
-5 s x 3 / 4 = 3.75 s are expected.
+A switch moves no state: it costs the preparation of its first step. A small gain, or a switch right after another one,
+is declined: rates are noisy. Measured step times correct the seconds of plans: if a plan predicts 3 s instead of 4 s,
+and steps take 5 s now, then 5 s x 3 / 4 = 3.75 s are expected.
 """
 
 from __future__ import annotations
@@ -97,17 +95,12 @@ class Replanning:
     Attributes:
         costs: of the model on healthy ranks, with the home of the run.
         strategies, request: the initial strategies of the run, and the request that chooses among them.
-        policy: how mini-batches are planned.
-        planner: the planning service.
         switch: lets all ranks choose from other strategies, as soon as they are ready; None: a dry run.
-        steps: of the whole run.
-        thrift: conditions for a switch.
         changing: returns whether ranks are still preparing for a switch.
         refused: returns why they did not switch; "" if they did.
         sample: lengths of mini-batches, used for planning before enough were seen.
         hurried: whether the initial strategies were found in a hurry, so that the best ones should be searched for.
         planned_for: the rates that the initial strategies were planned for.
-        late: the known cost of slow ranks beyond their rates.
     """
 
     costs: Costs
@@ -128,13 +121,7 @@ class Replanning:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A decided switch that is not complete.
-
-    Attributes:
-        event: the event that reports it.
-        health: the rates it was planned for.
-        strategies, request: the future strategies, and the request that chooses among them.
-    """
+    """A decided switch that is not complete."""
 
     event: RunEvent
     health: Health
@@ -146,7 +133,6 @@ class Controller:
     """Decides after every step.
 
     Args:
-        monitor: measures how fast ranks are.
         replanning: inputs of replanning; None: ranks are only watched.
         following: decides where state lives; None: state stays.
     """
@@ -201,9 +187,8 @@ class Controller:
         """The slow ranks, with what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
         known = self.monitor.slow
-        return {
-            rank: replace(known.get(rank, Slow()), learned=learned.get(rank)) for rank in sorted({*known, *learned})
-        }
+        ranks = sorted({*known, *learned})
+        return {rank: replace(known.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
         """Plan again with the measured seconds of blocks; return whether there is a planner."""
@@ -303,7 +288,6 @@ class Controller:
         given.planner.ask(self._question(given, health, self._at_once))
 
     def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
-        """Return whether to ask: not right after a switch, unless a rank is lost."""
         if health.lost and health.lost != self._planned_for.lost:
             return True
         return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown

@@ -1,7 +1,6 @@
 """Expected seconds of steps beside measured ones: whether the costs that a plan was made with hold in the run.
 
-The first step of each strategy is left out, as it compiles graphs and allocates memory. Medians are compared, so a few
-disturbed steps have no effect.
+Medians are compared, without the first step of each strategy, which compiles graphs and allocates memory.
 
 Example: a plan expects 0.50 s per step, and 18 of the first 20 steps take 0.61 s: "expected 0.5 s per step, measured
 0.61 s (22% more; median of 18 steps)". This differs by more than `MATTERS`, so the controller plans again.
@@ -19,12 +18,7 @@ MATTERS = 1.2  # plans are made again if measured and expected seconds differ by
 
 @dataclass(frozen=True)
 class ExpectedAndMeasured:
-    """Median seconds of some steps.
-
-    Attributes:
-        expected_s, measured_s: per step.
-        steps: number of compared steps.
-    """
+    """Median seconds of some steps."""
 
     expected_s: float
     measured_s: float

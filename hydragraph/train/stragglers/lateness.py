@@ -1,21 +1,17 @@
 """The cost of a slow rank beyond its rate: how late its pipelines end, as measured by the ranks that wait for them.
 
-A rate scales the time of blocks. A slow rank also starts each micro-batch, packs and sends slowly, and one that is
-stopped most of the time responds late. The cost model includes none of this, and the other ranks wait for all of it.
-Plans let all pipelines end together, so the missing cost shows once a plan runs: the other pipelines wait for the last
-gradients.
+A rate scales the time of blocks. A slow rank also starts each micro-batch, packs and sends slowly, and responds late;
+the cost model includes none of this. Plans let all pipelines end together, so the missing cost shows as the time that
+the other pipelines wait for the last gradients:
 
     late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
              step, beyond its value on healthy ranks
     planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD late times as slow
 
-AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. The share of a late pipeline thus becomes
-smaller, down to zero where that is best. A plan is examined only until it is found late. A correction that makes steps
-no shorter is reverted, and no other is tried while the rates stay: the plan cannot oscillate.
-
-Rates are noisy, and reported again whenever they change by a quarter. A learned value applies to rates close to the one
-it was learned with, however often they are reported, even if the rank was healthy or had another rate in between, and
-among other ranks: it is a property of the device.
+AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A plan is examined only until it is found
+late. A correction that makes steps no shorter is reverted, and no other is tried while the rates stay: the plan cannot
+oscillate. A learned value applies to rates close to the one that it was learned with, also later and among other ranks:
+it is a property of the device.
 
 Example: rank 1 takes 13 times as long, and in a step of 2.2 s rank 0 waits 0.6 s at the end. It is planned as
 13 x (1 + 2 x 0.6 / 1.6) = 22.8 times as slow; steps of 1.7 s follow.
@@ -77,7 +73,6 @@ class Lateness:
 
         Args:
             numbers: new rank numbers by old ones; ranks without one are gone.
-            switched: see the class.
         """
         found = Lateness(switched, {numbers[rank]: each for rank, each in self.learned.items() if rank in numbers})
         found._usual.extend(self._usual)
@@ -108,13 +103,7 @@ class Lateness:
         health: Health,
         seconds: float,
     ) -> None:
-        """Record a step.
-
-        Args:
-            strategy, assignment, ranks: what ran, and how each rank spent the step.
-            health: the known rates.
-            seconds: duration of the step.
-        """
+        """Record a step."""
         self._told(health)
         late = lateness(strategy, assignment, ranks, health)
         if not health.rates:

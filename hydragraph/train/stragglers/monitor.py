@@ -1,8 +1,7 @@
 """Straggler monitor: the seconds of every rank, which the runtime measures anyway, to rates of ranks.
 
-At every commit all ranks learn how long each of them computed, by template (`RankTimes.own`), so one rank can judge all
-without further messages. Waits for other ranks are not included. The cost model predicts the time of the same
-instructions with their actual lengths, so a long sequence does not make a straggler.
+At every commit all ranks learn how long each of them computed, by template and without waits (`RankTimes.own`). The
+cost model predicts the same instructions with their actual lengths, so a long sequence does not make a straggler.
 
 On a CPU shared with other processes, wall-clock seconds are split by the kernel's thread statistics
 (`runtime.thread_times`):
@@ -10,8 +9,8 @@ On a CPU shared with other processes, wall-clock seconds are split by the kernel
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        how slow the device is: stopped, throttled      how many others want its core
 
-The first factor has little noise even on a noisy machine, so a slow device is found in few iterations; the second is as
-noisy as the machine, and is judged against its own scatter. A rank's rate is the product of both.
+The first factor has little noise even on a noisy machine, so a slow device is found in few iterations; the second is
+judged against its own scatter. A rank's rate is the product of both.
 
 Example: blocks took 1.0 s by the clock; the thread ran 0.2 s of them, was queued for 0.2 s and stopped for 0.6 s. 0.2 s
 were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and another process shares its core (2.0).
@@ -40,13 +39,7 @@ CROWDED = 4.0  # standard deviations for contention on cores: bursts of other pr
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """A kind of work that takes equal ranks the predicted time, up to one common factor.
-
-    Attributes:
-        type: of the device.
-        template: of the blocks.
-        stage: the kind of stage, as text.
-    """
+    """A kind of work that takes equal ranks the predicted time, up to one common factor."""
 
     type: str
     template: str
@@ -61,8 +54,6 @@ class Monitor:
 
     Args:
         costs: of the model on healthy ranks.
-        sensitivity: when a rate counts.
-        slow: ranks that are known to be slow.
     """
 
     def __init__(
@@ -81,7 +72,6 @@ class Monitor:
         """Return a monitor of other ranks, which keeps what this one knows about those that stay.
 
         Args:
-            costs: of the model on the new ranks.
             numbers: new rank numbers by old ones, for the ranks that stay.
         """
         found = Monitor(costs)
@@ -113,10 +103,6 @@ class Monitor:
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
         """Record one training iteration; return the ranks whose rate has changed.
-
-        Args:
-            strategy, assignment: of the iteration.
-            ranks: how each rank spent it.
 
         Raises:
             Unsupported: the costs are for another model.

@@ -5,26 +5,21 @@ type of device). Three unknowns explain their ratio, and all are learned during 
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: the error of the cost model. The median over iterations of the ranks that are as fast as others. A kind of
-  work that has not run before is ignored in its first iterations.
-- common: the slowdown of all ranks alike, such as a busy machine: the lower median over ranks. It does not count as
-  straggling.
-- rate: the remainder. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above what
-  noise explains: CERTAIN times the scatter of all healthy ranks. If noise alone reaches the square of `enter`, it comes
-  in bursts, and twice as many iterations must agree. A rank is healthy again once as many lie below `leave`.
+- factor: the error of the cost model, a median over iterations of the ranks that are as fast as others.
+- common: the slowdown of all ranks alike, such as a busy machine: the lower median over ranks.
+- rate: the remainder. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above CERTAIN
+  times the scatter of all healthy ranks. If noise alone reaches the square of `enter`, it comes in bursts, and twice as
+  many iterations must agree. A rank is healthy again once as many lie below `leave`.
 - scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations: both estimate one
   standard deviation for normal errors, and the second reflects bursts.
 
-A rank that is known to be slow and has little work spends long on unpredicted parts, such as starting a micro-batch.
-This does not count as a rate: with less than LITTLE of the busiest rank's work, a rank's rate can only fall.
+A slow rank with little work spends long on unpredicted parts, such as starting a micro-batch: with less than LITTLE of
+the busiest rank's work, a rank's rate can only fall. Sums of seconds count, not single instructions: a device that is
+stopped for 60 ms of every 100 delays few of its instructions, each by much.
 
-Sums of seconds count, not single instructions: a device that is stopped for 60 ms of every 100 delays few of its
-instructions, each by much.
-
-Example: 4 ranks on a noisy machine (scatter 0.06, as logarithms); rank 2 becomes 2.57 times as slow in the middle of
-iteration 10. Residuals of rank 2: 1.02 (9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above
-max(1.3, exp(3 x 0.06) = 1.2), so the rank is found after iteration 12. The first of them was slow only in part, so it
-is left out of the rate, which is 2.55.
+Example: 4 ranks (scatter 0.06); rank 2 becomes 2.57 times as slow in the middle of iteration 10. Its residuals are 1.02
+(9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above max(1.3, exp(3 x 0.06) = 1.2), so the rank is found
+after iteration 12. The first of them was slow only in part, so it is left out of the rate, which is 2.55.
 """
 
 from __future__ import annotations
@@ -77,7 +72,6 @@ class Change:
     """A change of a rank's rate.
 
     Attributes:
-        rank: number of the rank.
         before, rate: the rate known before, and the new one; 1: healthy.
     """
 
@@ -110,7 +104,6 @@ class Estimator:
     """Rates of ranks, updated after each iteration. It runs on one rank, which knows the seconds of all others.
 
     Args:
-        sensitivity: when a rate counts.
         certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
         held: rates above 1 that are known already.
     """
@@ -170,7 +163,6 @@ class Estimator:
         """Record one iteration.
 
         Args:
-            work: of the ranks that computed.
             idle: for ranks that did not compute, the slowdown of a probe relative to a healthy device.
 
         Returns:

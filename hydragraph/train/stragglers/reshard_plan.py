@@ -6,9 +6,9 @@ Every owner sums the gradients of its share and updates it after the last push; 
 
 The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows: what does not fit a full rank
 is spread over the others in the same proportion. An owner also starts and finishes the messages of every bucket,
-however little it owns, and its rate scales that cost as well: a very slow rank should own no state. Moving pays off if
-the gain over the remaining steps exceeds the cost of the move. State moves during steps
-(`hydragraph.engine.live_reshard`), and the rank that receives most waits for the gradients of the elements it receives.
+however little it owns, so a very slow rank should own no state. Moving pays off if the gain over the remaining steps
+exceeds its cost: the rank that receives most waits for the gradients of the elements it receives
+(`hydragraph.engine.live_reshard`).
 
 If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added to its
 own, and the home chosen for the strategies is one of the candidates.
@@ -67,10 +67,8 @@ class Rehoming:
     """A home that is worth moving to.
 
     Attributes:
-        home: the new home.
         before_s, after_s: seconds per step that the owners take, before and after the move.
         moving_s: seconds that training waits for the move.
-        why: the reason, as a sentence.
     """
 
     home: Home
@@ -95,11 +93,7 @@ def rehoming(
         running: the current home, with nodes if it has copies.
         ranks: number of ranks, none of them lost.
         buckets: of the model; buckets with shares of their own lose them, unless the choice of owners assigns others.
-        health: how slow ranks are.
-        costs: the cost of state.
-        steps: number of remaining steps.
-        question: input of the choice of owners: the running strategies, their frequencies and the ranks' rates; None:
-            owners are not chosen for strategies.
+        question: input of the choice of owners; None: owners are not chosen for strategies.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory for the state.
@@ -174,7 +168,6 @@ def best_shares(
     """Return the share of each rank, the largest 1: proportional to its speed, as far as its memory allows.
 
     Args:
-        ranks, health, costs: see `rehoming`.
         elements: number of elements of the whole state, all copies together.
         without: ranks that own no state.
         rounded: round to few digits, so that noise in rates moves no state.
@@ -220,13 +213,8 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
     """Yield the homes of a move in stages; each stage moves a few buckets, at most `elements` per rank, or one bucket.
 
-    Each stage runs during one step and ends with it, so no step waits for more than its stage.
-
-    Args:
-        old, new: if their copies or nodes differ, the only stage is the new home.
-        ranks: number of ranks.
-        buckets: of the model, in the order in which they move.
-        elements: maximum number of elements that one rank receives per stage.
+    Each stage runs during one step, so no step waits for more than its stage. If copies or nodes differ, the only stage
+    is the new home.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
@@ -256,9 +244,8 @@ def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: St
         before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
         moved = [b for b in buckets if _shares(old, b.name, ranks) != _shares(new, b.name, ranks)]
         for rank, free in enumerate(costs.free_bytes):
-            size = sum(before.of(b).local_size(rank) for b in buckets) + sum(
-                after.of(b).local_size(rank) for b in moved
-            )
+            size = sum(before.of(b).local_size(rank) for b in buckets)
+            size += sum(after.of(b).local_size(rank) for b in moved)
             if size * costs.held_per_element > free:
                 return False
     return True

@@ -2,10 +2,9 @@
 
     rates change -> a home that pays off within the remaining steps (`rehoming`) -> its parts, one per step
 
-A part is as much as a rank receives within BESIDE of a step, on links that others use as well. It therefore arrives
-before the step ends, and training waits only for its gradients (`Executable.rehome`). Since rates are noisy, a decision
-stands for a while. If owners are chosen for the strategies, they are chosen again once other strategies have run
-recently.
+A part is as much as a rank receives within BESIDE of a step, so it arrives before the step ends, and training waits
+only for its gradients (`Executable.rehome`). Rates are noisy, so a decision stands for a while. If owners are chosen
+for the strategies, they are chosen again once other strategies have run recently.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ def with_room(
 
     Args:
         state: its cost without memory limits.
-        costs: with the current home.
-        strategies: those that a step may run.
         tokens: of the largest mini-batch; it may form a single micro-batch if that fits.
         owned: elements by rank in the current home, which always fit.
     """
@@ -70,11 +67,6 @@ class Following:
 
     Args:
         home: the current home, with nodes if it has copies.
-        ranks: number of ranks.
-        buckets: of the model.
-        costs: of holding and moving state.
-        steps: of the whole run.
-        dry_run: report decisions without moving state.
         memory: costs with the memory of ranks; None: memory is not limited.
         rule: for choosing owners for the running strategies; None: they are not chosen.
 
@@ -133,9 +125,6 @@ class Following:
         """Decide after a step, from the known rates; return the decision, if there is one.
 
         Args:
-            step: its number.
-            health: the known rates.
-            seconds: its duration.
             strategies: the one that ran, then others that ranks need memory for.
             tokens: of the largest mini-batch, see `with_room`.
         """

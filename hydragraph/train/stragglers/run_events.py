@@ -41,18 +41,15 @@ class RunEvent:
 
     Attributes:
         step: the last step before it.
-        event: its kind.
         ranks: ranks that it happened to, or that a decision is about.
         seconds: duration. For `resumed`, from a rank's failure until training continued; for `saved`, how long training
             waited; for a switch, its expected cost.
-        why: the reason, as a sentence.
         rates: of slow ranks, as far as they matter.
         before_s, after_s: for a decision, the expected seconds of a step without and with it.
         done: whether the decision was carried out.
         lost_steps: trained steps that were undone because state was lost.
         moved_bytes: bytes of state that ranks received from other ranks.
         read_bytes: bytes of checkpoint pieces that ranks read, by kind of place: memory, disk and store.
-        time: when, in UTC.
     """
 
     step: int
@@ -90,7 +87,6 @@ class RunEvent:
         return TITLES[self.event] if self.done else f"{TITLES[self.event]}: not done"
 
     def __str__(self) -> str:
-        """Format the event for people."""
         return f"step {self.step}: {self.event}: {self.why}"
 
 
