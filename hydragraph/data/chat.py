@@ -129,9 +129,7 @@ class DocumentEncoder:
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
-            raise ValueError(
-                f"{place}: what the assistant says has no token, so there is nothing to learn: leave it out"
-            )
+            raise ValueError(f"{place}: what the assistant says has no token: leave it out")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
             # The end directly follows the model's output, without blanks added by the template.
             kept = len(targets) - targets[::-1].index(True)

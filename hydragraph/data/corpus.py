@@ -198,7 +198,7 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
 def _found_otherwise(path: str) -> str:
     """Return advice for a path that does not exist, which may be a name of remote data."""
     if re.match(r"\w+:/", path):
-        return "fetch what is behind the address, and name the file"
+        return "fetch it, and name the file"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
         return (
             "correct the path; a data set of the Hugging Face hub is fetched in Python: "
@@ -271,7 +271,7 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
-            # is_file: opening a pipe would block forever, and a dangling link has nothing to read.
+            # is_file: opening a pipe would block forever, and a dangling link cannot be read.
             matches = suffixes is None or _ends_in(path, suffixes)
             if matches and not name.startswith(".") and path.is_file():
                 yield path

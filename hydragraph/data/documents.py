@@ -212,7 +212,7 @@ class Fields:
         completion = _field(record, self.completion, place)
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
-                raise ValueError(f"{place}: {self.completion!r} is empty, so there is nothing to learn: leave it out")
+                raise ValueError(f"{place}: {self.completion!r} is empty: leave it out")
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
@@ -287,7 +287,7 @@ class Fields:
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
-        # Words are not cut, and tokenizers join a blank with the word behind it.
+        # Words are not cut, and tokenizers join a blank with the next word.
         at = blanks[-1]
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
@@ -348,7 +348,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)
     if not output:
-        raise ValueError(f"{place}: {name!r} is empty, so there is nothing to learn: leave it out")
+        raise ValueError(f"{place}: {name!r} is empty: leave it out")
     given = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
     messages: list[Mapping[str, Any]] = []
     system = _text(record.get(_SYSTEM), _SYSTEM, place)

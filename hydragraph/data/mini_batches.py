@@ -117,8 +117,8 @@ class MiniBatches(Iterator[list[Drawn]]):
         split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
             what an earlier run validated on.
         overlong: "cut" documents of more than `max_length` tokens, or "drop" them.
-        pairs: whether every two documents are the answers of a pair, which stays together. Of a longer one, "cut" keeps
-            the first `max_length` tokens, and "drop" leaves out the pair.
+        pairs: whether every two documents are the answers of a pair, which stays together; "cut" then
+            keeps the first `max_length` tokens of an answer, and "drop" leaves out pairs with longer ones.
 
     Attributes:
         chunks: what one epoch draws; of pairs, the two answers are neighbours.

@@ -64,14 +64,10 @@ class ChatTemplate:
         says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not says:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise ValueError(
-                f"{place}: no message of the assistant (only of {roles}), so there is nothing to learn: leave it out"
-            )
+            raise ValueError(f"{place}: no message of the assistant (only of {roles}): leave it out")
         trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
         if not trained:
-            raise ValueError(
-                f"{place}: what the assistant says has weight 0, so there is nothing to learn: leave it out"
-            )
+            raise ValueError(f"{place}: what the assistant says has weight 0: leave it out")
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
@@ -183,7 +179,7 @@ class _Written:
             ValueError: naming the first that does not; or no text is marked.
         """
         if self._masks and not any(start < end for start, end in self._marked):
-            raise ValueError(f"{self._place}: the chat template marks nothing of it as generated: correct the template")
+            raise ValueError(f"{self._place}: the chat template marks no text as generated: correct the template")
         at = 0
         for i, message in enumerate(self._plain):
             said = _said(message)

@@ -234,7 +234,7 @@ def write_encoded(
         targeted: whether any document may have tokens that are not targets.
 
     Raises:
-        NoText: there are no documents.
+        NoText: the corpus is empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that the rename is atomic; unique, so that two writers never share it.

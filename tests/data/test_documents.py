@@ -78,7 +78,7 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
         ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
         ({"prompt": "a"}, "completion", "f:3: no field 'completion'"),
-        ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty, so there is nothing to learn"),
+        ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty: leave it out"),
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
         ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
         ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
