@@ -63,10 +63,10 @@ class ModelConfig:
         config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's. With
             `path`, only the settings to change in the directory's config, such as {attention_dropout: 0.0}.
         path: a local directory that `save_pretrained` wrote, instead of an architecture.
-        weights: a directory with safetensors files. Each rank reads only its own part, so that no process holds the
+        weights: a directory with safetensors files, of which each rank reads only its own part: no process holds the
             whole model. The model is `architecture`, or the one that the directory describes.
-        dropout: whether to train with the dropout of the model's config.
-        trust_remote_code: whether to run Python code in the model's directory; it has all of your permissions.
+        dropout: train with the dropout of the model's config.
+        trust_remote_code: run Python code in the model's directory, with all of your permissions.
     """
 
     architecture: str | None = None
@@ -454,8 +454,8 @@ class TrainConfig:
         objective: train on pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
             {simpo: {...}} or {orpo: {...}}, or their names alone; None: predict the next token.
         strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or the YAML itself. Steps take turns
-            among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads the
-            measurements in `plan.profile`, and plans for them and the data.
+            among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads
+            `plan.profile`, and plans for them and the data.
         home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange least for the
             strategies), "stages" (those that compute a block), "equal" (equal shares), a text such as
             "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
@@ -464,30 +464,28 @@ class TrainConfig:
         ranks: number of local processes to start, unless a launcher such as torchrun has started them.
         max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: never.
         label_smoothing: share of every target that all tokens of the vocabulary get, from 0 to below 1, as in
-            `torch.nn.functional.cross_entropy` and the Trainer's `label_smoothing_factor`; evaluations use it too.
+            `torch.nn.functional.cross_entropy`; also in evaluations.
         dtype: dtype of the computation; weights and optimizer state are always float32.
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
         device: "cpu" or "cuda"; None: a GPU where there is one.
         check: "auto" compares the captured graphs with the model on short sequences before the first step, each kind of
-            block once; "full" compares every block; "off" (which YAML reads as false) compares none.
+            block once; "full" compares every block, "off" none.
         compiled: a folder that `hydragraph compile` wrote for this config; the run starts from it without tracing.
         trust: also load Inductor's code from that folder, which runs with all of your permissions.
         seed: seed of a new model's weights, of the order of the data and of dropout.
         evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the last step
             also evaluates. 0: never.
-        evaluate_per_epoch: number of evaluations in each pass over the data, evenly spaced, the last one at its end;
-            instead of `evaluate_every`.
-        evaluate_batches: number of mini-batches of `data.tokens_per_step` that an evaluation reads of each corpus.
+        evaluate_per_epoch: instead, the number of evaluations in each pass over the data, the last one at its end.
+        evaluate_batches: mini-batches of `data.tokens_per_step` that an evaluation reads of each corpus.
         checkpoint_every: steps between checkpoints; the last step also writes one. 0: only the last step.
-        checkpoint_per_epoch: number of checkpoints in each pass over the data; instead of `checkpoint_every`.
-        keep: number of checkpoints to keep, the newest ones.
-        keep_best: save after each evaluation with the lowest loss so far, keep that checkpoint too, and write the
-            run's `model` from it. The loss is that on the held-out documents, or else on the first corpus of
-            `data.evaluation`.
-        patience: end the run after this number of evaluations in a row without a lower loss; None: train to the end.
-        min_improvement: an evaluation loss counts as lower for `patience` if it is lower by more than this.
-        grace_s: seconds that a run has to finish its step and save when it is asked to stop (SIGTERM, Ctrl-C).
+        checkpoint_per_epoch: instead, the number of checkpoints in each pass over the data.
+        keep: number of the newest checkpoints to keep.
+        keep_best: also keep the checkpoint with the lowest evaluation loss, and write the run's `model` from it. The
+            loss is that on the held-out documents, or else on the first corpus of `data.evaluation`.
+        patience: end the run after this number of evaluations in a row without a lower loss; None: never.
+        min_improvement: for `patience`, a loss counts as lower if it is lower by more than this.
+        grace_s: seconds to finish a step and save when the run is asked to stop (SIGTERM, Ctrl-C).
         progress_s: if ranks wait for this number of seconds while none makes progress, all fail with a report.
         deterministic: compute the same bits for any ranks, pipelines and homes, even if ranks are lost; slower.
         push_dtype: dtype of gradients on the way to their owners, which add them in fp32: float32 or bfloat16.

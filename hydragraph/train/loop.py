@@ -136,7 +136,7 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _RunInputs:
     """Inputs of a run that every rank builds for itself.
 
     Attributes:
@@ -153,7 +153,7 @@ class _Prepared:
     anew: Callable[[], MiniBatches | Mixture]
 
     @staticmethod
-    def of(config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder) -> _Prepared:
+    def of(config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
         reference = None
@@ -161,7 +161,7 @@ class _Prepared:
             evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
             reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation)
         anew = partial(mini_batches, config, tokens, None if reference is None else reference.of)
-        return _Prepared(config, tokens, model, strategies, reference, anew)
+        return _RunInputs(config, tokens, model, strategies, reference, anew)
 
     def evaluation(self) -> dict[str, list[list[Drawn]]]:
         """Return the mini-batches of every evaluation set."""
@@ -201,7 +201,7 @@ def _session(
     together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
-    prepared = _Prepared.of(config, tokens, _model(config, tokens), world.ranks, folder)
+    prepared = _RunInputs.of(config, tokens, _model(config, tokens), world.ranks, folder)
     batches = prepared.anew()
     _check_inputs(config, prepared, batches, start)
     if leader is not None:
@@ -273,7 +273,7 @@ def _session(
         return _follow(run, state, stopping, owned, prepared.model, tokens)
 
 
-def _check_inputs(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mixture, start: _Start) -> None:
+def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
     """Check the data against the config, which was `given` before its epochs were counted."""
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
@@ -283,7 +283,7 @@ def _check_inputs(given: TrainConfig, prepared: _Prepared, batches: MiniBatches 
         evaluation_streams(config, prepared.tokens)  # raises errors now
 
 
-def _remarks(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
+def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
     config = prepared.config
     yield from data_remarks((*config.data.sources, *config.data.evaluation.values()))
     yield from pair_remarks(config, prepared.tokens)
@@ -291,7 +291,7 @@ def _remarks(given: TrainConfig, prepared: _Prepared, batches: MiniBatches | Mix
 
 
 def _score(
-    prepared: _Prepared, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
+    prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
 ) -> int:
     """Score answers under the model before training, as far as they are not yet; return the stop signal, or 0."""
     reference, weights = prepared.reference, prepared.config.model.weights
@@ -313,7 +313,7 @@ def _note_resumed(
     leader.note(sentence)
 
 
-def _compiled(prepared: _Prepared, compile: Callable[..., Any], world: World, **joining: bool) -> Any:
+def _compiled(prepared: _RunInputs, compile: Callable[..., Any], world: World, **joining: bool) -> Any:
     """Return the compiled model of a run; `joining` is for ranks that join."""
     config = prepared.config
     return compile(
@@ -351,7 +351,7 @@ def _join_run(
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     else:
         model = _model(config, tokens)
-    prepared = _Prepared.of(config, tokens, model, config.ranks, folder)
+    prepared = _RunInputs.of(config, tokens, model, config.ranks, folder)
     if prepared.reference is not None:
         prepared.reference.read()
     batches = prepared.anew()
@@ -514,7 +514,7 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
 
 
-def _chosen_from(prepared: _Prepared) -> dict[str, Any]:
+def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
     """Return the strategy arguments of `compile`: the first of those that take turns, or all to choose from."""
     config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:

@@ -36,7 +36,7 @@ class Checkpoint:
     step: int
 
 
-class _Entry:
+class _FolderEntry:
     """The path of an entry of a run folder."""
 
     def __init__(self, name: str) -> None:
@@ -52,20 +52,20 @@ class RunFolder:
 
     path: Path
 
-    owner = _Entry("owner.json")  # the process that owns the folder, and when its run began
-    config = _Entry("config.yaml")  # resolved
-    metrics = _Entry("metrics.jsonl")
-    events = _Entry("tensorboard")
-    happenings = _Entry("events.jsonl")  # events and decisions about ranks
-    ranks = _Entry("ranks.json")  # the processes of the run
-    slow = _Entry("slow.json")  # slow ranks known to the leading rank
-    picture = _Entry("loss.png")
-    trace = _Entry("trace.json")  # times of each rank's instructions, for Perfetto
-    corrections = _Entry("corrections.json")  # measured errors of the cost model, from `hydragraph compare`
-    model = _Entry("model")  # the final model, readable by transformers
-    tokenizer = _Entry("tokenizer")  # readable by transformers
-    reference = _Entry("reference.npz")  # scores of pairs' answers under the model before training
-    checkpoints = _Entry("checkpoints")
+    owner = _FolderEntry("owner.json")  # the process that owns the folder, and when its run began
+    config = _FolderEntry("config.yaml")  # resolved
+    metrics = _FolderEntry("metrics.jsonl")
+    events = _FolderEntry("tensorboard")
+    happenings = _FolderEntry("events.jsonl")  # events and decisions about ranks
+    ranks = _FolderEntry("ranks.json")  # the processes of the run
+    slow = _FolderEntry("slow.json")  # slow ranks known to the leading rank
+    picture = _FolderEntry("loss.png")
+    trace = _FolderEntry("trace.json")  # times of each rank's instructions, for Perfetto
+    corrections = _FolderEntry("corrections.json")  # measured errors of the cost model, from `hydragraph compare`
+    model = _FolderEntry("model")  # the final model, readable by transformers
+    tokenizer = _FolderEntry("tokenizer")  # readable by transformers
+    reference = _FolderEntry("reference.npz")  # scores of pairs' answers under the model before training
+    checkpoints = _FolderEntry("checkpoints")
 
     def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Return the checkpoint that a run continues from, if any, without changing anything.
