@@ -104,8 +104,7 @@ class DocumentEncoder:
         odd = next((i for i in tokens.ids if not 0 <= i < most), None)
         if odd is not None:
             raise ValueError(
-                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to the one "
-                "that made the ids"
+                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to theirs"
             )
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 

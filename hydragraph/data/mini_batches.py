@@ -252,11 +252,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         """The settings that determine the chunks, as text."""
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next mini-batch starts in, from 0."""
-        return self._epoch
-
     def state_dict(self) -> dict[str, int | float | str]:
         """Return the start of the next mini-batch, with the settings that this position depends on."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}

@@ -597,10 +597,7 @@ class TrainConfig:
         if self.objective is None:
             return
         if self.label_smoothing:
-            raise ValueError(
-                "label_smoothing is of cross-entropy: with an objective leave it out; DPO has "
-                "objective.dpo.label_smoothing"
-            )
+            raise ValueError("label_smoothing is of cross-entropy: leave it out; DPO has objective.dpo.label_smoothing")
         for source in (data, *data.sources, *data.evaluation.values()):
             if source.format not in ("auto", "preference"):
                 raise ValueError(

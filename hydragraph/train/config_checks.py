@@ -64,10 +64,8 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
     settings = model.config
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:
-        raise ValueError(
-            f"model.architecture: {type(model).__name__} has no head that scores tokens: name a class that has, such "
-            "as LlamaForCausalLM"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model.architecture: {name} has no head that scores tokens: use one such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
     # If keys come from a smaller projection (DeepSeek), the number of their heads is meaningless.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())

@@ -269,8 +269,7 @@ def _read_template(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise ValueError(
-            f"data.chat_template: {path} does not exist: name a file with a Jinja template, or chatml, or write the "
-            "template itself"
+            f"data.chat_template: {path} does not exist: name the file of a template, or chatml, or write the template"
         )
     try:
         return path.read_text(encoding="utf-8")

@@ -268,8 +268,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
             raise  # it may come from the directory's own code
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
-            f"{where}: transformers cannot read it ({said}): name a directory that save_pretrained wrote, with all its "
-            "files"
+            f"{where}: transformers cannot read it ({said}): name a whole directory that save_pretrained wrote"
         ) from error
 
 

@@ -139,8 +139,7 @@ class RunFolder:
                 owner = _read(self.owner)
                 holder = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "starting"
                 raise ValueError(
-                    f"output {self.path} belongs to a run that is under way ({holder}): stop that one, or choose "
-                    "another output"
+                    f"output {self.path} belongs to a run that is under way ({holder}): stop it, or choose another"
                 )
             yield
         finally:

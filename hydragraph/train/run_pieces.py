@@ -42,8 +42,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         raise ValueError(f"{what}: {error}") from error
     except Exception as error:  # drivers of fsspec raise errors of their own
         raise ValueError(
-            f"{what}: a test file could not be written ({type(error).__name__}: {error}): correct the place, or its "
-            "credentials"
+            f"{what}: a test file could not be written ({type(error).__name__}: {error}): correct it or its credentials"
         ) from error
     if read != b"hydragraph":
         raise ValueError(f"{what}: a test file was read back with other contents: choose another place")
@@ -88,8 +87,7 @@ def _local(config: TrainConfig) -> str | None:
     expanded = os.path.expandvars(Path(given.local).expanduser())
     if unset := _VARIABLE.search(expanded):
         raise ValueError(
-            f"checkpoint.pieces.local is {given.local!r}, and {unset[0]} is not set on this machine: set it, or name "
-            "the directory"
+            f"checkpoint.pieces.local is {given.local!r}, and {unset[0]} is not set here: set it, or name the directory"
         )
     return expanded
 

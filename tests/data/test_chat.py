@@ -219,7 +219,7 @@ def test_tools_are_offered_and_called() -> None:
             r"here: the chat template refuses it \(roles!\)",
         ),
         (TURNS, "{% if %}", "here: the chat template refuses it"),
-        (TURNS, "{% generation %}{% endgeneration %}x", "here: the chat template marks nothing"),
+        (TURNS, "{% generation %}{% endgeneration %}x", "here: the chat template marks no text"),
     ],
 )
 def test_what_cannot_be_learned_from_is_told(said: list[dict[str, Any]], template: str, sentence: str) -> None:

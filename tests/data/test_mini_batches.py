@@ -91,7 +91,7 @@ def test_resuming_at_any_point_gives_the_same_stream(
         resumed = MiniBatches(file, max_length + more, max_length, seed=3)
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
-        assert resumed.epoch == original.epoch
+        assert resumed.state_dict() == original.state_dict()
         assert take(resumed, 8) == take(original, 8)
 
 
@@ -100,7 +100,7 @@ def test_a_state_also_rewinds(file: TokenFile) -> None:
     take(batches, 5)
     state = batches.state_dict()
     ahead = take(batches, 60)
-    assert batches.epoch > 0
+    assert batches.state_dict()["epoch"] != 0
     batches.load_state_dict(state)
     assert batches.lengths == ()
     assert take(batches, 60) == ahead
@@ -333,7 +333,7 @@ def test_the_answers_of_a_pair_stay_together(lengths: list[tuple[int, int]], ove
             return
         batches = MiniBatches(file, 2 * most + room, most, overlong=overlong, pairs=True)
         seen: list[int] = []
-        while batches.epoch == 0 or not seen:
+        while batches.state_dict()["epoch"] == 0 or not seen:
             batch: list[Any] = next(batches)
             assert sum(len(one["input_ids"]) for one in batch) == sum(batches.lengths) <= 2 * most + room
             for place, (chosen, rejected) in enumerate(zip(batch[::2], batch[1::2], strict=True)):

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
     "an empty file": ("a.txt", "", {}, "the corpus holds no text: look into data.paths"),
     "an empty jsonl": ("a.jsonl", "\n \n", {}, "the corpus holds no text"),
     "only bytes": ("a.bin", b"\xff\xfe\x00", {}, "the corpus holds no text"),
-    "a directory that is empty": ("folder/", "", {}, "no corpus file in .*folder.*: name at least one file"),
+    "a directory that is empty": ("folder/", "", {}, "no corpus file in .*folder.*: name a file"),
     "a suffix without a dot": ("a.txt", "text", {"suffixes": ["txt"]}, "suffix 'txt' does not start with a dot"),
     "no such file": ("", "", {}, "nowhere is not a file or directory: correct the path"),
     "not JSON": ("a.jsonl", "{'text': 1}", {}, r"a.jsonl:1: not JSON \(.*\): write one JSON object per line"),

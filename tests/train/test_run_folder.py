@@ -114,7 +114,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
         pass
     with folder.owned():
         folder.begin(config(tmp_path), "new")
-        said = rf"belongs to a run that is under way \(process {os.getpid()} on {socket.gethostname()}\): stop that one"
+        said = rf"belongs to a run that is under way \(process {os.getpid()} on {socket.gethostname()}\): stop it"
         with pytest.raises(ValueError, match=said), folder.owned():
             pass
         with pytest.raises(ValueError, match="under way"):

@@ -92,7 +92,7 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH_DISK", raising=False)
-    with pytest.raises(ValueError, match=r"local is '\$NO_SUCH_DISK/x', and \$NO_SUCH_DISK is not set on this machine"):
+    with pytest.raises(ValueError, match=r"local is '\$NO_SUCH_DISK/x', and \$NO_SUCH_DISK is not set here"):
         check_places(config(tmp_path, local="$NO_SUCH_DISK/x"))
     monkeypatch.setenv("NO_SUCH_DISK", str(tmp_path / "disk"))
     check_places(config(tmp_path, local="$NO_SUCH_DISK/x"))
