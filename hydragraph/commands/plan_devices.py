@@ -280,16 +280,13 @@ def _write(plan: Plan, path: Path) -> str:
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
     listed = ", ".join(map(str, names))
+    quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
     choose = " --set plan.choose=true" if len(names) > 1 else ""
     return (
         f"{listed}: in a run's config, strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}; or "
-        f"hydragraph train config.yaml --set 'strategies={_list(names)}' --set 'home={plan.home}' "
+        f"hydragraph train config.yaml --set 'strategies={quoted}' --set 'home={plan.home}' "
         f"--set ranks={len(plan.memory)}{choose}"
     )
-
-
-def _list(paths: Sequence[Path]) -> str:
-    return "[" + ", ".join(f'"{path}"' for path in paths) + "]"
 
 
 def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:

@@ -125,13 +125,14 @@ def show_command(options: ShowOptions) -> None:
 
 def _show_folder(path: Path, options: ShowOptions) -> None:
     from hydragraph.commands.show_folder import ShownFolder, wrapped
+    from hydragraph.ir.rank_program import to_text
 
     folder = ShownFolder.open(path)
     rank = options.rank
     folder.check_rank(rank)
     found = folder.chosen(options.strategies or ())
     if not options.looks and rank is not None:
-        print(*_rank_programs(found, rank), sep="\n")
+        print(*(to_text(each.program(rank)) for each in found), sep="\n")
         return
     for lines in _views(folder, found, options):
         print(*wrapped(lines), sep="\n")
@@ -165,12 +166,6 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
         yield schedule_lines(found, folder.data.outline, rank)
     if diff is not None:
         yield _differences(folder, found, diff)
-
-
-def _rank_programs(found: Sequence[ShownStrategy], rank: int) -> Iterator[str]:
-    from hydragraph.ir.rank_program import to_text
-
-    return (to_text(each.program(rank)) for each in found)
 
 
 def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]:

@@ -79,7 +79,8 @@ class Screen:
         """Show a step's numbers."""
         now = self._clock()
         self._first = self._first or (metrics.step, now)
-        numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), _strategy(metrics))))
+        strategy = metrics.strategy.partition("@")[0]  # its fingerprint is meaningless to people
+        numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)
         evaluated = evaluation_text(metrics)
@@ -170,7 +171,3 @@ def _numbers(metrics: Metrics) -> tuple[str, ...]:
     memory = f"{metrics.peak_memory_bytes / 1e9:.3g} GB" if metrics.peak_memory_bytes else ""
     ordered = f"accuracy {metrics.pairs['accuracy']:.0%}" if metrics.pairs else ""
     return (f"loss {metrics.loss:.4f}", ordered, f"{metrics.tokens_per_s:,.0f} tokens/s", used, memory)
-
-
-def _strategy(metrics: Metrics) -> str:
-    return metrics.strategy.partition("@")[0]
