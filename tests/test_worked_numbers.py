@@ -12,9 +12,9 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.rank_memory import CompiledBlocks
-from hydragraph.cost.traffic_bytes import copy
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import GradientKind, propagation
+from hydragraph.ir.link import copy
 from hydragraph.passes.variants import Variants
 from hydragraph.report.memory_fit import fit
 from hydragraph.spec.assignment import Assignment
